@@ -1,0 +1,97 @@
+"""Per-token columns that move together: the one place that edits a sequence being built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+CONTEXT_VERSION = -1
+"""Policy version of a token that no policy sampled."""
+
+
+class TokenColumns:
+    """Token ids, trained-token mask, log-probs and policy versions of one growing sequence, always of one length.
+
+    Pure Python lists, so that it is cheap to extend by a turn and can be tested without tensors.
+
+    Example:
+        >>> columns = TokenColumns()
+        >>> columns.append_context([1, 2])
+        >>> columns.append_completion([3], log_probs=[-0.5], versions=[0])
+        >>> columns.token_ids, columns.is_trained, columns.log_probs, columns.versions
+        ([1, 2, 3], [False, False, True], [0.0, 0.0, -0.5], [-1, -1, 0])
+    """
+
+    __slots__ = ("is_trained", "log_probs", "token_ids", "versions")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        """[num_tokens] what the engine saw and sampled."""
+        self.is_trained: list[bool] = []
+        """[num_tokens] whether the policy sampled the token here, so that it is trained."""
+        self.log_probs: list[float] = []
+        """[num_tokens] the sampler's log-prob, 0 outside the mask."""
+        self.versions: list[int] = []
+        """[num_tokens] the policy version that sampled the token, -1 outside the mask."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def append_context(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that are not trained: prompts, template text, environment messages."""
+        count = len(token_ids)
+        self.token_ids.extend(token_ids)
+        self.is_trained.extend([False] * count)
+        self.log_probs.extend([0.0] * count)
+        self.versions.extend([CONTEXT_VERSION] * count)
+
+    def append_completion(
+        self, token_ids: Sequence[int], *, log_probs: Sequence[float] | None, versions: Sequence[int] | None
+    ) -> None:
+        """Append sampled tokens.
+
+        Raises:
+            ValueError: when `log_probs` or `versions` are missing or not one a token.
+        """
+        check_per_token(token_ids, log_probs=log_probs, versions=versions)
+        assert log_probs is not None and versions is not None
+        self.token_ids.extend(token_ids)
+        self.is_trained.extend([True] * len(token_ids))
+        self.log_probs.extend(log_probs)
+        self.versions.extend(versions)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens.
+
+        Raises:
+            ValueError: when `length` is negative or beyond the end.
+        """
+        if not 0 <= length <= len(self.token_ids):
+            raise ValueError(f"length must lie in 0..{len(self.token_ids)}, got {length}.")
+        for column in (self.token_ids, self.is_trained, self.log_probs, self.versions):
+            del column[length:]
+
+    def copy(self, length: int | None = None) -> TokenColumns:
+        """A copy of the first `length` tokens (all of them by default) that shares nothing."""
+        columns = TokenColumns()
+        columns.token_ids = self.token_ids[:length]
+        columns.is_trained = self.is_trained[:length]
+        columns.log_probs = self.log_probs[:length]
+        columns.versions = self.versions[:length]
+        return columns
+
+
+def check_per_token(
+    token_ids: Sequence[int], *, log_probs: Sequence[float] | None, versions: Sequence[int] | None
+) -> None:
+    """Refuse sampled tokens whose log-probs or versions are missing or short.
+
+    Raises:
+        ValueError: naming the column, what came and what was expected.
+    """
+    for name, column in (("log_probs", log_probs), ("versions", versions)):
+        if column is None:
+            raise ValueError(
+                f"{name} is missing for {len(token_ids)} sampled tokens; ask the engine for one value a token."
+            )
+        if len(column) != len(token_ids):
+            raise ValueError(f"{name} must have one value a sampled token ({len(token_ids)}), got {len(column)}.")

@@ -1,0 +1,79 @@
+"""Messages: plain dicts in the chat-template convention, and what parsing a completion gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+"""One message: `role`, `content` and, where they apply, `reasoning_content`, `tool_calls`, `tool_call_id`, `name`."""
+
+ToolSchema: TypeAlias = Mapping[str, Any]
+"""A tool in the JSON-schema form that chat templates read (`{"type": "function", "function": {...}}`)."""
+
+OPTIONAL_MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedToolCall:
+    """A tool call that the model began and that cannot be executed; kept so that the model can be told."""
+
+    raw: str
+    """The call's text as sampled."""
+    reason: str
+    """What is wrong with it, in words that may be shown to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCompletion:
+    """A completion's tokens read as an assistant message; parsing never raises."""
+
+    message: dict[str, Any]
+    """The assistant message: content, reasoning content and well-formed tool calls."""
+    is_complete: bool
+    """Whether the completion ended by itself, with an end-of-turn token (false: cut by length or a stop string)."""
+    malformed_tool_calls: tuple[MalformedToolCall, ...] = ()
+    """Calls that could not be read, in order."""
+
+
+def check_messages(messages: Iterable[Any], *, argument: str = "messages") -> tuple[Message, ...]:
+    """Validate messages at a boundary and return them as a tuple.
+
+    Raises:
+        TypeError: when an entry is not a mapping.
+        ValueError: when an entry lacks `role`, or has neither content nor tool calls.
+
+    Example:
+        >>> check_messages([{"role": "user", "content": "Hi"}])
+        ({'role': 'user', 'content': 'Hi'},)
+    """
+    if isinstance(messages, (str, Mapping)):
+        raise TypeError(
+            f"{argument} must be a sequence of messages, got {type(messages).__name__}; wrap a single message in a list."
+        )
+    checked = tuple(messages)
+    for index, message in enumerate(checked):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"{argument}[{index}] must be a dict with 'role' and 'content', got {message!r}.")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{argument}[{index}] has no 'role' (a string), got keys {sorted(message)}.")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"{argument}[{index}] (role {message['role']!r}) has neither 'content' nor 'tool_calls'.")
+    return checked
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: the string itself, or the text parts of a multi-modal list joined.
+
+    Example:
+        >>> text_of([{"type": "text", "text": "a"}, {"type": "image", "url": "x"}, {"type": "text", "text": "b"}])
+        'ab'
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    return str(content)

@@ -1,0 +1,80 @@
+"""How a rollout stands or ended: the one place that decides it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class RolloutStatus(IntEnum):
+    """Status of a rollout. Integers, so that it travels in a tensor."""
+
+    ONGOING = 0
+    """Still being played."""
+    COMPLETED = 1
+    """The environment said done."""
+    TRUNCATED = 2
+    """Cut by a limit: completion length, prompt length, number of turns, time."""
+    ABORTED = 3
+    """Ended from outside: shutdown, staleness, an engine abort that was not continued."""
+    ERROR = 4
+    """A parse, environment, tool, reward or engine failure."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the rollout has ended, in whatever way."""
+        return self is not RolloutStatus.ONGOING
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the rollout ended as the environment meant it to, or was cut by a limit."""
+        return self in (RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED)
+
+
+class StopReason:
+    """Words for why a rollout ended before its environment said done; kept beside the status."""
+
+    NONE = ""
+    LENGTH = "length"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    MAX_TURNS = "max_turns"
+    TIMEOUT = "timeout"
+    ENVIRONMENT_TRUNCATED = "environment_truncated"
+    ABORTED = "aborted"
+    PARSE_ERROR = "parse_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENGINE_ERROR = "engine_error"
+
+
+_STATUS_OF_REASON = {
+    StopReason.NONE: RolloutStatus.ONGOING,
+    StopReason.LENGTH: RolloutStatus.TRUNCATED,
+    StopReason.PROMPT_TOO_LONG: RolloutStatus.TRUNCATED,
+    StopReason.MAX_TURNS: RolloutStatus.TRUNCATED,
+    StopReason.TIMEOUT: RolloutStatus.TRUNCATED,
+    StopReason.ENVIRONMENT_TRUNCATED: RolloutStatus.TRUNCATED,
+    StopReason.ABORTED: RolloutStatus.ABORTED,
+    StopReason.PARSE_ERROR: RolloutStatus.ERROR,
+    StopReason.ENVIRONMENT_ERROR: RolloutStatus.ERROR,
+    StopReason.ENGINE_ERROR: RolloutStatus.ERROR,
+}
+
+
+def decide_status(*, is_terminated: bool, reason: str = StopReason.NONE) -> RolloutStatus:
+    """Classify a rollout from what its environment said and from the limit or failure that met it, if any.
+
+    A failure or an abort outweighs everything; an environment that terminated outweighs a limit met in the same
+    turn, because its reward is then the reward of a finished episode.
+
+    Raises:
+        ValueError: when `reason` is not one of `StopReason`.
+
+    Example:
+        >>> decide_status(is_terminated=True).name, decide_status(is_terminated=False, reason="max_turns").name
+        ('COMPLETED', 'TRUNCATED')
+    """
+    if reason not in _STATUS_OF_REASON:
+        raise ValueError(f"reason must be one of {sorted(_STATUS_OF_REASON)}, got {reason!r}.")
+    status = _STATUS_OF_REASON[reason]
+    if status in (RolloutStatus.ABORTED, RolloutStatus.ERROR):
+        return status
+    return RolloutStatus.COMPLETED if is_terminated else status

@@ -1,0 +1,158 @@
+"""What an engine is: token ids in; token ids, log-probs, policy versions and a finish reason out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+FinishReason = Literal["stop", "length", "abort"]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How to sample: every field is honoured or refused by an engine, never dropped.
+
+    Log-probs are those of the distribution that is actually sampled from (temperature, top-k, top-p and min-p
+    applied), so that on-policy importance ratios are 1.
+
+    Raises:
+        ValueError: for a value out of range, naming the field.
+
+    Example:
+        >>> SamplingConfig(max_new_tokens=8, temperature=0.7).temperature
+        0.7
+    """
+
+    max_new_tokens: int = 256
+    """Completion budget in tokens; clipped by the engine to the context that remains."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    """Stop strings. The sampled ids are kept whole even where a stop string ends inside a token."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End-of-turn tokens beside the model's own; sampled stop tokens stay in the completion."""
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        checks = (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "non-negative"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "non-negative (0 keeps all)"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("repetition_penalty", self.repetition_penalty > 0, "positive"),
+        )
+        for name, is_valid, expected in checks:
+            if not is_valid:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}.")
+
+    def with_changes(self, **changes: Any) -> SamplingConfig:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for one request."""
+
+    token_ids: list[int]
+    """[num_tokens] sampled tokens, the stop token included when one was sampled."""
+    log_probs: list[float]
+    """[num_tokens] log-prob of each sampled token under the distribution it was sampled from."""
+    versions: list[int]
+    """[num_tokens] policy version that sampled each token."""
+    finish_reason: FinishReason
+    """`stop` (end-of-turn token or stop string), `length` (budget or context used up) or `abort`."""
+    stop_string: str | None = None
+    """The stop string that ended the completion, if one did."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Engine measurements for this request, such as `num_cached_tokens`."""
+
+
+class EngineError(RuntimeError):
+    """An engine could not serve a request; the request may be tried again elsewhere."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """The small protocol between policies and whatever generates.
+
+    `generate` may be awaited from any event loop, with many requests in flight at once.
+    """
+
+    max_model_len: int
+    """Prompt and completion together, in tokens."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that a request started now would use."""
+        ...
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Sample one completion of `prompt_ids` ([num_prompt_tokens]).
+
+        `request_id` must be unique when given; `routing_key` (a group or rollout id) keeps related requests on one
+        replica for its prefix cache. Cancelling the awaiting task aborts the request.
+
+        Raises:
+            ValueError: when the prompt leaves no room for a single token.
+            EngineError: when the engine died or refused.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with finish reason `abort`."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release processes, threads and memory. May be called twice."""
+        ...
+
+
+def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_model_len: int) -> int:
+    """Tokens that may be sampled: the asked budget, clipped to the context that remains.
+
+    Raises:
+        ValueError: when the prompt leaves no room.
+
+    Example:
+        >>> completion_budget(90, SamplingConfig(max_new_tokens=64), 100)
+        10
+    """
+    remaining = max_model_len - num_prompt_tokens
+    if remaining < 1:
+        raise ValueError(
+            f"prompt_ids has {num_prompt_tokens} tokens and the engine's context is {max_model_len}; "
+            "shorten the prompt or raise max_model_len."
+        )
+    return min(sampling.max_new_tokens, remaining)
+
+
+def run_sync(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end from ordinary code, also where an event loop is already running (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
