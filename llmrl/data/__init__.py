@@ -1,0 +1,29 @@
+"""What flows: messages, histories, token columns, turns, statuses, rollouts and training rows."""
+
+from llmrl.data.columns import CONTEXT_VERSION, TokenColumns
+from llmrl.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from llmrl.data.history import History
+from llmrl.data.message import MalformedToolCall, Message, ParsedCompletion, ToolSchema, check_messages, text_of
+from llmrl.data.status import RolloutStatus, StopReason, decide_status
+from llmrl.data.turn import Turn
+
+__all__ = [
+    "CONTEXT_VERSION",
+    "ChatHistory",
+    "History",
+    "LogProbs",
+    "MalformedToolCall",
+    "Masks",
+    "Message",
+    "ParsedCompletion",
+    "RolloutStatus",
+    "StopReason",
+    "Text",
+    "TokenColumns",
+    "Tokens",
+    "ToolSchema",
+    "Turn",
+    "check_messages",
+    "decide_status",
+    "text_of",
+]

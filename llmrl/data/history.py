@@ -1,0 +1,144 @@
+"""`History`: conversations as a TensorDict leaf; one element is one conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorClass
+from torchrl.data import Composite, NonTensor
+
+from llmrl.data.message import Message, check_messages, text_of
+
+
+class History(TensorClass["nocast"]):  # type: ignore[misc]
+    """Conversations, batched: each element of the batch is one conversation, an immutable tuple of messages.
+
+    The number of messages is ragged, so it is not a batch dimension: `history[0]` is the first conversation of a
+    batch and `history.chats[0][-1]` its last message. `append` returns a new history that shares every message, so a
+    step of a long conversation costs no more than that of a short one.
+
+    Example:
+        >>> history = History.from_chats([{"role": "user", "content": "7 + 8 ="}])
+        >>> history = history.append({"role": "assistant", "content": "15"})
+        >>> history.role, history.content
+        (['user', 'assistant'], ['7 + 8 =', '15'])
+    """
+
+    messages: Any
+    """A tuple of messages for one conversation (batch shape `[]`); nested lists of tuples for a batch."""
+
+    @classmethod
+    def from_chats(cls, chats: Sequence[Any], *, check: bool = True) -> History:
+        """Build from one conversation (a list of messages) or any nesting of lists of conversations.
+
+        Raises:
+            TypeError, ValueError: when a message is malformed, naming it.
+        """
+        if is_conversation(chats):
+            messages = check_messages(chats) if check else tuple(chats)
+            return cls(messages=NonTensorData(messages), batch_size=())
+        elements = [cls.from_chats(chat, check=check) for chat in chats]
+        return torch.stack(elements, 0) if elements[0].batch_size else stack_histories(elements)
+
+    @property
+    def chats(self) -> Any:
+        """The messages: a tuple for one conversation, nested lists of tuples for a batch."""
+        chats = _to_lists(self.messages)
+        if isinstance(chats, tuple):  # one value broadcast over the batch, as specs make it
+            for size in reversed(self.batch_size):
+                chats = [chats] * size
+        return chats
+
+    def to_chats(self) -> list[Any]:
+        """Plain lists of message dicts, nested as the batch is; the reverse of `from_chats`."""
+        return _map_chats(self.chats, lambda chat: [dict(message) for message in chat])
+
+    @property
+    def role(self) -> Any:
+        """Roles of the messages, nested as the batch is."""
+        return _map_chats(self.chats, lambda chat: [message["role"] for message in chat])
+
+    @property
+    def content(self) -> Any:
+        """Texts of the messages, nested as the batch is."""
+        return _map_chats(self.chats, lambda chat: [text_of(message.get("content")) for message in chat])
+
+    @property
+    def num_messages(self) -> Any:
+        """Number of messages, nested as the batch is."""
+        return _map_chats(self.chats, len)
+
+    def append(self, message: Message) -> History:
+        """A new history in which each conversation has one more message.
+
+        Raises:
+            ValueError: when the message is malformed.
+        """
+        return self.extend([message])
+
+    def extend(self, messages: Iterable[Message]) -> History:
+        """A new history in which each conversation has these messages added at its end."""
+        added = check_messages(messages)
+        return History.from_chats(_map_chats(self.chats, lambda chat: (*chat, *added)), check=False)
+
+    def apply_chat_template(
+        self, tokenizer: Any, *, add_generation_prompt: bool = True, tokenize: bool = False, **template_kwargs: Any
+    ) -> Any:
+        """Render each conversation with a tokenizer's chat template: text, or ids with `tokenize=True`.
+
+        For reading and for single turns. Token-exact multi-turn prompts come from `llmrl.rendering.Conversation`.
+        """
+
+        def render(chat: Sequence[Message]) -> Any:
+            return tokenizer.apply_chat_template(
+                [dict(message) for message in chat],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=tokenize,
+                **({"return_dict": False} if tokenize else {}),
+                **template_kwargs,
+            )
+
+        return _map_chats(self.chats, render)
+
+    @staticmethod
+    def default_spec(shape: Sequence[int] = ()) -> Composite:
+        """The spec of histories of batch shape `shape`."""
+        return Composite(
+            messages=NonTensor(shape=tuple(shape), example_data=()), data_cls=History, shape=torch.Size(shape)
+        )
+
+
+def stack_histories(histories: Sequence[History]) -> History:
+    """Stack single conversations into a history of shape `[num_conversations]`."""
+    stacked = NonTensorStack(*[NonTensorData(history.chats) for history in histories])
+    return History(messages=stacked, batch_size=(len(histories),))
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is one conversation: a sequence of messages, possibly empty."""
+    return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], Mapping))
+
+
+def _to_lists(value: Any) -> Any:
+    # A tuple is a conversation; anything else iterable is a batch dimension.
+    return value if isinstance(value, tuple) else [_to_lists(item) for item in value]
+
+
+def _map_chats(value: Any, function: Any) -> Any:
+    return function(value) if isinstance(value, tuple) else [_map_chats(item, function) for item in value]
+
+
+def _flatten(value: Any) -> list[tuple[Message, ...]]:
+    return [value] if isinstance(value, tuple) else [chat for item in value for chat in _flatten(item)]
+
+
+def _represent(self: History) -> str:
+    chats = _flatten(self.chats)
+    body = "\n--\n".join("\n".join(f"  {m['role']}: {text_of(m.get('content'))}" for m in chat) for chat in chats)
+    return f"History(batch_size={list(self.batch_size)}):\n{body}"
+
+
+# The tensorclass machinery writes its own __repr__ over one defined in the body.
+History.__repr__ = _represent

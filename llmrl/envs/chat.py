@@ -1,0 +1,176 @@
+"""`ChatEnv`: a conversation as a TorchRL environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.envs import EnvBase
+
+from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
+
+InputMode = Literal["history", "text", "tokens"]
+
+
+class ChatEnv(EnvBase):
+    """A conversation: reset opens it with a query, each step appends what the policy answered.
+
+    The environment itself never ends a conversation and gives no reward; transforms do: they read
+    `("history", "full")`, append messages to `("next", "history", "prompt")`, and write rewards and done flags.
+
+    It keeps no state of its own, so one instance serves any number of conversations: without `batch_size` it is not
+    batch-locked, and `reset` and `step` take tensordicts of any batch shape.
+
+    Args:
+        input_mode: what the policy reads: `history` (messages; exact multi-turn tokens), `text` or `tokens`.
+        batch_size: a fixed batch shape; by default any.
+        system_prompt: first message of every conversation, unless the query brings its own.
+        data_key: entry of the reset tensordict that holds the query: a string, a list of messages, or, in tokens
+            mode, token ids.
+        system_role, user_role, policy_role: names of the roles.
+
+    Raises:
+        ValueError: for an unknown `input_mode`, or when reset gets no query.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> env = ChatEnv(system_prompt="Reply with the number only.")
+        >>> env.reset(TensorDict({"query": "7 + 8 ="})).get(("history", "prompt")).content
+        ['Reply with the number only.', '7 + 8 =']
+    """
+
+    data_key = "query"
+
+    def __init__(
+        self,
+        *,
+        input_mode: InputMode = "history",
+        batch_size: Sequence[int] | int | None = None,
+        system_prompt: str | None = None,
+        data_key: str | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        policy_role: str = "assistant",
+        device: torch.device | None = None,
+    ) -> None:
+        if input_mode not in ("history", "text", "tokens"):
+            raise ValueError(f"input_mode must be 'history', 'text' or 'tokens', got {input_mode!r}.")
+        shape = torch.Size(() if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size)
+        super().__init__(batch_size=shape, device=device, allow_done_after_reset=True)
+        self._batch_locked = batch_size is not None
+        self.input_mode = input_mode
+        self.system_prompt = system_prompt
+        self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
+        if data_key is not None:
+            self.data_key = data_key
+        self._make_specs(shape)
+
+    def _make_specs(self, shape: torch.Size) -> None:
+        container = self.input_mode
+        self.observation_spec = Composite({container: self._turn_spec(shape, ("prompt",))}, shape=shape)
+        # A state entry, so that transformed environments hand the query on to reset.
+        self.state_spec = Composite({self.data_key: NonTensor(shape=tuple(shape), example_data="")}, shape=shape)
+        self.action_spec = Composite({container: self._turn_spec(shape, ("full",))}, shape=shape)
+        self.reward_spec = Unbounded((*shape, 1, 1), dtype=torch.float32)
+        self.full_done_spec = Composite(
+            {key: _flag_spec(shape) for key in ("done", "terminated", "truncated")}, shape=shape
+        )
+
+    def _turn_spec(self, shape: torch.Size, keys: tuple[str, ...]) -> Composite:
+        if self.input_mode == "history":
+            return ChatHistory.default_spec(shape, keys)
+        if self.input_mode == "text":
+            return Text.default_spec(shape, keys)
+        return Composite({key: Unbounded((*shape, -1), dtype=torch.int64) for key in keys}, shape=shape)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        if tensordict is None or self.data_key not in tensordict.keys():
+            raise ValueError(
+                f"ChatEnv.reset needs a tensordict with {self.data_key!r} (the query); got "
+                f"{None if tensordict is None else sorted(map(str, tensordict.keys()))}. "
+                "For queries from a dataset use DatasetChatEnv."
+            )
+        return self._open(tensordict, tensordict.batch_size)
+
+    def _open(self, tensordict: TensorDictBase, shape: torch.Size) -> TensorDictBase:
+        """Turn the queries of a tensordict of batch shape `shape` into the first prompts."""
+        if shape:
+            elements = [self._open(element, element.batch_size) for element in tensordict.unbind(0)]
+            return _stack(elements)
+        query = tensordict.get(self.data_key)
+        if self.input_mode == "tokens":
+            turn: Any = Tokens(prompt=torch.as_tensor(query, dtype=torch.int64), batch_size=())
+        elif self.input_mode == "text":
+            turn = Text(prompt=_plain(query), batch_size=())
+        else:
+            turn = ChatHistory(prompt=History.from_chats(self.opening_messages(_plain(query))), batch_size=())
+        return TensorDict({self.input_mode: turn, **_flags(False)}, batch_size=())
+
+    def opening_messages(self, query: Any) -> tuple[Message, ...]:
+        """The messages that open a conversation: the system prompt, then the query (a string or messages).
+
+        Raises:
+            TypeError, ValueError: when the query is neither.
+        """
+        if isinstance(query, str):
+            messages: tuple[Message, ...] = ({"role": self.user_role, "content": query},)
+        elif isinstance(query, Mapping):
+            messages = check_messages([query], argument=self.data_key)
+        else:
+            messages = check_messages(query, argument=self.data_key)
+        if self.system_prompt is not None and not (messages and messages[0]["role"] == self.system_role):
+            messages = ({"role": self.system_role, "content": self.system_prompt}, *messages)
+        return messages
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if tensordict.batch_size:
+            return _stack([self._step(element) for element in tensordict.unbind(0)])
+        full = tensordict.get((self.input_mode, "full"), None)
+        if full is None:
+            raise ValueError(
+                f"step needs {(self.input_mode, 'full')}, which a policy writes; got entries "
+                f"{sorted(map(str, tensordict.keys(True)))}."
+            )
+        container = {"history": ChatHistory, "text": Text, "tokens": Tokens}[self.input_mode]
+        if self.input_mode == "text":
+            full = _plain(full)
+        step = TensorDict(
+            {
+                self.input_mode: container(prompt=full, batch_size=()),
+                "reward": torch.zeros(1, 1),
+                **_flags(False),
+            },
+            batch_size=(),
+        )
+        conversation = tensordict.get("conversation", None)
+        if conversation is not None:
+            step.set("conversation", NonTensorData(_plain(conversation)))
+        return step
+
+    def _set_seed(self, seed: int | None) -> None:
+        # A ChatEnv draws nothing; environments that do override this.
+        return None
+
+
+def _flag_spec(shape: torch.Size) -> Unbounded:
+    from torchrl.data import Categorical
+
+    return Categorical(2, shape=(*shape, 1), dtype=torch.bool)
+
+
+def _flags(value: bool) -> dict[str, torch.Tensor]:
+    return {key: torch.full((1,), value) for key in ("done", "terminated", "truncated")}
+
+
+def _plain(value: Any) -> Any:
+    """The Python object behind a non-tensor leaf."""
+    return value.data if isinstance(value, NonTensorData) else value
+
+
+def _stack(elements: list[TensorDictBase]) -> TensorDictBase:
+    from tensordict import lazy_stack
+
+    return lazy_stack(elements, 0)

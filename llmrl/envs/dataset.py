@@ -1,0 +1,207 @@
+"""`DatasetChatEnv`: conversations opened by the prompts of a dataset, each repeated for a group."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torchrl.data import Composite, NonTensor, Unbounded
+
+from llmrl.envs.chat import ChatEnv
+
+
+class EndOfData(Exception):
+    """A dataset environment has drawn every sample of its last epoch."""
+
+
+class PromptSampler:
+    """Draws prompts from a dataset, each `num_samples` times in a row, epoch after epoch.
+
+    The draws depend only on `seed` and the position, so that a saved position continues the very same sequence.
+
+    Args:
+        items: the dataset: a sequence of mappings.
+        num_samples: how often a prompt is drawn in a row; its draws form a group.
+        shuffle: whether each epoch has its own order.
+        seed: of the shuffling.
+        num_epochs: how often the dataset is gone through; None never ends.
+        name: prefix of group ids; two samplers of a run need two names.
+
+    Raises:
+        ValueError: for an empty dataset or a number below 1.
+
+    Example:
+        >>> sampler = PromptSampler([{"query": "a"}], num_samples=2)
+        >>> [sampler.draw()[1:] for _ in range(3)]
+        [('train/0/0', 0), ('train/0/0', 1), ('train/1/0', 0)]
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Mapping[str, Any]],
+        *,
+        num_samples: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        name: str = "train",
+    ) -> None:
+        if len(items) == 0:
+            raise ValueError("dataset is empty; at least one prompt is needed.")
+        for argument, value in (("num_samples", num_samples), ("num_epochs", num_epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{argument} must be at least 1, got {value}.")
+        self.items, self.num_samples, self.shuffle = items, num_samples, shuffle
+        self.seed, self.num_epochs, self.name = seed, num_epochs, name
+        self._position = 0
+        self._order_epoch = -1
+        self._order: list[int] = []
+
+    def draw(self) -> tuple[Mapping[str, Any], str, int]:
+        """The next item, its group id and its index in the group.
+
+        Raises:
+            EndOfData: after the last epoch.
+        """
+        group, sample_index = divmod(self._position, self.num_samples)
+        epoch, place = divmod(group, len(self.items))
+        if self.num_epochs is not None and epoch >= self.num_epochs:
+            raise EndOfData(f"all {self.num_epochs} epochs of {len(self.items)} prompts are drawn.")
+        if epoch != self._order_epoch:
+            self._order = list(range(len(self.items)))
+            if self.shuffle:
+                random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self._order_epoch = epoch
+        self._position += 1
+        index = self._order[place]
+        return self.items[index], f"{self.name}/{epoch}/{index}", sample_index
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, in samples drawn."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from a saved position."""
+        self._position = state["position"]
+
+
+class DatasetChatEnv(ChatEnv):
+    """A `ChatEnv` whose reset draws the next prompt of a dataset.
+
+    The dataset's columns travel with the conversation (non-tensor entries at the root), for rewards to read, and
+    `("rollout", "group_id" | "sample_index" | "group_size")` say which group a conversation belongs to.
+
+    Args:
+        dataset: mappings, strings, or anything indexable that gives mappings (a Hugging Face `Dataset`).
+        data_key: column with the query.
+        repeats: conversations per prompt: the group size.
+        shuffle, seed, num_epochs, name: see `PromptSampler`.
+        prepare: turns an item into the query (a string or messages) when the column is not one already.
+        input_mode, batch_size, system_prompt, device: see `ChatEnv`.
+
+    Raises:
+        ValueError: for an empty dataset or a missing column.
+
+    Example:
+        >>> env = DatasetChatEnv([{"query": "1 + 1 =", "answer": "2"}], repeats=2)
+        >>> data = env.reset()
+        >>> data["answer"], data["rollout", "group_id"], int(data["rollout", "sample_index"])
+        ('2', 'train/0/0', 0)
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Mapping[str, Any] | str],
+        *,
+        data_key: str = "query",
+        repeats: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        name: str = "train",
+        prepare: Callable[[Mapping[str, Any]], Any] | None = None,
+        input_mode: Any = "history",
+        batch_size: Sequence[int] | int | None = None,
+        system_prompt: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        items: Any = dataset if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else list(dataset)
+        if len(items) and isinstance(items[0], str):
+            items = [{data_key: item} for item in items]
+        if len(items) and prepare is None and data_key not in items[0]:
+            raise ValueError(f"dataset has no column {data_key!r}, only {sorted(items[0])}; name it with data_key.")
+        self.prompts = PromptSampler(
+            items, num_samples=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name=name
+        )
+        self._prepare = prepare
+        super().__init__(
+            input_mode=input_mode,
+            batch_size=batch_size,
+            system_prompt=system_prompt,
+            data_key=data_key,
+            device=device,
+        )
+
+    def _make_specs(self, shape: torch.Size) -> None:
+        super()._make_specs(shape)
+        columns = set(self.prompts.items[0]) | {self.data_key}
+        rollout: dict[str, Any] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
+        for key in ("sample_index", "group_size"):
+            rollout[key] = Unbounded(shape, dtype=torch.int64)
+        self.state_spec = Composite(
+            {
+                **{column: NonTensor(shape=tuple(shape), example_data=None) for column in sorted(columns)},
+                "rollout": Composite(rollout, shape=shape),
+            },
+            shape=shape,
+        )
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        shape = self.batch_size if tensordict is None or self.batch_locked else tensordict.batch_size
+        # A partial reset keeps the running conversations: only the marked ones draw a new prompt.
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        drawn = [
+            self._draw() if mask is None or bool(mask.reshape(-1)[index]) else self._placeholder()
+            for index in range(shape.numel())
+        ]
+        if not shape:
+            return drawn[0]
+        from tensordict import lazy_stack
+
+        return lazy_stack(drawn, 0).reshape(shape) if len(shape) > 1 else lazy_stack(drawn, 0)
+
+    def _draw(self) -> TensorDictBase:
+        item, group_id, sample_index = self.prompts.draw()
+        query = item[self.data_key] if self._prepare is None else self._prepare(item)
+        return self._opened(item, query, group_id, sample_index)
+
+    def _placeholder(self) -> TensorDictBase:
+        item = self.prompts.items[0]
+        return self._opened(item, "", "", 0)
+
+    def _opened(self, item: Mapping[str, Any], query: Any, group_id: str, sample_index: int) -> TensorDictBase:
+        # Non-tensor wrapping keeps lists, numbers and None columns as they are.
+        step = TensorDict({key: NonTensorData(value) for key, value in item.items()}, batch_size=())
+        step.set(self.data_key, NonTensorData(query))
+        step.set(
+            "rollout",
+            TensorDict(
+                {
+                    "group_id": NonTensorData(group_id),
+                    "sample_index": torch.tensor(sample_index),
+                    "group_size": torch.tensor(self.prompts.num_samples),
+                }
+            ),
+        )
+        return step.update(self._open(step, step.batch_size))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The position in the dataset."""
+        return {"prompts": self.prompts.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Continue from a saved position in the dataset."""
+        self.prompts.load_state_dict(state_dict["prompts"])
