@@ -1,5 +1,6 @@
 """What flows: messages, histories, token columns, turns, statuses, rollouts and training rows."""
 
+from llmrl.data.asynchronous import run_sync
 from llmrl.data.columns import CONTEXT_VERSION, TokenColumns
 from llmrl.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.data.history import History
@@ -25,5 +26,6 @@ __all__ = [
     "Turn",
     "check_messages",
     "decide_status",
+    "run_sync",
     "text_of",
 ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length", "abort"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +142,3 @@ def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_mode
             "shorten the prompt or raise max_model_len."
         )
     return min(sampling.max_new_tokens, remaining)
-
-
-def run_sync(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine to its end from ordinary code, also where an event loop is already running (notebooks)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
-from torchrl.data import Composite, NonTensor, Unbounded
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
+from llmrl.data.tensordicts import plain
 
 InputMode = Literal["history", "text", "tokens"]
 
@@ -99,14 +100,14 @@ class ChatEnv(EnvBase):
         """Turn the queries of a tensordict of batch shape `shape` into the first prompts."""
         if shape:
             elements = [self._open(element, element.batch_size) for element in tensordict.unbind(0)]
-            return _stack(elements)
+            return lazy_stack(elements, 0)
         query = tensordict.get(self.data_key)
         if self.input_mode == "tokens":
             turn: Any = Tokens(prompt=torch.as_tensor(query, dtype=torch.int64), batch_size=())
         elif self.input_mode == "text":
-            turn = Text(prompt=_plain(query), batch_size=())
+            turn = Text(prompt=plain(query), batch_size=())
         else:
-            turn = ChatHistory(prompt=History.from_chats(self.opening_messages(_plain(query))), batch_size=())
+            turn = ChatHistory(prompt=History.from_chats(self.opening_messages(plain(query))), batch_size=())
         return TensorDict({self.input_mode: turn, **_flags(False)}, batch_size=())
 
     def opening_messages(self, query: Any) -> tuple[Message, ...]:
@@ -127,7 +128,7 @@ class ChatEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_size:
-            return _stack([self._step(element) for element in tensordict.unbind(0)])
+            return lazy_stack([self._step(element) for element in tensordict.unbind(0)], 0)
         full = tensordict.get((self.input_mode, "full"), None)
         if full is None:
             raise ValueError(
@@ -136,7 +137,7 @@ class ChatEnv(EnvBase):
             )
         container = {"history": ChatHistory, "text": Text, "tokens": Tokens}[self.input_mode]
         if self.input_mode == "text":
-            full = _plain(full)
+            full = plain(full)
         step = TensorDict(
             {
                 self.input_mode: container(prompt=full, batch_size=()),
@@ -147,7 +148,7 @@ class ChatEnv(EnvBase):
         )
         conversation = tensordict.get("conversation", None)
         if conversation is not None:
-            step.set("conversation", NonTensorData(_plain(conversation)))
+            step.set("conversation", NonTensorData(plain(conversation)))
         return step
 
     def _set_seed(self, seed: int | None) -> None:
@@ -155,22 +156,9 @@ class ChatEnv(EnvBase):
         return None
 
 
-def _flag_spec(shape: torch.Size) -> Unbounded:
-    from torchrl.data import Categorical
-
+def _flag_spec(shape: torch.Size) -> Categorical:
     return Categorical(2, shape=(*shape, 1), dtype=torch.bool)
 
 
 def _flags(value: bool) -> dict[str, torch.Tensor]:
     return {key: torch.full((1,), value) for key in ("done", "terminated", "truncated")}
-
-
-def _plain(value: Any) -> Any:
-    """The Python object behind a non-tensor leaf."""
-    return value.data if isinstance(value, NonTensorData) else value
-
-
-def _stack(elements: list[TensorDictBase]) -> TensorDictBase:
-    from tensordict import lazy_stack
-
-    return lazy_stack(elements, 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor, Unbounded
 
 from llmrl.envs.chat import ChatEnv
@@ -169,8 +169,6 @@ class DatasetChatEnv(ChatEnv):
         ]
         if not shape:
             return drawn[0]
-        from tensordict import lazy_stack
-
         return lazy_stack(drawn, 0).reshape(shape) if len(shape) > 1 else lazy_stack(drawn, 0)
 
     def _draw(self) -> TensorDictBase:

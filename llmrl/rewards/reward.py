@@ -36,6 +36,10 @@ class ScoredRollout:
         return {**self.columns, **own}
 
 
+class UnknownRewardInput(TypeError):
+    """A reward function reads something that neither the rollout nor the dataset has: its author's mistake."""
+
+
 class RewardFn:
     """A reward function with a name and a weight.
 
@@ -53,7 +57,7 @@ class RewardFn:
     Example:
         >>> def exact(completion, answer):
         ...     return float(completion.strip() == answer)
-        >>> from llmrl.engines import run_sync
+        >>> from llmrl.data import run_sync
         >>> rollout = ScoredRollout(({"role": "assistant", "content": "15"},), {"answer": "15"})
         >>> run_sync(RewardFn(exact).score(rollout))
         1.0
@@ -77,12 +81,12 @@ class RewardFn:
         """The raw score of one rollout.
 
         Raises:
-            KeyError: when the function reads something that neither the rollout nor the dataset has.
+            UnknownRewardInput: when the function reads something that neither the rollout nor the dataset has.
         """
         available = rollout.arguments()
         missing = [name for name in self._required if name not in available]
         if missing:
-            raise KeyError(
+            raise UnknownRewardInput(
                 f"reward function {self.name!r} reads {missing}, which is none of {sorted(available)}; "
                 "name parameters after dataset columns, or after completion, messages, status, reason."
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmrl.data import RolloutStatus
-from llmrl.rewards.reward import RewardFn, ScoredRollout
+from llmrl.rewards.reward import RewardFn, ScoredRollout, UnknownRewardInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Rubric:
         ValueError: without reward functions, with two of one name, or when the weights sum to nothing.
 
     Example:
-        >>> from llmrl.engines import run_sync
+        >>> from llmrl.data import run_sync
         >>> rubric = Rubric(RewardFn(lambda completion: 1.0, name="right", weight=3),
         ...                 RewardFn(lambda completion: 0.0, name="short"))
         >>> run_sync(rubric.score(ScoredRollout(({"role": "assistant", "content": "15"},))))
@@ -87,8 +87,8 @@ class Rubric:
         try:
             gathered = asyncio.gather(*(fn.score(rollout) for fn in self.reward_fns))
             raw = await asyncio.wait_for(gathered, self.timeout_seconds)
-        except KeyError:
-            raise  # a parameter that names nothing is the author's mistake, not the rollout's
+        except UnknownRewardInput:
+            raise
         except Exception as error:
             return self.failed(f"{type(error).__name__}: {error}")
         reward = sum(fn.weight * value for fn, value in zip(self.reward_fns, raw, strict=True)) / self._total_weight

@@ -1,0 +1,27 @@
+"""Running coroutines from ordinary code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def run_sync(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end, also where an event loop is already running (notebooks).
+
+    Example:
+        >>> async def answer():
+        ...     return 42
+        >>> run_sync(answer())
+        42
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()

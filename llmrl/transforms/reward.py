@@ -1,0 +1,128 @@
+"""`RubricReward`: ends answered conversations and scores them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
+from torchrl.data import Categorical, Composite, NonTensor, Unbounded
+from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
+
+from llmrl.data import Message, StopReason, decide_status, run_sync
+from llmrl.data.tensordicts import batch_elements, plain
+from llmrl.rewards import RewardFn, Rubric, Score, ScoredRollout
+
+
+class RubricReward(Transform):
+    """Scores a conversation with a `Rubric` when it ends.
+
+    A conversation has ended when the environment said done, when a limit met it (`("rollout", "reason")`, which a
+    collector writes before the step), or, with `terminate_when_answered`, when nothing follows the policy's own
+    message: an assistant without a tool call, or with an empty list of them, has answered. Append it after the
+    transforms that answer the policy.
+
+    Writes `("next", "reward")` `[1, 1]`, `("next", "reward_breakdown", NAME)` `[1]` (NaN where not scored),
+    `("next", "is_scored")` `[1]` and `("next", "score_error")`. A rubric that scores groups together is left to the
+    collector.
+
+    Args:
+        rubric: a `Rubric`, a `RewardFn`, or a function.
+        terminate_when_answered: whether an unanswered assistant message terminates the conversation.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from llmrl.envs import ChatEnv
+        >>> from llmrl.data import ChatHistory
+        >>> env = ChatEnv().append_transform(RubricReward(RewardFn(lambda completion: len(completion), name="length")))
+        >>> data = env.reset(TensorDict({"query": "7 + 8 ="}))
+        >>> full = data["history"].prompt.append({"role": "assistant", "content": "15"})
+        >>> data["history"] = ChatHistory(full=full, batch_size=())
+        >>> data = env.step(data)
+        >>> data["next", "reward"].item(), data["next", "terminated"].item()
+        (2.0, True)
+    """
+
+    def __init__(self, rubric: Rubric | RewardFn | Any, *, terminate_when_answered: bool = True) -> None:
+        super().__init__()
+        self.rubric = rubric if isinstance(rubric, Rubric) else Rubric(rubric)
+        self.terminate_when_answered = terminate_when_answered
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        elements = batch_elements(tensordict)
+        next_elements = batch_elements(next_tensordict)
+        rollouts: list[ScoredRollout | None] = []
+        for element, next_element in zip(elements, next_elements, strict=True):
+            rollouts.append(self._settle(element, next_element))
+        scores = self._score([rollout for rollout in rollouts if rollout is not None])
+        for rollout, next_element in zip(rollouts, next_elements, strict=True):
+            write_score(next_element, None if rollout is None else next(scores), self.rubric.names)
+        return next_elements[0] if not next_tensordict.batch_size else lazy_stack(next_elements, 0)
+
+    def _settle(self, element: TensorDictBase, next_element: TensorDictBase) -> ScoredRollout | None:
+        messages = next_element.get(("history", "prompt")).chats
+        reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
+        is_terminated = bool(next_element.get("terminated").any())
+        if not is_terminated and self.terminate_when_answered and _is_answered(messages):
+            is_terminated = True
+            for key in ("terminated", "done"):
+                next_element.set(key, torch.ones(1, dtype=torch.bool))
+        if not reason and not is_terminated and next_element.get("truncated").any():
+            reason = StopReason.ENVIRONMENT_TRUNCATED
+        status = decide_status(is_terminated=is_terminated and not reason, reason=reason)
+        return ScoredRollout(messages, dataset_columns(element), status, reason) if status.is_settled else None
+
+    def _score(self, rollouts: Sequence[ScoredRollout]) -> Any:
+        async def score_all() -> list[Score]:
+            return list(await asyncio.gather(*(self.rubric.score(rollout) for rollout in rollouts)))
+
+        if not rollouts or self.rubric.is_group_scored:
+            return iter([None] * len(rollouts))
+        return iter(run_sync(score_all()))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        shape = reward_spec.shape
+        names = {name: Unbounded((*shape, 1)) for name in self.rubric.names}
+        reward_spec["reward_breakdown"] = Composite(names, shape=shape)
+        reward_spec["is_scored"] = Categorical(2, shape=(*shape, 1), dtype=torch.bool)
+        reward_spec["score_error"] = NonTensor(shape=tuple(shape), example_data="")
+        return reward_spec
+
+
+def write_score(next_element: TensorDictBase, score: Score | None, names: Sequence[str]) -> None:
+    """Write a score (None: not scored yet) into the `next` entries of one conversation."""
+    raw = {} if score is None else score.breakdown
+    next_element.set("reward", torch.full((1, 1), 0.0 if score is None else score.reward))
+    next_element.set(
+        "reward_breakdown", TensorDict({name: torch.tensor([raw.get(name, float("nan"))]) for name in names})
+    )
+    next_element.set("is_scored", torch.tensor([score is not None and score.is_scored]))
+    next_element.set("score_error", NonTensorData("" if score is None else score.error))
+
+
+def dataset_columns(element: TensorDictBase) -> dict[str, Any]:
+    """The non-tensor entries at the root of a conversation: the dataset's columns, by name."""
+    return {
+        key: plain(value)
+        for key, value in element.items()
+        if is_non_tensor(value) and key not in ("conversation", "history", "text")
+    }
+
+
+def find_rubric_reward(env: EnvBase) -> RubricReward | None:
+    """The `RubricReward` among an environment's transforms, if it has one."""
+    while isinstance(env, TransformedEnv):
+        for transform in env.transform if isinstance(env.transform, Compose) else [env.transform]:
+            if isinstance(transform, RubricReward):
+                return transform
+        env = env.base_env
+    return None
+
+
+def _is_answered(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[-1]["role"] == "assistant"
