@@ -5,6 +5,7 @@ from llmrl.data.columns import CONTEXT_VERSION, TokenColumns
 from llmrl.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.data.history import History
 from llmrl.data.message import MalformedToolCall, Message, ParsedCompletion, ToolSchema, check_messages, text_of
+from llmrl.data.rollout import Rollout
 from llmrl.data.status import RolloutStatus, StopReason, decide_status
 from llmrl.data.turn import Turn
 
@@ -17,6 +18,7 @@ __all__ = [
     "Masks",
     "Message",
     "ParsedCompletion",
+    "Rollout",
     "RolloutStatus",
     "StopReason",
     "Text",

@@ -1,0 +1,58 @@
+"""What a collection did, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmrl.data import Rollout, RolloutStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectionReport:
+    """Counts of one collected batch. Every drop has a reason here.
+
+    Example:
+        >>> report = CollectionReport.of([], seconds=1.0)
+        >>> report.num_rollouts, report.tokens_per_second
+        (0, 0.0)
+    """
+
+    num_rollouts: int
+    num_turns: int
+    num_completion_tokens: int
+    seconds: float
+    mean_reward: float
+    """Over scored rollouts; NaN without any."""
+    mean_completion_tokens: float
+    """Sampled tokens a rollout."""
+    num_by_status: dict[str, int] = field(default_factory=dict)
+    num_dropped_by_reason: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens a second of collection."""
+        return self.num_completion_tokens / self.seconds if self.seconds else 0.0
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], *, seconds: float) -> CollectionReport:
+        """Count these rollouts."""
+        scored = [rollout.reward for rollout in rollouts if rollout.is_scored]
+        dropped: Counter[str] = Counter()
+        for rollout in rollouts:
+            if not rollout.is_scored:
+                dropped[rollout.reason or "unscored"] += 1
+            elif not rollout.num_completion_tokens:
+                dropped["nothing_trained"] += 1
+        num_completion_tokens = sum(rollout.num_completion_tokens for rollout in rollouts)
+        return cls(
+            num_rollouts=len(rollouts),
+            num_turns=sum(rollout.num_turns for rollout in rollouts),
+            num_completion_tokens=num_completion_tokens,
+            seconds=seconds,
+            mean_reward=sum(scored) / len(scored) if scored else float("nan"),
+            mean_completion_tokens=num_completion_tokens / len(rollouts) if rollouts else 0.0,
+            num_by_status=dict(Counter(RolloutStatus(rollout.status).name.lower() for rollout in rollouts)),
+            num_dropped_by_reason=dict(dropped),
+        )

@@ -1,0 +1,62 @@
+"""A rollout: one prompt, one sample, played to its end, whatever that was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmrl.data.message import Message
+from llmrl.data.status import RolloutStatus, StopReason
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """Record of one rollout. It never disappears: a failed one is a record with an error status."""
+
+    rollout_id: str
+    """Unique across retries, epochs and samplers."""
+    group_id: str
+    sample_index: int
+    """Place in its group."""
+    group_size: int
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The dataset's columns for the prompt."""
+    conversation: Any = None
+    """The exact token state (`llmrl.rendering.Conversation`); None when it failed before its first prompt."""
+    messages: tuple[Message, ...] = ()
+    """The whole conversation, what the environment said last included."""
+    status: RolloutStatus = RolloutStatus.ONGOING
+    reason: str = StopReason.NONE
+    error: str = ""
+    """The exception's text, for an error."""
+    num_turns: int = 0
+    num_completion_tokens: int = 0
+    reward: float = 0.0
+    breakdown: dict[str, float] = field(default_factory=dict)
+    is_scored: bool = False
+    steps: list[Any] = field(default_factory=list)
+    """One TensorDict a turn, kept only when a collector yields turns."""
+    seconds: float = 0.0
+
+    def to_record(self) -> dict[str, Any]:
+        """What a reader wants to see, JSON-ready.
+
+        Example:
+            >>> Rollout(rollout_id="a", group_id="g", sample_index=0, group_size=1).to_record()["status"]
+            'ongoing'
+        """
+        return {
+            "rollout_id": self.rollout_id,
+            "group_id": self.group_id,
+            "sample_index": self.sample_index,
+            "status": self.status.name.lower(),
+            "reason": self.reason,
+            "error": self.error,
+            "reward": self.reward,
+            "is_scored": self.is_scored,
+            "reward_breakdown": self.breakdown,
+            "num_turns": self.num_turns,
+            "num_completion_tokens": self.num_completion_tokens,
+            "seconds": round(self.seconds, 4),
+            "messages": [dict(message) for message in self.messages],
+        }

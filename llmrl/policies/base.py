@@ -1,0 +1,183 @@
+"""The TensorDict face of an engine: history, text or tokens in; the same keys out."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+
+from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens, run_sync
+from llmrl.data.tensordicts import batch_elements, plain
+from llmrl.engines import Completion, Engine, SamplingConfig
+from llmrl.rendering import Conversation, Renderer, make_renderer
+
+_SAMPLING_SYNONYMS = {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}
+
+
+def sampling_from_kwargs(generate_kwargs: Mapping[str, Any] | SamplingConfig | None) -> SamplingConfig:
+    """Read TorchRL-style generation arguments; every name is known or refused.
+
+    Raises:
+        TypeError: for an unknown name, with the nearest known one.
+
+    Example:
+        >>> sampling_from_kwargs({"max_new_tokens": 8, "stop_sequences": ["END"]}).stop
+        ('END',)
+    """
+    if isinstance(generate_kwargs, SamplingConfig):
+        return generate_kwargs
+    known = [field.name for field in fields(SamplingConfig)]
+    arguments: dict[str, Any] = {}
+    for name, value in (generate_kwargs or {}).items():
+        name = _SAMPLING_SYNONYMS.get(name, name)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {known}."
+            raise TypeError(f"generate_kwargs has no {name!r}{hint}")
+        arguments[name] = value
+    return SamplingConfig(**arguments)
+
+
+class LLMWrapperBase(TensorDictModuleBase):
+    """Generates with an engine, one completion for each conversation of a batch of any shape.
+
+    Reads `(input_mode, "prompt")` and, when it is there, `"conversation"`, the exact token state that the previous
+    turn left; writes `("tokens" | "log_probs" | "masks" | "policy_versions", ...)`, the response and full of the
+    input mode, `"conversation"`, and `"finish_reason"`.
+
+    Args:
+        engine: whatever generates.
+        renderer: messages to tokens and back; built from `tokenizer` when not given.
+        tokenizer: of the model; needed for history and text.
+        input_mode: `history`, `text` or `tokens`.
+        generate_kwargs: sampling arguments by TorchRL's names, or a `SamplingConfig`.
+        conversation_mode: `token`, `message` or `auto`, see `Conversation.start`.
+        fork_threshold_tokens: drift from which a rewritten history forks the training row.
+
+    Raises:
+        ValueError: for an unknown `input_mode`, or without what it needs.
+        TypeError: for an unknown sampling argument.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        renderer: Renderer | None = None,
+        tokenizer: Any = None,
+        input_mode: Literal["history", "text", "tokens"] = "history",
+        generate_kwargs: Mapping[str, Any] | SamplingConfig | None = None,
+        conversation_mode: Literal["auto", "token", "message"] = "auto",
+        fork_threshold_tokens: int = 1024,
+    ) -> None:
+        super().__init__()
+        if input_mode not in ("history", "text", "tokens"):
+            raise ValueError(f"input_mode must be 'history', 'text' or 'tokens', got {input_mode!r}.")
+        if renderer is None and tokenizer is not None:
+            renderer = make_renderer(tokenizer)
+        if renderer is None and input_mode != "tokens":
+            raise ValueError(f"input_mode={input_mode!r} needs a renderer or a tokenizer.")
+        self.engine, self.renderer, self.input_mode = engine, renderer, input_mode
+        sampling = sampling_from_kwargs(generate_kwargs)
+        if renderer is not None:
+            stop_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids)))
+            sampling = sampling.with_changes(stop_token_ids=stop_token_ids)
+        self.sampling = sampling
+        self.conversation_mode: Any = conversation_mode
+        self.fork_threshold_tokens = fork_threshold_tokens
+        self.in_keys = [(input_mode, "prompt")]
+        self.out_keys = [
+            (input_mode, "full"),
+            ("tokens", "full"),
+            ("log_probs", "full"),
+            ("masks", "all_assistant_mask"),
+            ("policy_versions", "full"),
+            "conversation",
+        ]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Generate for every conversation, all in flight at once; may be called from any thread."""
+
+        async def generate_all() -> list[TensorDictBase]:
+            return list(await asyncio.gather(*(self.generate(e) for e in batch_elements(tensordict))))
+
+        elements = run_sync(generate_all())
+        if not tensordict.batch_size:
+            return elements[0]
+        answered = lazy_stack(elements, 0)
+        return answered if len(tensordict.batch_size) == 1 else answered.reshape(tensordict.batch_size)
+
+    async def generate(
+        self,
+        element: TensorDictBase,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+        max_new_tokens: int | None = None,
+    ) -> TensorDictBase:
+        """Generate for one conversation (batch shape `[]`) and write the answer into it."""
+        conversation = self.prepare(element)
+        sampling = self.sampling
+        if max_new_tokens is not None:
+            sampling = sampling.with_changes(max_new_tokens=max_new_tokens)
+        completion = await self.engine.generate(
+            conversation.prompt_ids, sampling, request_id=request_id, routing_key=routing_key
+        )
+        return self.respond(element, conversation, completion)
+
+    def prepare(self, element: TensorDictBase) -> Conversation:
+        """The conversation of `element`, its prompt rendered, ready for the engine."""
+        conversation = plain(element.get("conversation", None))
+        if conversation is None:
+            conversation = Conversation.start(
+                self.renderer, mode=self.conversation_mode, fork_threshold_tokens=self.fork_threshold_tokens
+            )
+        prompt = element.get((self.input_mode, "prompt"))
+        if self.input_mode == "history":
+            return conversation.with_prompt(prompt.chats, tools=plain(element.get("tools", None)))
+        if self.input_mode == "text":
+            assert self.renderer is not None
+            return conversation.with_prompt_ids(self.renderer.encode(plain(prompt)))
+        return conversation.with_prompt_ids(prompt.tolist())
+
+    def respond(
+        self, element: TensorDictBase, conversation: Conversation, completion: Completion
+    ) -> TensorDictBase:
+        """Write a completion into `element`: tokens, log-probs, masks, versions, and the response."""
+        num_prompt_tokens = conversation.num_tokens
+        conversation = conversation.with_completion(
+            completion.token_ids, log_probs=completion.log_probs, versions=completion.versions
+        )
+        token_ids = conversation.tensor_view("token_ids")
+        log_probs = conversation.tensor_view("log_probs")
+        versions = conversation.tensor_view("versions")
+        is_trained = conversation.tensor_view("is_trained")
+        element.set("conversation", NonTensorData(conversation))
+        element.set("finish_reason", NonTensorData(completion.finish_reason))
+        element.set(
+            "tokens",
+            Tokens(prompt=token_ids[:num_prompt_tokens], response=token_ids[num_prompt_tokens:], full=token_ids),
+        )
+        element.set("log_probs", LogProbs(response=log_probs[num_prompt_tokens:], full=log_probs))
+        attention_mask = torch.ones_like(is_trained)
+        element.set("masks", Masks(all_attention_mask=attention_mask, all_assistant_mask=is_trained))
+        element.set("policy_versions", TensorDict({"full": versions}))
+        if self.input_mode == "history":
+            prompt: History = element.get(("history", "prompt"))
+            assert conversation.last is not None
+            message = conversation.last.message
+            response = History.from_chats([message], check=False)
+            full = History.from_chats((*prompt.chats, message), check=False)
+            element.set("history", ChatHistory(prompt=prompt, response=response, full=full))
+        elif self.input_mode == "text":
+            assert self.renderer is not None
+            text_prompt = plain(element.get(("text", "prompt")))
+            text_response = self.renderer.decode(completion.token_ids)
+            element.set("text", Text(prompt=text_prompt, response=text_response, full=text_prompt + text_response))
+        return element

@@ -1,0 +1,52 @@
+"""`vLLMWrapper`: a vLLM engine as a TensorDict policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmrl.engines import SamplingConfig
+from llmrl.policies.base import LLMWrapperBase
+from llmrl.rendering import Renderer
+
+if TYPE_CHECKING:
+    from llmrl.engines import AsyncVLLM
+
+
+class vLLMWrapper(LLMWrapperBase):  # noqa: N801  (TorchRL's name)
+    """Generates with vLLM.
+
+    Args:
+        model: an `AsyncVLLM`, or the name or folder of a model, for which an engine is started.
+        tokenizer, renderer: of the model; loaded from it when neither is given.
+        input_mode, generate_kwargs, conversation_mode, fork_threshold_tokens: see `LLMWrapperBase`.
+
+    Raises:
+        ImportError: when vLLM is not installed, naming the extra.
+    """
+
+    def __init__(
+        self,
+        model: AsyncVLLM | str,
+        *,
+        tokenizer: Any = None,
+        renderer: Renderer | None = None,
+        input_mode: Literal["history", "text", "tokens"] = "history",
+        generate_kwargs: Mapping[str, Any] | SamplingConfig | None = None,
+        conversation_mode: Literal["auto", "token", "message"] = "auto",
+        fork_threshold_tokens: int = 1024,
+    ) -> None:
+        from llmrl.engines import AsyncVLLM
+
+        engine = model if isinstance(model, AsyncVLLM) else AsyncVLLM.from_pretrained(str(model))
+        if tokenizer is None and renderer is None:
+            tokenizer = engine.get_tokenizer()
+        super().__init__(
+            engine,
+            renderer=renderer,
+            tokenizer=tokenizer,
+            input_mode=input_mode,
+            generate_kwargs=generate_kwargs,
+            conversation_mode=conversation_mode,
+            fork_threshold_tokens=fork_threshold_tokens,
+        )
