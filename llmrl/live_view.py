@@ -1,0 +1,109 @@
+"""`LiveView`: a training run on the terminal while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from llmrl.data import Rollout, text_of
+
+_COLUMNS = (
+    ("step", "step", "{:.0f}"),
+    ("reward", "reward_mean", "{:.3f}"),
+    ("length", "completion_tokens_mean", "{:.1f}"),
+    ("tokens/s", "tokens_per_second", "{:.0f}"),
+    ("log-prob diff", "log_prob_difference_mean", "{:.4f}"),
+    ("ESS", "effective_sample_size", "{:.3f}"),
+    ("generate s", "generate_seconds", "{:.2f}"),
+    ("train s", "train_seconds", "{:.2f}"),
+    ("sync s", "sync_seconds", "{:.2f}"),
+)
+_SPARKS = "▁▂▃▄▅▆▇█"
+_NUM_ROWS = 12
+
+
+def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> str:
+    """Values as a line of block characters, `low` and `high` being the lowest and highest block.
+
+    Example:
+        >>> sparkline([0.0, 0.5, 1.0])
+        '▁▅█'
+    """
+    span = (high - low) or 1.0
+    return "".join(_SPARKS[round(min(max((value - low) / span, 0.0), 1.0) * (len(_SPARKS) - 1))] for value in values)
+
+
+class LiveView:
+    """Step, reward, length, tokens a second, log-prob difference, effective sample size and where the time went.
+
+    On a terminal it redraws in place; elsewhere it prints one line a step. Use as a context manager.
+
+    Args:
+        num_steps: steps of the whole run.
+        first_step: steps done before, when resumed.
+    """
+
+    def __init__(self, num_steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        )
+        self._task = self._progress.add_task("training", total=num_steps, completed=first_step)
+        self._rows: list[Mapping[str, float]] = []
+        self._sample: Any = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveView:
+        if self.console.is_terminal:
+            self._live = Live(self._render(), console=self.console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._live is not None:
+            self._live.update(self._render())
+            self._live.stop()
+
+    def doing(self, what: str) -> None:
+        """Say what is being done now."""
+        self._progress.update(self._task, description=what)
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show one step's metrics."""
+        row = {"step": step, **metrics}
+        self._rows.append(row)
+        self._progress.update(self._task, completed=step)
+        if self._live is not None:
+            self._live.update(self._render())
+        else:
+            parts = (f"{title} {form.format(row[key])}" for title, key, form in _COLUMNS if key in row)
+            self.console.print("  ".join(parts), highlight=False)
+
+    def show_sample(self, rollout: Rollout) -> None:
+        """Show one conversation with its reward."""
+        text = Text()
+        for message in rollout.messages:
+            text.append(f"{message['role']}: ", style="bold")
+            text.append(text_of(message.get("content")).strip() + "\n")
+        self._sample = Panel(text, title=f"{rollout.rollout_id}  reward {rollout.reward:.2f}", title_align="left")
+        if self._live is None:
+            self.console.print(self._sample)
+
+    def _render(self) -> Group:
+        table = Table()
+        for title, _, _ in _COLUMNS:
+            table.add_column(title, justify="right")
+        for row in self._rows[-_NUM_ROWS:]:
+            table.add_row(*(form.format(row[key]) if key in row else "" for _, key, form in _COLUMNS))
+        rewards = [row["reward_mean"] for row in self._rows if "reward_mean" in row]
+        parts: list[Any] = [table, Text(f"reward {sparkline(rewards[-60:])}"), self._progress]
+        return Group(*parts, self._sample) if self._sample is not None else Group(*parts)

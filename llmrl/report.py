@@ -1,0 +1,64 @@
+"""What a finished run shows: a table before and after, a curve, and how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from llmrl.run_folder import RunFolder
+
+
+def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw reward, log-prob difference and time per step as a PNG.
+
+    Raises:
+        ImportError: when matplotlib is missing, naming the extra.
+    """
+    from llmrl._imports import require
+
+    require("matplotlib", extra="scripts")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [row["step"] for row in metrics]
+    figure, (reward, difference, seconds) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    reward.plot(steps, [row["reward_mean"] for row in metrics], marker=".", color="#1f6f8b")
+    reward.set(title="mean reward", xlabel="step", ylim=(0, 1.02))
+    difference.plot(steps, [row["log_prob_difference_mean"] for row in metrics], marker=".", color="#b3541e")
+    difference.set(title="engine-to-trainer log-prob difference", xlabel="step", ylim=(0, None))
+    parts = {name: [row[f"{name}_seconds"] for row in metrics] for name in ("generate", "train", "sync")}
+    seconds.stackplot(steps, list(parts.values()), labels=list(parts), alpha=0.8)
+    seconds.set(title="seconds a step", xlabel="step")
+    seconds.legend(loc="upper right", frameon=False)
+    for axis in (reward, difference, seconds):
+        axis.grid(alpha=0.25)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def before_after_table(before: Mapping[str, float] | None, after: Mapping[str, float]) -> Table:
+    """Held-out results before and after training, side by side."""
+    table = Table(title="on problems held out of training")
+    for title in ("", "before", "after"):
+        table.add_column(title, justify="left" if not title else "right")
+    for name, value in after.items():
+        table.add_row(name, "-" if before is None or name not in before else f"{before[name]:.3f}", f"{value:.3f}")
+    return table
+
+
+def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str) -> None:
+    """One line a file: where it is and how to look at it or continue."""
+    lines = (
+        ("curve", folder.curve_path, "open it in any picture viewer"),
+        ("metrics", folder.metrics_path, f"or: tensorboard --logdir {folder.path / 'tensorboard'}"),
+        ("rollouts", folder.rollouts_path, "one JSON object a line"),
+        ("model", folder.model_path, f"transformers: AutoModelForCausalLM.from_pretrained('{folder.model_path}')"),
+        ("continue", folder.path, resume_command),
+    )
+    for name, path, hint in lines:
+        console.print(f"[bold]{name:9}[/bold]{path}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)

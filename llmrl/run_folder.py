@@ -1,0 +1,164 @@
+"""`RunFolder`: everything a training run leaves behind, written so that a kill at any moment leaves it readable."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmrl.data import Rollout
+
+
+def write_atomically(path: Path, write: Any) -> None:
+    """Write a file so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+class RunFolder:
+    """A folder with `metrics.csv`, TensorBoard events, `rollouts.jsonl`, `batches/`, `checkpoint.pt` and `model/`.
+
+    Recovery is by replay: each step's training rows are written (they are small) before the optimizer uses them, the
+    large model and optimizer states only now and then. A resumed run loads the last checkpoint and trains again on
+    the rows written since, so that a kill loses nothing but the step that was being collected.
+
+    Args:
+        path: the folder, created when missing.
+        resume: continue what is there; otherwise the folder must not hold a run.
+
+    Raises:
+        FileExistsError: when the folder holds a run and `resume` is false.
+        FileNotFoundError: when `resume` is true and there is none.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.metrics_path = self.path / "metrics.csv"
+        self.rollouts_path = self.path / "rollouts.jsonl"
+        self.checkpoint_path = self.path / "checkpoint.pt"
+        self.model_path = self.path / "model"
+        self.curve_path = self.path / "curve.png"
+        self.batches_path = self.path / "batches"
+        has_run = self.batches_path.exists()
+        if has_run and not resume:
+            raise FileExistsError(f"{self.path} holds a run already; continue it with resume=true, or name another folder.")
+        if resume and not has_run:
+            raise FileNotFoundError(f"{self.path} holds no run to resume; start it without resume=true.")
+        self.batches_path.mkdir(parents=True, exist_ok=True)
+        self._tensorboard: Any = None
+
+    # Metrics
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step's metrics to the CSV and to TensorBoard (when it is installed)."""
+        is_new = not self.metrics_path.exists()
+        with self.metrics_path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=["step", *metrics])
+            if is_new:
+                writer.writeheader()
+            writer.writerow({"step": step, **{name: f"{value:.6g}" for name, value in metrics.items()}})
+        if self._tensorboard is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                self._tensorboard = False
+            else:
+                self._tensorboard = SummaryWriter(str(self.path / "tensorboard"))
+        if self._tensorboard:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """All steps' metrics; of a step logged twice (before and after a kill) the last."""
+        if not self.metrics_path.exists():
+            return []
+        with self.metrics_path.open(newline="") as file:
+            rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+        return list({int(row["step"]): row for row in rows if "step" in row}.values())
+
+    # Rollouts
+
+    def log_rollouts(self, step: int, split: str, rollouts: Iterable[Rollout]) -> None:
+        """Append rollout records, one JSON object a line."""
+        with self.rollouts_path.open("a") as file:
+            for rollout in rollouts:
+                record = {"step": step, "split": split, **rollout.to_record()}
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+
+    # Recovery
+
+    def save_batch(self, step: int, batch: Any, state: Mapping[str, Any]) -> None:
+        """Write a step's training rows and the collection state after them, before they are trained on."""
+        payload = {"batch": batch, "state": dict(state)}
+        write_atomically(self.batches_path / f"{step:06d}.pt", lambda path: torch.save(payload, path))
+
+    def load_batch(self, step: int) -> dict[str, Any] | None:
+        """What `save_batch` wrote for a step: `batch` and `state`; None when it was not reached."""
+        path = self.batches_path / f"{step:06d}.pt"
+        return torch.load(path, weights_only=False) if path.exists() else None
+
+    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint; `state["step"]` says after which step it was taken."""
+        write_atomically(self.checkpoint_path, lambda path: torch.save(dict(state), path))
+        for path in self.batches_path.glob("[0-9]*.pt"):
+            if int(path.stem) < state["step"]:
+                path.unlink()
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The last checkpoint, memory-mapped; None before the first."""
+        if not self.checkpoint_path.exists():
+            return None
+        return torch.load(self.checkpoint_path, weights_only=False, mmap=True)
+
+    def save_model(self, model: Any, tokenizer: Any) -> None:
+        """Save in Hugging Face format, in bfloat16, as it was served."""
+        self.model_path.mkdir(exist_ok=True)
+        weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+        dtype, model.config.dtype = model.config.dtype, torch.bfloat16
+        model.save_pretrained(self.model_path, state_dict=weights)
+        model.config.dtype = dtype
+        tokenizer.save_pretrained(self.model_path)
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+        if self._tensorboard:
+            self._tensorboard.close()
+
+
+class BackgroundWrites:
+    """One write at a time in a background thread; `wait` before changing what is being written.
+
+    Raises:
+        Exception: on `wait`, whatever the write raised.
+
+    Example:
+        >>> written = []
+        >>> writes = BackgroundWrites()
+        >>> writes.start(written.append, 1)
+        >>> writes.wait()
+        >>> written
+        [1]
+    """
+
+    def __init__(self) -> None:
+        from concurrent.futures import Future, ThreadPoolExecutor
+
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmrl-write")
+        self._pending: Future[Any] | None = None
+
+    def start(self, function: Any, *arguments: Any) -> None:
+        """Run `function(*arguments)` in the background, after the write before it."""
+        self.wait()
+        self._pending = self._pool.submit(function, *arguments)
+
+    def wait(self) -> None:
+        """Block until nothing is being written."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
