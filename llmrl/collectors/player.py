@@ -85,6 +85,8 @@ class RolloutPlayer:
             rollout.status = RolloutStatus.TRUNCATED
         except EngineError as error:
             self._fail(rollout, StopReason.ENGINE_ERROR, error)
+        finally:
+            await self.stepper.release(element)
         rollout.seconds = time.perf_counter() - started
         await self._score_unscored(rollout)
         return rollout
@@ -107,6 +109,9 @@ class RolloutPlayer:
                 stepped, root = await self.stepper.step(element)
             except Exception as error:
                 return self._fail(rollout, StopReason.ENVIRONMENT_ERROR, error)
+            error_text = plain(stepped.get(("next", "env_error"), ""))
+            if error_text:
+                return self._fail(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
             if self._settle(rollout, stepped):
                 return None
             element = root
@@ -171,10 +176,10 @@ class RolloutPlayer:
         rollout.error = rollout.error or score.error
 
     @staticmethod
-    def _fail(rollout: Rollout, reason: str, error: BaseException) -> None:
+    def _fail(rollout: Rollout, reason: str, error: BaseException | str) -> None:
         rollout.reason = reason
         rollout.status = decide_status(is_terminated=False, reason=reason)
-        rollout.error = f"{type(error).__name__}: {error}"
+        rollout.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         rollout.is_scored = False
 
 

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import step_mdp
+
+from llmrl.envs import ChatEnv
 
 
 class EnvStepper:
@@ -65,6 +67,14 @@ class EnvStepper:
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         return await future
+
+    async def release(self, element: TensorDictBase) -> None:
+        """Let the environment let go of a conversation that has ended."""
+        base_env = self.env
+        while isinstance(base_env, TransformedEnv):
+            base_env = base_env.base_env
+        if type(base_env).release is not ChatEnv.release:
+            await self.call(base_env.release, element)
 
     async def _work(self) -> None:
         # Everything that became ready in this turn of the loop joins the first batch.

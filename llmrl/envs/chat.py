@@ -151,6 +151,9 @@ class ChatEnv(EnvBase):
             step.set("conversation", NonTensorData(plain(conversation)))
         return step
 
+    def release(self, element: TensorDictBase) -> None:
+        """Let go of what a conversation held; a collector calls it once, however the conversation ended."""
+
     def _set_seed(self, seed: int | None) -> None:
         # A ChatEnv draws nothing; environments that do override this.
         return None

@@ -24,7 +24,7 @@ class RubricReward(Transform):
     message: an assistant without a tool call, or with an empty list of them, has answered. Append it after the
     transforms that answer the policy.
 
-    Writes `("next", "reward")` `[1, 1]`, `("next", "reward_breakdown", NAME)` `[1]` (NaN where not scored),
+    Adds the score to `("next", "reward")` `[1, 1]`, and writes `("next", "reward_breakdown", NAME)` `[1]` (NaN where not scored),
     `("next", "is_scored")` `[1]` and `("next", "score_error")`. A rubric that scores groups together is left to the
     collector.
 
@@ -97,7 +97,9 @@ class RubricReward(Transform):
 def write_score(next_element: TensorDictBase, score: Score | None, names: Sequence[str]) -> None:
     """Write a score (None: not scored yet) into the `next` entries of one conversation."""
     raw = {} if score is None else score.breakdown
-    next_element.set("reward", torch.full((1, 1), 0.0 if score is None else score.reward))
+    # The environment's own reward of this turn stays; a score adds to it.
+    if score is not None:
+        next_element.set("reward", next_element.get("reward") + score.reward)
     next_element.set(
         "reward_breakdown", TensorDict({name: torch.tensor([raw.get(name, float("nan"))]) for name in names})
     )

@@ -1,0 +1,223 @@
+"""Environments keep TorchRL's contract in every mode and with every transform."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.envs import StepCounter, TransformedEnv, check_env_specs
+
+from llmrl.data import ChatHistory, RolloutStatus, StopReason, decide_status
+from llmrl.data.tensordicts import batch_elements
+from llmrl.envs import (
+    ChatEnv,
+    DatasetChatEnv,
+    EndOfData,
+    MessageChatEnv,
+    MessageEnv,
+    MessageStep,
+    PromptSampler,
+    addition_problems,
+    make_addition_env,
+)
+from llmrl.rewards import RewardFn, Rubric
+from llmrl.transforms import PolicyVersion, RubricReward
+
+DATASET = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]
+
+
+def answer_with(text):
+    def policy(tensordict):
+        elements = batch_elements(tensordict)
+        for element in elements:
+            prompt = element["history"].prompt
+            full = prompt.append({"role": "assistant", "content": text})
+            element["history"] = ChatHistory(prompt=prompt, full=full)
+        return lazy_stack(elements, 0) if tensordict.batch_size else elements[0]
+
+    return policy
+
+
+def exact(completion, answer):
+    return float(completion == answer)
+
+
+@pytest.mark.parametrize("input_mode", ["history", "text"])
+@pytest.mark.parametrize("batch_size", [None, (2,)])
+def test_chat_env_passes_check_env_specs(input_mode, batch_size):
+    env = ChatEnv(input_mode=input_mode, batch_size=batch_size)
+    shape = batch_size or ()
+    query = TensorDict({"query": "hi" if not shape else ["hi", "ho"]}, batch_size=shape)
+    check_env_specs(env, tensordict=env.reset(query))
+
+
+@pytest.mark.parametrize("batch_size", [None, (2,)])
+def test_dataset_env_with_transforms_passes_check_env_specs(batch_size):
+    env = DatasetChatEnv(DATASET, repeats=2, batch_size=batch_size)
+    check_env_specs(env)
+    check_env_specs(env.append_transform(RubricReward(exact)).append_transform(PolicyVersion()))
+
+
+def test_tokens_mode_hands_ids_through():
+    env = ChatEnv(input_mode="tokens")
+    data = env.reset(TensorDict({"query": torch.tensor([1, 2])}))
+    assert data["tokens", "prompt"].tolist() == [1, 2]
+    data["tokens", "full"] = torch.tensor([1, 2, 3])
+    assert env.step(data)["next", "tokens", "prompt"].tolist() == [1, 2, 3]
+
+
+def test_one_env_plays_batches_of_any_shape():
+    env = ChatEnv(system_prompt="Be brief.")
+    for shape in ((), (3,), (1,)):
+        query = "hi" if not shape else ["hi"] * shape[0]
+        data = answer_with("ho")(env.reset(TensorDict({"query": query}, batch_size=shape)))
+        data = env.step(data)
+        assert data["next", "reward"].shape == (*shape, 1, 1)
+        assert data["next", "history"].prompt.batch_size == torch.Size(shape)
+
+
+def test_rollout_grows_the_conversation_by_one_answer_a_turn():
+    env = ChatEnv()
+    rollout = env.rollout(3, answer_with("ho"), auto_reset=False, tensordict=env.reset(TensorDict({"query": "hi"})))
+    assert rollout[-1]["next", "history"].prompt.content == ["hi", "ho", "ho", "ho"]
+
+
+def test_reset_without_a_query_says_what_is_missing():
+    with pytest.raises(ValueError, match="'query'"):
+        ChatEnv().reset()
+
+
+def test_query_may_be_messages_with_few_shot_answers():
+    messages = [
+        {"role": "system", "content": "Own prompt."},
+        {"role": "user", "content": "1 + 1 ="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "1 + 2 ="},
+    ]
+    env = DatasetChatEnv([{"query": messages}], system_prompt="Not this one.")
+    assert env.reset()["history"].prompt.to_chats() == messages
+
+
+def test_groups_repeat_a_prompt_and_ids_differ_between_epochs():
+    env = DatasetChatEnv(DATASET, repeats=2)
+    data = env.reset(TensorDict(batch_size=[5]))
+    assert list(data["rollout", "group_id"]) == ["train/0/0"] * 2 + ["train/0/1"] * 2 + ["train/1/0"]
+    assert data["rollout", "sample_index"].tolist() == [0, 1, 0, 1, 0]
+
+
+def test_saved_position_continues_the_same_sequence():
+    first = PromptSampler(DATASET, num_samples=2, shuffle=True, seed=3)
+    for _ in range(7):
+        first.draw()
+    second = PromptSampler(DATASET, num_samples=2, shuffle=True, seed=3)
+    second.load_state_dict(first.state_dict())
+    assert [first.draw() for _ in range(9)] == [second.draw() for _ in range(9)]
+
+
+def test_end_of_data_is_raised_after_the_last_epoch():
+    env = DatasetChatEnv(DATASET, num_epochs=1)
+    env.reset(TensorDict(batch_size=[2]))
+    with pytest.raises(EndOfData):
+        env.reset()
+
+
+def test_dataset_without_the_query_column_is_refused():
+    with pytest.raises(ValueError, match="no column 'query'"):
+        DatasetChatEnv([{"question": "?"}])
+    with pytest.raises(ValueError, match="empty"):
+        DatasetChatEnv([])
+
+
+def test_reward_lands_with_its_breakdown_and_ends_an_answered_conversation():
+    rubric = Rubric(RewardFn(exact, weight=3), RewardFn(lambda completion: len(completion), name="length"))
+    env = DatasetChatEnv(DATASET).append_transform(RubricReward(rubric))
+    data = env.step(answer_with("2")(env.reset(TensorDict(batch_size=[2]))))["next"]
+    assert data["reward"].flatten().tolist() == [1.0, 0.25]
+    assert data["reward_breakdown", "exact"].flatten().tolist() == [1.0, 0.0]
+    assert data["terminated"].all() and data["done"].all()
+
+
+def test_step_counter_truncates_and_the_reward_is_still_given():
+    env = DatasetChatEnv(DATASET).append_transform(StepCounter(max_steps=1))
+    env = env.append_transform(RubricReward(Rubric(exact, truncation_reward=-1.0), terminate_when_answered=False))
+    data = env.step(answer_with("2")(env.reset()))["next"]
+    assert data["truncated"].item() and not data["terminated"].item()
+    assert data["reward"].item() == -1.0
+
+
+def test_policy_version_follows_its_source():
+    version = [4]
+    env = TransformedEnv(ChatEnv(), PolicyVersion(lambda: version[0]))
+    data = env.reset(TensorDict({"query": "hi"}))
+    assert data["policy_version"].item() == 4
+    version[0] = 5
+    assert env.step(answer_with("ho")(data))["next", "policy_version"].item() == 5
+
+
+def test_addition_splits_share_no_problem():
+    train, test = addition_problems("train"), addition_problems("test")
+    assert len(train) + len(test) == 100
+    assert not {p["query"] for p in train} & {p["query"] for p in test}
+    data = make_addition_env("test").reset()
+    assert eval(data["query"].rstrip("=")) == int(data["answer"])
+
+
+class Counting(MessageEnv):
+    """Asks twice, then ends; fails when told to."""
+
+    def __init__(self, item):
+        self.item, self.turn, self.is_closed = item, 0, False
+
+    async def init(self):
+        return [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": self.item["query"]}]
+
+    async def step(self, message):
+        self.turn += 1
+        if message["content"] == "fail":
+            raise RuntimeError("broken")
+        if message["content"] == "assistant":
+            return MessageStep([{"role": "assistant", "content": "mine"}])
+        return MessageStep([{"role": "user", "content": "again"}] * 2, reward=0.5, is_done=self.turn == 2)
+
+    async def close(self):
+        self.is_closed = True
+
+
+def test_message_env_is_a_chat_env():
+    env = MessageChatEnv(Counting, DATASET)
+    check_env_specs(env)
+    rollout = MessageChatEnv(Counting, DATASET).rollout(5, answer_with("ok"))
+    assert rollout.shape == (2,)
+    assert rollout[-1]["next", "history"].prompt.role == ["assistant", "user", *["assistant", "user", "user"] * 2]
+    assert rollout["next", "reward"].sum().item() == 1.0
+
+
+@pytest.mark.parametrize(("content", "named"), [("fail", "RuntimeError: broken"), ("assistant", "only the policy")])
+def test_message_env_failure_stays_with_its_conversation(content, named):
+    env = MessageChatEnv(Counting, DATASET)
+    data = env.reset(TensorDict(batch_size=[2]))
+    first, second = data.unbind(0)
+    data = env.step(lazy_stack([answer_with(content)(first), answer_with("ok")(second)], 0))["next"]
+    assert named in data[0]["env_error"]
+    assert data[1]["env_error"] == "" and data[1]["reward"].item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("is_terminated", "reason", "status"),
+    [
+        (True, StopReason.NONE, RolloutStatus.COMPLETED),
+        (False, StopReason.NONE, RolloutStatus.ONGOING),
+        (True, StopReason.MAX_TURNS, RolloutStatus.COMPLETED),
+        (False, StopReason.MAX_TURNS, RolloutStatus.TRUNCATED),
+        (False, StopReason.PROMPT_TOO_LONG, RolloutStatus.TRUNCATED),
+        (True, StopReason.ENVIRONMENT_ERROR, RolloutStatus.ERROR),
+        (True, StopReason.ABORTED, RolloutStatus.ABORTED),
+    ],
+)
+def test_status_is_decided_by_termination_and_reason(is_terminated, reason, status):
+    assert decide_status(is_terminated=is_terminated, reason=reason) is status
+
+
+def test_unknown_reason_is_refused():
+    with pytest.raises(ValueError, match="reason must be one of"):
+        decide_status(is_terminated=False, reason="bored")

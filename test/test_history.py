@@ -1,0 +1,68 @@
+"""`History` and the containers of a step."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from llmrl.data import History, Tokens, check_messages
+
+USER = {"role": "user", "content": "7 + 8 ="}
+ASSISTANT = {"role": "assistant", "content": "15"}
+
+
+def test_append_returns_a_new_history_and_leaves_the_old_one():
+    history = History.from_chats([USER])
+    longer = history.append(ASSISTANT)
+    assert history.num_messages == 1
+    assert longer.role == ["user", "assistant"]
+    assert longer.chats[0] is history.chats[0]
+
+
+def test_batches_keep_ragged_conversations_apart():
+    batch = History.from_chats([[USER], [USER, ASSISTANT]])
+    assert batch.batch_size == torch.Size([2])
+    assert batch.num_messages == [1, 2]
+    assert batch[1].content == ["7 + 8 =", "15"]
+    assert batch.append(ASSISTANT).num_messages == [2, 3]
+    assert History.from_chats(batch.to_chats()).to_chats() == batch.to_chats()
+
+
+def test_histories_survive_stacking_pickling_and_tensordicts():
+    history = History.from_chats([USER])
+    stacked = lazy_stack([TensorDict({"h": history}), TensorDict({"h": history.append(ASSISTANT)})], 0)
+    assert stacked["h"].num_messages == [1, 2]
+    assert pickle.loads(pickle.dumps(history)).chats == history.chats
+    assert torch.stack([history, history]).role == [["user"], ["user"]]
+
+
+def test_multi_modal_content_is_carried_untouched_and_read_as_text():
+    content = [{"type": "text", "text": "look"}, {"type": "image", "url": "cat.png"}]
+    history = History.from_chats([{"role": "user", "content": content}])
+    assert history.chats[0]["content"] is content
+    assert history.content == ["look"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "named"),
+    [
+        ([{"content": "no role"}], ValueError, "messages[0] has no 'role'"),
+        ([USER, {"role": "assistant"}], ValueError, "messages[1]"),
+        (["text"], TypeError, "messages[0] must be a dict"),
+        ("text", TypeError, "must be a sequence"),
+    ],
+)
+def test_malformed_messages_are_refused_by_place(messages, error, named):
+    with pytest.raises(error, match=named.replace("[", r"\[").replace("]", r"\]")):
+        check_messages(messages)
+
+
+def test_ragged_tokens_are_padded_only_when_asked():
+    rows = [Tokens(full=torch.arange(1, n)) for n in (3, 5)]
+    batch = lazy_stack([TensorDict({"tokens": row}) for row in rows], 0)["tokens"]
+    assert batch.as_padded_tensor("full", padding_value=-1).tolist() == [[1, 2, -1, -1], [1, 2, 3, 4]]
+    assert batch.as_padded_tensor("full", padding_side="left").tolist() == [[0, 0, 1, 2], [1, 2, 3, 4]]
+    assert [t.tolist() for t in batch.as_nested_tensor("full").unbind()] == [[1, 2], [1, 2, 3, 4]]
