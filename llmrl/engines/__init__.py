@@ -1,0 +1,25 @@
+"""Who generates: one small protocol over vLLM and scripted engines."""
+
+from __future__ import annotations
+
+from llmrl.engines.base import (
+    Completion,
+    Engine,
+    EngineError,
+    FinishReason,
+    SamplingConfig,
+    completion_budget,
+)
+from llmrl.engines.scripted import ScriptedEngine
+from llmrl.engines.vllm import AsyncVLLM
+
+__all__ = [
+    "AsyncVLLM",
+    "Completion",
+    "Engine",
+    "EngineError",
+    "FinishReason",
+    "SamplingConfig",
+    "ScriptedEngine",
+    "completion_budget",
+]

@@ -1,0 +1,74 @@
+"""The process environment that an engine's child process starts with."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+_START_LOCK = threading.Lock()
+
+
+def available_cores() -> int:
+    """Cores that this process may run on.
+
+    Example:
+        >>> available_cores() >= 1
+        True
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def engine_variables(*, num_cpu_threads: int, log_level: str, compile_model: bool) -> dict[str, str]:
+    """Environment variables for a vLLM engine process.
+
+    Threads are counted but not bound to cores: a bound engine beside a trainer leaves one core idle and fights for
+    the other.
+    """
+    variables = {
+        "VLLM_LOGGING_LEVEL": log_level,
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # One worker lives in the engine's own process on CPU: one start-up and one hop a step less.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": str(num_cpu_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if log_level != "DEBUG":
+        variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    if not compile_model:
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+    return variables
+
+
+@contextmanager
+def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Start a child process under `variables`, one start at a time, and leave this process as it was.
+
+    `__main__` is hidden meanwhile: a spawned child would otherwise import the user's script again, which is slow and,
+    in a script without a main guard, would start another engine.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    with _START_LOCK:
+        before = dict(os.environ)
+        os.environ.update(variables)
+        if "__file__" in hidden:
+            del main.__file__
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            for name, value in hidden.items():
+                setattr(main, name, value)
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+            for name, text in before.items():
+                if os.environ.get(name) != text:
+                    os.environ[name] = text

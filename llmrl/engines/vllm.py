@@ -1,0 +1,394 @@
+"""`AsyncVLLM`: vLLM in its own process, awaited from any event loop, with its weights updated in place."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from llmrl.engines.background_loop import BackgroundLoop
+from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig, completion_budget
+from llmrl.engines.environment import available_cores, engine_variables, starting_environment
+from llmrl.engines.vllm_args import build_engine_args
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+class AsyncVLLM:
+    """A vLLM engine: token ids in, exact completions out, weights replaced while requests are in flight.
+
+    The engine core runs in a child process; a thread of this process talks to it, so `generate` may be awaited from
+    any event loop, many at once. Build one with `AsyncVLLM.from_pretrained`. It is also the client that vLLM's
+    trainer-side weight-transfer engines drive (`init_weight_transfer_engine` … `finish_weight_update`).
+    """
+
+    def __init__(self, llm: AsyncLLM, background: BackgroundLoop, *, weight_transfer: str | None, start_s: float):
+        self._llm, self._background = llm, background
+        self._weight_transfer_backend = weight_transfer
+        self.start_s = start_s
+        """Seconds from the call to an engine that takes requests."""
+        self.max_model_len: int = llm.vllm_config.model_config.max_model_len
+        """Prompt and completion together, in tokens."""
+        self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
+        self.model_dtype = llm.vllm_config.model_config.dtype
+        """dtype of the weights in the engine."""
+        self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
+        self._policy_version = 0
+        self._id_prefix = uuid.uuid4().hex[:8]
+        self._id_counter = itertools.count()
+        self._in_flight: set[str] = set()
+        self._finalizer = weakref.finalize(self, _close, llm, background)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        max_model_len: int | None = None,
+        dtype: str = "bfloat16",
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        enforce_eager: bool | None = None,
+        seed: int = 0,
+        enable_prefix_caching: bool = True,
+        weight_transfer: bool | str = True,
+        cpu_threads: int | None = None,
+        log_level: str = "ERROR",
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> AsyncVLLM:
+        """Start an engine.
+
+        Args:
+            model: folder or hub name.
+            max_model_len: prompt and completion together; the model's own limit when not given.
+            dtype: of the weights in the engine.
+            max_num_seqs: requests decoded together; 128 on CPU when not given.
+            max_num_batched_tokens: tokens of one engine step, prompts included.
+            kv_cache_memory: bytes of key-value cache; on CPU 2 GiB, or a quarter of the free memory if that is less.
+            gpu_memory_utilization: share of the device's memory, where `kv_cache_memory` is not given.
+            enforce_eager: no compilation and no graphs; true on CPU when not given, where it saves 17 s or more at
+                the start for some 15 % of speed.
+            seed: of the engine's sampler, for requests without their own.
+            enable_prefix_caching: reuse the key-value blocks of shared prefixes; emptied at each weight update.
+            weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU.
+            cpu_threads: of an engine on CPU; all cores when not given, right for a loop that never generates and
+                trains at once. Give fewer where a trainer runs beside it.
+            log_level: of vLLM's logger, here and in its processes.
+            engine_args: anything else that `vllm.AsyncEngineArgs` takes.
+
+        Raises:
+            ImportError: when vLLM is not installed, naming the extra.
+            TypeError: for a name in `engine_args` that vLLM has not, with the nearest one.
+            EngineError: when the engine does not start; its own log says why.
+        """
+        start = time.perf_counter()
+        if cpu_threads is not None and cpu_threads < 1:
+            raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
+        logging.getLogger("vllm").setLevel(log_level)
+        with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
+            try:
+                from vllm.platforms import current_platform
+            except ImportError as error:
+                raise ImportError("AsyncVLLM needs vLLM; install llmrl[vllm].") from error
+
+        is_cpu = bool(current_platform.is_cpu())
+        is_eager = is_cpu if enforce_eager is None else enforce_eager
+        options = {
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "max_num_seqs": 128 if max_num_seqs is None and is_cpu else max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": is_eager,
+            "seed": seed,
+            "enable_prefix_caching": enable_prefix_caching,
+        }
+        variables = {"VLLM_LOGGING_LEVEL": log_level}
+        if is_cpu:
+            variables = engine_variables(
+                num_cpu_threads=cpu_threads or available_cores(), log_level=log_level, compile_model=not is_eager
+            )
+        background = BackgroundLoop("llmrl-vllm")
+        try:
+            with starting_environment(variables):
+                arguments = build_engine_args(
+                    os.fspath(model),
+                    is_cpu=is_cpu,
+                    kv_cache_memory=kv_cache_memory,
+                    weight_transfer=weight_transfer,
+                    options=options,
+                    engine_args=engine_args or {},
+                )
+                llm = background.run(_start(arguments))
+        except (TypeError, EngineError):
+            background.close()
+            raise
+        except Exception as error:
+            background.close()
+            raise EngineError(f"vLLM did not start with model {os.fspath(model)!r}: {error}") from error
+        config = llm.vllm_config.weight_transfer_config
+        backend = None if config is None else config.backend
+        return cls(llm, background, weight_transfer=backend, start_s=time.perf_counter() - start)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that a request started now would use; 0 for the weights it started with."""
+        return self._policy_version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can serve requests."""
+        return self._finalizer.alive and not self._background.is_closed and not self._llm.errored
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not returned yet."""
+        return len(self._in_flight)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._llm.get_tokenizer()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
+
+        Raises:
+            ValueError: for an empty prompt, one without room for a token, a token id outside the vocabulary, or a
+                `request_id` that is in flight.
+            EngineError: when the engine died, was shut down, or returned tokens without their log-probs.
+        """
+        if request_id is None:
+            request_id = f"{self._id_prefix}-{next(self._id_counter)}"
+        elif request_id in self._in_flight:
+            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        if not prompt_ids:
+            raise ValueError("prompt_ids is empty; an engine continues at least one token.")
+        budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
+        if not self.is_alive:
+            raise EngineError("The vLLM engine is not running; start a new one.")
+        params = sampling_params(sampling, budget)
+        self._in_flight.add(request_id)
+        try:
+            return await self._background.wait(_generate(self._llm, list(prompt_ids), params, request_id))
+        except RuntimeError as error:
+            if isinstance(error, EngineError) or not self._background.is_closed:
+                raise
+            raise EngineError("The vLLM engine was shut down.") from error
+        finally:
+            self._in_flight.discard(request_id)
+
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
+        """Sample one completion for each prompt, all in flight at once; blocks, so not for use in an event loop."""
+
+        async def generate_all() -> list[Completion]:
+            return list(await asyncio.gather(*(self.generate(prompt, sampling) for prompt in prompts)))
+
+        return self._background.run(generate_all())
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+        if self.is_alive and request_id in self._in_flight:
+            await self._background.wait(self._llm.abort(request_id))
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_transfer_backend(self) -> str | None:
+        """The vLLM backend that new weights come through, `None` when started without."""
+        return self._weight_transfer_backend
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
+        """Stop stepping: requests in flight stay (`keep`), are finished first (`wait`) or end now (`abort`).
+
+        `clear_cache` also drops the key-value blocks, those of kept requests too: they are computed anew.
+        """
+        self._control(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._control(self._llm.resume_generation())
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
+        """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""
+        return self._control(self._llm.reset_prefix_cache(reset_running_requests=reset_running_requests))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Open the engine's end of a weight transfer.
+
+        Raises:
+            EngineError: when the engine was started without, or its backend refuses.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._require_weight_transfer()
+        request = WeightTransferInitRequest(init_info=init_info)
+        self._control(self._llm.init_weight_transfer_engine(request))
+
+    def start_weight_update(self) -> None:
+        """Make the engine ready to take new weights; pause it first."""
+        self._require_weight_transfer()
+        self._control(self._llm.start_weight_update())
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Take weights as the backend describes them.
+
+        Raises:
+            EngineError: when the backend refuses; the version does not change.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._control(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> int:
+        """Put the taken weights to use and return their version: the next one, unless given."""
+        version = self._policy_version + 1 if weight_version is None else int(weight_version)
+        self._control(self._llm.finish_weight_update(weight_version=str(version)))
+        self._policy_version = version
+        return version
+
+    # -- lifecycle -----------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the engine's process and thread; requests in flight raise `EngineError`. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> AsyncVLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("AsyncVLLM holds a running process and cannot be pickled; start it where it is used.")
+
+    def _require_weight_transfer(self) -> None:
+        if self._weight_transfer_backend is None:
+            raise EngineError("This engine was started with weight_transfer=False; start it with weight_transfer=True.")
+
+    def _control(self, coroutine: Any) -> Any:
+        if not self.is_alive:
+            coroutine.close()
+            raise EngineError("The vLLM engine is not running; start a new one.")
+        try:
+            return self._background.run(coroutine)
+        except Exception as error:
+            raise EngineError(f"vLLM refused: {error}") from error
+
+
+def sampling_params(sampling: SamplingConfig, budget: int) -> SamplingParams:
+    """vLLM's parameters for one completion of at most `budget` tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=budget,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,
+        # Text is needed only to find stop strings.
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def _start(arguments: Any) -> AsyncLLM:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(arguments)
+
+
+async def _generate(llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Completion:
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    final: RequestOutput | None = None
+    try:
+        prompt = cast(Any, {"type": "token", "prompt_token_ids": prompt_ids})
+        async for output in llm.generate(prompt, params, request_id):
+            final = output
+    except EngineDeadError as error:
+        raise EngineError("The vLLM engine died or was shut down; its own log says why. Start a new one.") from error
+    except VLLMClientError as error:
+        raise ValueError(f"vLLM refused the request: {error}") from error
+    except EngineGenerateError as error:
+        raise EngineError(f"vLLM could not serve the request: {error.__cause__ or error}") from error
+    if final is None or not final.finished:
+        raise EngineError("vLLM ended the request without an answer; try again.")
+    return read_completion(final)
+
+
+def read_completion(output: RequestOutput) -> Completion:
+    """Read vLLM's answer, refusing one without a log-prob and a version for each token.
+
+    Raises:
+        EngineError: when log-probs or versions are missing or short, or vLLM reports an error.
+    """
+    sample = output.outputs[0]
+    token_ids = list(sample.token_ids)
+    if sample.finish_reason not in ("stop", "length", "abort"):
+        raise EngineError(f"vLLM ended the request with {sample.finish_reason!r}; try again.")
+    log_probs = list(getattr(sample.logprobs, "logprobs", ()))
+    if len(log_probs) != len(token_ids):
+        raise EngineError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one a token is needed.")
+    versions: list[int] = []
+    for span in sample.weight_versions or ():
+        versions.extend([0 if span.version == "default" else int(span.version)] * (span.end - span.start))
+    if len(versions) != len(token_ids):
+        raise EngineError(f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one a token is needed.")
+    return Completion(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        versions=versions,
+        finish_reason=cast(FinishReason, sample.finish_reason),
+        stop_string=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
+        metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
+    )
+
+
+def _close(llm: AsyncLLM, background: BackgroundLoop) -> None:
+    """End the engine. Holds no reference to `AsyncVLLM`, so that it also runs when that is collected."""
+    if not background.is_closed:
+
+        async def shut_down() -> None:
+            # Requests in flight are told first; the sockets they wait on are closed next.
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            llm.output_processor.propagate_error(EngineDeadError())
+            await asyncio.sleep(0)
+            llm.shutdown()
+
+        try:
+            background.run(shut_down(), timeout=30)
+        finally:
+            background.close()
+            # vLLM's finalizer would shut down once more, perhaps when the interpreter has lost half its modules.
+            llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]

@@ -1,0 +1,121 @@
+"""From our arguments to vLLM's: every name is known or refused."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+SHARED_MEMORY_BACKEND = "llmrl_shared_memory"
+"""The weight-transfer backend that llmrl registers in vLLM's workers, for engines on CPU."""
+PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "llmrl_weight_transfer"
+
+_GIB = 1 << 30
+# They decide what a completion is, so a second way to set them could only contradict the first.
+_OWNED = {
+    "model": "model",
+    "logprobs_mode": None,
+    "disable_log_stats": None,
+    "enable_log_requests": None,
+    "weight_transfer_config": "weight_transfer",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+}
+
+
+def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse argument names that nothing would read.
+
+    Raises:
+        TypeError: naming the first unknown argument and the nearest known one.
+
+    Example:
+        >>> refuse_unknown("f", ["max_len"], ["max_model_len"])
+        Traceback (most recent call last):
+        ...
+        TypeError: f has no argument 'max_len'; did you mean 'max_model_len'?
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise TypeError(f"{owner} has no argument {name!r}{hint}")
+
+
+def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str | None:
+    """The vLLM weight-transfer backend to start with, `None` for none.
+
+    Raises:
+        EngineError: when llmrl's backend is wanted and vLLM's processes could not find it.
+    """
+    from llmrl.engines.base import EngineError
+
+    if weight_transfer is False:
+        return None
+    backend = (SHARED_MEMORY_BACKEND if is_cpu else "nccl") if weight_transfer is True else weight_transfer
+    if backend == SHARED_MEMORY_BACKEND:
+        installed = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+        if PLUGIN_NAME not in {point.name for point in installed}:
+            raise EngineError(
+                f"weight_transfer needs llmrl's vLLM plugin {PLUGIN_NAME!r}, which vLLM finds through the installed "
+                "package; install llmrl (pip install -e .) or pass weight_transfer=False."
+            )
+    return backend
+
+
+def default_kv_cache_memory() -> int:
+    """Bytes of key-value cache for an engine on CPU: 2 GiB, or a quarter of the free memory if that is less."""
+    import psutil
+
+    return min(2 * _GIB, psutil.virtual_memory().available // 4)
+
+
+def build_engine_args(
+    model: str,
+    *,
+    is_cpu: bool,
+    kv_cache_memory: int | None,
+    weight_transfer: bool | str,
+    options: Mapping[str, Any],
+    engine_args: Mapping[str, Any],
+) -> AsyncEngineArgs:
+    """vLLM's arguments: `options` are ours that carry vLLM's own name, `engine_args` anything else vLLM takes.
+
+    Raises:
+        TypeError: for a name in `engine_args` that vLLM has not, or that has its own argument here.
+    """
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = [field.name for field in fields(AsyncEngineArgs)]
+    refuse_unknown("engine_args of AsyncVLLM", engine_args, known)
+    for name in engine_args:
+        if name in options or name in _OWNED:
+            mend = _OWNED.get(name, name)
+            advice = f"pass {mend}= to from_pretrained instead" if mend else "llmrl sets it, log-probs depend on it"
+            raise TypeError(f"engine_args may not hold {name!r}: {advice}.")
+    arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
+    if backend is not None:
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=backend)
+    if kv_cache_memory is None and is_cpu and "gpu_memory_utilization" not in arguments:
+        kv_cache_memory = default_kv_cache_memory()
+    if kv_cache_memory is not None:
+        arguments["kv_cache_memory_bytes"] = kv_cache_memory
+    num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
+    if is_cpu and num_workers == 1:
+        arguments["distributed_executor_backend"] = "uni"
+    return AsyncEngineArgs(
+        model=model,
+        # Of the distribution that is sampled from, so that on-policy importance ratios are 1.
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        enable_log_requests=False,
+        use_tqdm_on_load=False,
+        **{**arguments, **engine_args},
+    )
