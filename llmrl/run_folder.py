@@ -45,6 +45,7 @@ class RunFolder:
         self.model_path = self.path / "model"
         self.curve_path = self.path / "curve.png"
         self.batches_path = self.path / "batches"
+        self.summary_path = self.path / "summary.json"
         has_run = self.batches_path.exists()
         if has_run and not resume:
             raise FileExistsError(f"{self.path} holds a run already; continue it with resume=true, or name another folder.")
@@ -115,6 +116,14 @@ class RunFolder:
         if not self.checkpoint_path.exists():
             return None
         return torch.load(self.checkpoint_path, weights_only=False, mmap=True)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace `summary.json`."""
+        write_atomically(self.summary_path, lambda path: path.write_text(json.dumps(summary, indent=2) + "\n"))
+
+    def read_summary(self) -> dict[str, Any]:
+        """`summary.json`, empty when there is none."""
+        return json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
 
     def save_model(self, model: Any, tokenizer: Any) -> None:
         """Save in Hugging Face format, in bfloat16, as it was served."""

@@ -1,0 +1,70 @@
+"""What a run leaves behind survives a kill at any moment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from llmrl.data import Rollout, RolloutStatus
+from llmrl.run_folder import BackgroundWrites, RunFolder, write_atomically
+
+
+def test_a_folder_with_a_run_is_only_reopened_to_resume(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        RunFolder(tmp_path / "run", resume=True)
+    RunFolder(tmp_path / "run")
+    with pytest.raises(FileExistsError, match="resume=true"):
+        RunFolder(tmp_path / "run")
+    RunFolder(tmp_path / "run", resume=True)
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def half(temporary):
+        temporary.write_text("ne")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, half)
+    assert path.read_text() == "old"
+
+
+def test_checkpoints_keep_the_batches_since(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for step in (1, 2, 3):
+        folder.save_batch(step, torch.tensor([step]), {"position": step})
+    folder.save_checkpoint({"step": 2, "weights": torch.ones(3)})
+    assert folder.load_checkpoint()["step"] == 2
+    assert folder.load_batch(3)["state"] == {"position": 3}
+    assert folder.load_batch(1) is None and folder.load_batch(4) is None
+
+
+def test_metrics_of_a_repeated_step_count_once(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for step, reward in ((1, 0.1), (2, 0.2), (2, 0.3)):
+        folder.log_metrics(step, {"reward_mean": reward})
+    assert [(row["step"], row["reward_mean"]) for row in folder.read_metrics()] == [(1, 0.1), (2, 0.3)]
+    folder.close()
+
+
+def test_rollouts_are_json_lines(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    rollout = Rollout(rollout_id="r", group_id="g", sample_index=0, group_size=1, status=RolloutStatus.ERROR)
+    rollout.messages = ({"role": "user", "content": "é\n"},)
+    folder.log_rollouts(3, "train", [rollout, rollout])
+    records = [json.loads(line) for line in folder.rollouts_path.read_text().splitlines()]
+    assert len(records) == 2
+    assert records[0]["step"] == 3 and records[0]["status"] == "error"
+    assert records[0]["messages"] == [{"role": "user", "content": "é\n"}]
+
+
+def test_background_writes_raise_when_waited_for():
+    writes = BackgroundWrites()
+    writes.start(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        writes.wait()
+    writes.wait()
