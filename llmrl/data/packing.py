@@ -127,6 +127,7 @@ def pack_rows(
     _check(token_ids, scored_masks, token_budget, bin_length)
     if not token_ids:
         return []
+    bin_length = min(bin_length, token_budget)
     rows = [np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64) for ids in token_ids]
     scored = [mask.detach().cpu().numpy().astype(bool) for mask in scored_masks]
     # Any total order of tokens groups shared prefixes; that of the raw bytes is the cheapest to sort by.
@@ -239,7 +240,9 @@ def _lay_out(
     position_ids = np.zeros(size, dtype=np.int64)
     # A padding token sees itself only and is seen by nothing else: no empty softmax, no leak.
     subtree_end = np.tile(np.arange(1, length + 1), len(bins))
-    depths = np.arange(max(len(rows[order[place]]) for pieces in bins for p in pieces for place in range(p.start, p.end)))
+    depths = np.arange(
+        max(len(rows[order[place]]) for pieces in bins for p in pieces for place in range(p.start, p.end))
+    )
     held: list[int] = []
     paths: list[np.ndarray] = []
     for bin_index, pieces in enumerate(bins):

@@ -1,0 +1,69 @@
+"""Reading per-row columns of a batch, whether it is ragged (lazily stacked) or padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from tensordict.utils import NestedKey
+
+ATTENTION_MASK_KEY: NestedKey = ("masks", "all_attention_mask")
+
+
+def flat_batch(tensordict: TensorDictBase) -> TensorDictBase:
+    """The batch with exactly one batch dimension."""
+    if tensordict.ndim == 1:
+        return tensordict
+    return tensordict.unsqueeze(0) if tensordict.ndim == 0 else tensordict.reshape(-1)
+
+
+def has_entry(tensordict: TensorDictBase, key: NestedKey) -> bool:
+    """Whether a nested key is there, in every row."""
+    path = (key,) if isinstance(key, str) else tuple(key)
+    current: Any = tensordict
+    for name in path[:-1]:
+        names = current.keys()
+        if name not in names:
+            return False
+        current = current.get(name)
+    names = current.keys()
+    return path[-1] in names
+
+
+def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
+    """One tensor a row, without padding.
+
+    Padding is told by `("masks", "all_attention_mask")`, never by the value of a token: where the padding id is the
+    end-of-turn id, real tokens would be lost.
+
+    Raises:
+        KeyError: when the entry is missing, naming it and those that are there.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> batch = lazy_stack([TensorDict({"a": torch.ones(n)}) for n in (1, 3)])
+        >>> [column.shape[0] for column in ragged_column(batch, "a")]
+        [1, 3]
+    """
+    if not has_entry(tensordict, key):
+        raise KeyError(f"The batch has no {key!r}; it has {sorted(map(str, tensordict.keys(True, True)))}.")
+    column = tensordict.get(key, as_list=True)
+    rows = list(column.unbind(0)) if isinstance(column, torch.Tensor) else list(column)
+    if not has_entry(tensordict, ATTENTION_MASK_KEY) or key == ATTENTION_MASK_KEY:
+        return rows
+    mask = tensordict.get(ATTENTION_MASK_KEY, as_list=True)
+    return [
+        row[is_real.bool()] if row.ndim and row.shape[0] == is_real.shape[0] and not is_real.all() else row
+        for row, is_real in zip(rows, mask, strict=True)
+    ]
+
+
+def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[Any]:
+    """One Python value a row, of a non-tensor or a scalar tensor entry."""
+    column = tensordict.get(key)
+    if isinstance(column, NonTensorData):
+        return [column.data] * tensordict.batch_size[0]
+    if isinstance(column, (NonTensorStack, torch.Tensor)):
+        return list(column.tolist())
+    return list(column)

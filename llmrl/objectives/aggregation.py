@@ -1,0 +1,57 @@
+"""How per-token losses become one number: as a weight for each token of the whole batch.
+
+Weights are made once, for the whole batch; micro-batches then add up to exactly the loss of the batch, whatever the
+aggregation. (A mean of micro-batch means weighs the tokens of small micro-batches more.)
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_length", "none"]
+
+
+def aggregation_weights(
+    sequence_index: torch.Tensor,
+    num_sequences: int,
+    aggregation: Aggregation = "token_mean",
+    *,
+    fixed_length: int | None = None,
+) -> torch.Tensor:
+    """Weight of each trained token; the loss is the weighted sum of token losses.
+
+    - `token_mean`: `1 / num_tokens` (DAPO, arXiv:2503.14476, equation 8);
+    - `sequence_mean`: `1 / (num_sequences * length)` (GRPO, arXiv:2402.03300, equation 3); `prompt_mean` is TorchRL's
+      name for it;
+    - `fixed_length`: `1 / (num_sequences * fixed_length)`, no division by a sequence's own length (Dr. GRPO,
+      arXiv:2503.20783, section 3.2 and listing 1);
+    - `none`: 1, for a loss left per token.
+
+    Args:
+        sequence_index: `[num_tokens]` int64, the sequence (rollout) of each trained token.
+        num_sequences: sequences of the batch.
+        fixed_length: the generation budget, for `fixed_length`.
+
+    Raises:
+        ValueError: for an unknown aggregation, or `fixed_length` without a length.
+
+    Example:
+        >>> aggregation_weights(torch.tensor([0, 0, 1]), 2, "sequence_mean")
+        tensor([0.2500, 0.2500, 0.5000])
+    """
+    num_tokens = sequence_index.shape[0]
+    weights = torch.ones(num_tokens, device=sequence_index.device)
+    if aggregation == "none" or not num_tokens:
+        return weights
+    if aggregation == "token_mean":
+        return weights / num_tokens
+    if aggregation in ("sequence_mean", "prompt_mean"):
+        lengths = torch.bincount(sequence_index, minlength=num_sequences)
+        return 1.0 / (num_sequences * lengths[sequence_index])
+    if aggregation == "fixed_length":
+        if fixed_length is None or fixed_length < 1:
+            raise ValueError(f"aggregation='fixed_length' needs fixed_length of at least 1, got {fixed_length!r}.")
+        return weights / (num_sequences * fixed_length)
+    raise ValueError(f"aggregation must be one of {list(get_args(Aggregation))}, got {aggregation!r}.")

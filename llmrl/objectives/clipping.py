@@ -1,0 +1,62 @@
+"""Per-token policy objectives that bound the importance ratio. All return losses: lower is better."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
+    """`(epsilon_low, epsilon_high)`, from one number or two.
+
+    Raises:
+        ValueError: when the low one is outside [0, 1] or the high one is negative.
+
+    Example:
+        >>> clip_bounds(0.2), clip_bounds((0.2, 0.28))
+        ((0.2, 0.2), (0.2, 0.28))
+    """
+    low, high = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
+    if not 0 <= low <= 1 or not high >= 0:
+        raise ValueError(
+            f"clip_epsilon must be a low bound in [0, 1] and a high bound of at least 0, got {(low, high)}."
+        )
+    return float(low), float(high)
+
+
+def clipped_log_ratio(log_ratio: torch.Tensor, epsilon_low: float, epsilon_high: float) -> torch.Tensor:
+    """`log clip(ratio, 1 - epsilon_low, 1 + epsilon_high)`; an `epsilon_low` of 1 means no lower bound."""
+    lowest = math.log1p(-epsilon_low) if epsilon_low < 1 else -math.inf
+    return log_ratio.clamp(lowest, math.log1p(epsilon_high))
+
+
+def clipped_surrogate(
+    log_ratio: torch.Tensor, advantage: torch.Tensor, epsilon_low: float, epsilon_high: float
+) -> torch.Tensor:
+    """`-min(r A, clip(r) A)` of each token.
+
+    PPO (arXiv:1707.06347, equation 7), as in GRPO (arXiv:2402.03300, equation 3); with two bounds DAPO's Clip-Higher
+    (arXiv:2503.14476, equation 10).
+
+    Example:
+        >>> clipped_surrogate(torch.tensor([0.0, 1.0]), torch.ones(2), 0.2, 0.2)
+        tensor([-1.0000, -1.2000])
+    """
+    clipped = clipped_log_ratio(log_ratio, epsilon_low, epsilon_high)
+    return -torch.minimum(log_ratio.exp() * advantage, clipped.exp() * advantage)
+
+
+def clipped_importance(
+    log_ratio: torch.Tensor,
+    log_probs: torch.Tensor,
+    advantage: torch.Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> torch.Tensor:
+    """`-sg(clip(r)) A log pi` of each token: CISPO (MiniMax-M1, arXiv:2506.13585, equations 4 and 5).
+
+    The clipped ratio is a constant weight, so a clipped token keeps its gradient, unlike in `clipped_surrogate`.
+    """
+    weight = clipped_log_ratio(log_ratio, epsilon_low, epsilon_high).detach().exp()
+    return -weight * advantage * log_probs

@@ -1,0 +1,124 @@
+"""One optimizer step on one batch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.objectives.grpo import GRPOLoss, MicroLoss
+
+
+@dataclass(slots=True)
+class TrainStepReport:
+    """What a training step did."""
+
+    is_skipped: bool = False
+    """True when the optimizer was not stepped."""
+    skip_reason: str = ""
+    loss: float = math.nan
+    """Sum of the loss terms over the whole batch."""
+    grad_norm: float = math.nan
+    """Before clipping."""
+    num_rows: int = 0
+    num_trained_tokens: int = 0
+    num_row_tokens: int = 0
+    """Tokens of all rows, prompts included."""
+    num_micro_batches: int = 0
+    seconds: float = 0.0
+    measurements: dict[str, float] = field(default_factory=dict)
+    """The loss's own: loss terms, ESS, clip fraction, log-prob differences, ..."""
+
+    def to_metrics(self) -> dict[str, float]:
+        """Everything that is a number, flat.
+
+        Example:
+            >>> TrainStepReport(num_rows=3).to_metrics()["num_rows"]
+            3.0
+        """
+        named = asdict(self)
+        named.pop("skip_reason")
+        measured = named.pop("measurements")
+        return {name: float(value) for name, value in (named | measured).items()}
+
+
+def train_step(
+    loss_module: GRPOLoss,
+    batch: TensorDictBase,
+    optimizer: torch.optim.Optimizer,
+    *,
+    token_budget: int | None = None,
+    max_grad_norm: float | None = 1.0,
+) -> TrainStepReport:
+    """One update: micro-batches by token budget, gradients of the whole batch's loss, clipping, a step.
+
+    A loss or a gradient that is not finite skips the step, and the report says so; so does a batch in which nothing
+    is trained. Gradients are cleared before and after.
+
+    Args:
+        loss_module: its `actor_network` should be a `TransformersWrapper` for micro-batches.
+        batch: training rows with advantages.
+        token_budget: computed tokens in a micro-batch; default, the policy's.
+        max_grad_norm: gradients are scaled down to this norm; None leaves them.
+
+    Raises:
+        ValueError: when `aggregation` is `none`: there is no scalar to train on.
+    """
+    if loss_module.aggregation == "none":
+        raise ValueError("train_step needs a loss that is aggregated; the loss has aggregation='none'.")
+    started = time.perf_counter()
+    report = TrainStepReport(num_rows=batch.numel())
+    inputs = loss_module.prepare(batch) if batch.numel() else None
+    if inputs is None or not inputs.num_scored:
+        return _skipped(report, "no_trained_tokens", started)
+    report.num_trained_tokens = inputs.num_scored
+    report.num_row_tokens = inputs.is_scored.shape[0]
+    optimizer.zero_grad(set_to_none=True)
+    done: list[MicroLoss] = []
+    # Within one autocast region the weights are cast once, not once a micro-batch.
+    autocast = getattr(loss_module.actor_network, "autocast", nullcontext)
+    with autocast():
+        for micro in loss_module.micro_losses(inputs, batch, token_budget=token_budget):
+            if micro.flat_index.numel():
+                with torch.autocast(micro.flat_index.device.type, enabled=False):
+                    micro.total().backward()
+                done.append(_detached(micro))
+            report.num_micro_batches += 1
+    output = loss_module.collect(done)
+    report.loss = float(output.total_loss())
+    report.measurements = output.measurements()
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    report.grad_norm = float(norm)
+    if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
+        optimizer.zero_grad(set_to_none=True)
+        name = "loss" if not math.isfinite(report.loss) else "gradient"
+        return _skipped(report, f"non_finite_{name}", started)
+    if max_grad_norm is not None and report.grad_norm > max_grad_norm:
+        _scale_gradients(parameters, max_grad_norm / report.grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _skipped(report: TrainStepReport, reason: str, started: float) -> TrainStepReport:
+    report.is_skipped, report.skip_reason = True, reason
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _detached(micro: MicroLoss) -> MicroLoss:
+    """Without the graph, so that one micro-batch's is held at a time."""
+    return MicroLoss({name: loss.detach() for name, loss in micro.losses.items()}, micro.measured, micro.flat_index)
+
+
+def _scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(factor)

@@ -1,0 +1,184 @@
+"""Log-probs of chosen tokens straight from hidden states, without ever holding `[num_tokens, vocab_size]`.
+
+The output head is applied to a chunk of positions at a time, forward and again backward. The gradient of
+`log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`, that of the entropy
+`H = -sum_k p_k log p_k` is `-p_k (log p_k + H)`; both are formed chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DEFAULT_CHUNK_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does between its output head and the distribution that is sampled from."""
+
+    scale: float = 1.0
+    """Logits are multiplied by it (Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`)."""
+    soft_cap: float | None = None
+    """`soft_cap * tanh(logits / soft_cap)`, as Gemma 2 does (arXiv:2408.00118, section 2)."""
+    temperature: float = 1.0
+    """Logits are divided by it, last: the distribution the sampler drew from."""
+
+    def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The transformed logits and the derivative of the transform, elementwise."""
+        derivative: torch.Tensor | float = self.scale / self.temperature
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            bounded = torch.tanh(logits / self.soft_cap)
+            derivative = (1 - bounded * bounded) * derivative
+            logits = bounded * self.soft_cap
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        return logits, derivative
+
+
+def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Logits in float32 at least, so that the sum over the vocabulary is exact."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """Forward keeps only the inputs and one number a position; backward makes each chunk's logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        positions: torch.Tensor,
+        transform: LogitTransform,
+        chunk_size: int,
+        has_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype = _compute_dtype(hidden, weight)
+        hidden_c, weight_c, bias_c = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        result_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        log_probs = torch.empty(targets.shape[0], dtype=result_dtype, device=hidden.device)
+        normalizers = torch.empty(hidden.shape[0], dtype=result_dtype, device=hidden.device)
+        entropies = torch.empty_like(normalizers) if has_entropy else None
+        bounds = _chunk_bounds(positions, hidden.shape[0], chunk_size)
+        for (start, first), (end, last) in zip(bounds, bounds[1:], strict=False):
+            logits, _ = transform.apply(_logits(hidden_c[start:end], weight_c, bias_c))
+            normalizer = logits.logsumexp(-1)
+            normalizers[start:end] = normalizer
+            local = positions[first:last] - start
+            log_probs[first:last] = logits[local, targets[first:last]] - normalizer[local]
+            if entropies is not None:
+                probs = (logits - normalizer[:, None]).exp_()
+                entropies[start:end] = normalizer - (probs * logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, positions, normalizers, entropies)
+        ctx.transform, ctx.bounds, ctx.dtype = transform, bounds, dtype
+        return log_probs, None if entropies is None else entropies[positions]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, positions, normalizers, entropies = ctx.saved_tensors
+        dtype = ctx.dtype
+        grad_log_probs, grad_entropy = grads
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(targets, dtype=normalizers.dtype)
+        # A position may predict several scored tokens: sum what falls to its normalizer.
+        per_position = torch.zeros_like(normalizers).index_add_(0, positions, grad_log_probs)
+        entropy_per_position = None
+        if grad_entropy is not None and entropies is not None:
+            entropy_per_position = torch.zeros_like(normalizers).index_add_(0, positions, grad_entropy)
+        hidden_c, weight_c, bias_c = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for (start, first), (end, last) in zip(ctx.bounds, ctx.bounds[1:], strict=False):
+            logits, derivative = ctx.transform.apply(_logits(hidden_c[start:end], weight_c, bias_c))
+            log_p = logits.sub_(normalizers[start:end, None])
+            if entropy_per_position is None:
+                grad = log_p.exp_().mul_(-per_position[start:end, None])
+            else:
+                surprise = (log_p + entropies[start:end, None]).mul_(entropy_per_position[start:end, None])
+                grad = log_p.exp_().mul_(-(surprise + per_position[start:end, None]))
+            local = positions[first:last] - start
+            grad.index_put_((local, targets[first:last]), grad_log_probs[first:last], accumulate=True)
+            if not isinstance(derivative, float) or derivative != 1.0:
+                grad.mul_(derivative)
+            grad_c = grad.to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[start:end] = grad_c @ weight_c
+            if grad_weight is not None:
+                grad_weight += grad_c.T @ hidden_c[start:end]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _chunk_bounds(positions: torch.Tensor, num_positions: int, chunk_size: int) -> list[tuple[int, int]]:
+    """(position, scored token) at which each chunk starts, and the end."""
+    starts = [*range(0, num_positions, chunk_size), num_positions]
+    firsts = torch.searchsorted(positions, torch.tensor(starts, device=positions.device)).tolist()
+    return list(zip(starts, firsts, strict=True))
+
+
+def chunked_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    transform: LogitTransform | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    has_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-prob of each target, and the entropy of its distribution when asked; both differentiable.
+
+    Args:
+        hidden: `[num_positions, hidden_size]`.
+        weight: `[vocab_size, hidden_size]` of the output head, tied or not.
+        targets: `[num_scored]` ids.
+        positions: `[num_scored]` ascending indices into `hidden`; one position may score several targets.
+            Default: target `i` at position `i`.
+        bias: `[vocab_size]` of the output head, if it has one.
+        transform: scale, soft cap and temperature; none by default.
+        chunk_size: positions whose logits are held at once.
+        has_entropy: also return the entropies.
+
+    Returns:
+        `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: for shapes that do not fit.
+
+    Example:
+        >>> hidden, weight = torch.eye(3), torch.eye(3)
+        >>> chunked_log_probs(hidden, weight, torch.tensor([0, 1, 1]))[0]
+        tensor([-0.5514, -0.5514, -1.5514])
+    """
+    if positions is None:
+        if targets.shape != hidden.shape[:1]:
+            raise ValueError(
+                f"targets must be [{hidden.shape[0]}], one a position, got {tuple(targets.shape)}; "
+                "give positions to score several at one position."
+            )
+        positions = torch.arange(hidden.shape[0], device=hidden.device)
+    if targets.shape != positions.shape or targets.ndim != 1:
+        raise ValueError(f"positions must have the shape of targets, {targets.shape}, got {positions.shape}.")
+    if hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"weight must be [vocab_size, {hidden.shape[-1]}], got {tuple(weight.shape)}.")
+    return _ChunkedLogProbs.apply(
+        hidden, weight, bias, targets, positions, transform or LogitTransform(), chunk_size, has_entropy
+    )

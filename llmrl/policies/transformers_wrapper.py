@@ -1,0 +1,162 @@
+"""`TransformersWrapper`: a transformers model as a policy that scores tokens, with gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+
+from llmrl.data.packing import DEFAULT_BIN_LENGTH, DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
+from llmrl.data.ragged import flat_batch, ragged_column
+from llmrl.policies.causal_model import CausalModel
+from llmrl.policies.log_probs import DEFAULT_CHUNK_SIZE, chunked_log_probs
+
+
+class TransformersWrapper(TensorDictModuleBase):
+    """Log-probs of the trained tokens of ragged rows, without padding and with shared prefixes computed once.
+
+    Reads `tokens_key` and `mask_key`, writes `log_probs_key`: `[num_tokens]` float32 a row, differentiable, 0 outside
+    the mask (and at a row's first token, which nothing predicts).
+
+    The model is kept in eval mode, gradients flow all the same: dropout would make the trainer's distribution differ
+    from the sampler's. With gradient checkpointing enabled, which transformers ties to training mode, it is kept in
+    training mode and must have no dropout.
+
+    Args:
+        model: a causal language model, or the name or folder of one (loaded in float32).
+        temperature: of the sampler, so that both speak of the same distribution.
+        token_budget: computed tokens in one forward pass.
+        bin_length: tokens that attend to each other in one sequence, see `pack_rows`.
+        chunk_size: positions whose logits are held at once.
+        autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype.
+        tokens_key, mask_key, log_probs_key: entries read and written.
+
+    Raises:
+        ValueError: when the temperature is not positive, or gradient checkpointing meets dropout.
+        TypeError: when the model's head or mask is of a kind that is not known (see `CausalModel`).
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...                      num_attention_heads=2)
+        >>> policy = TransformersWrapper(LlamaForCausalLM(config))
+        >>> row = TensorDict({"tokens": {"full": torch.tensor([1, 2, 3])},
+        ...                   "masks": {"all_assistant_mask": torch.tensor([False, True, True])}})
+        >>> policy(lazy_stack([row]))["log_probs", "full"].shape
+        torch.Size([1, 3])
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        token_budget: int = DEFAULT_TOKEN_BUDGET,
+        bin_length: int = DEFAULT_BIN_LENGTH,
+        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        autocast_dtype: torch.dtype | None = None,
+        tokens_key: NestedKey = ("tokens", "full"),
+        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        log_probs_key: NestedKey = ("log_probs", "full"),
+    ) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}; greedy samples have no log-probs.")
+        if isinstance(model, str):
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.model = model
+        self.temperature, self.token_budget, self.bin_length = temperature, token_budget, bin_length
+        self.chunk_size, self.autocast_dtype = chunk_size, autocast_dtype
+        self.tokens_key, self.mask_key, self.log_probs_key = tokens_key, mask_key, log_probs_key
+        self.in_keys = [tokens_key, mask_key]
+        self.out_keys = [log_probs_key]
+        self._causal_model = CausalModel(model, temperature=temperature)
+        self.train()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def train(self, mode: bool = True) -> TransformersWrapper:
+        """Keep the model deterministic whatever `mode` says; see the class."""
+        self.training = mode
+        self._causal_model.set_deterministic_mode()
+        return self
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The wrapper's autocast; enter it around several calls so that weights are cast once for all of them."""
+        if self.autocast_dtype is None:
+            yield
+        else:
+            with torch.autocast(self.device.type, dtype=self.autocast_dtype):
+                yield
+
+    def pack(
+        self,
+        token_ids: list[torch.Tensor],
+        scored_masks: list[torch.Tensor],
+        *,
+        token_budget: int | None = None,
+    ) -> list[PackedRows]:
+        """Micro-batches of rows, on the model's device."""
+        packed = pack_rows(
+            token_ids, scored_masks, token_budget=token_budget or self.token_budget, bin_length=self.bin_length
+        )
+        return [micro_batch.to(self.device) for micro_batch in packed]
+
+    def packed_log_probs(
+        self, packed: PackedRows, *, has_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs `[num_scored]` of a micro-batch's scored tokens, in its order, and entropies when asked."""
+        if not packed.num_scored:
+            nothing = torch.zeros(0, device=self.device)
+            return nothing, nothing if has_entropy else None
+        with self.autocast():
+            hidden = self._causal_model.hidden_states(packed)
+            predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
+            return chunked_log_probs(
+                hidden.flatten(0, 1)[predictors],
+                self._causal_model.head.weight,
+                packed.targets,
+                positions=positions,
+                bias=self._causal_model.head.bias,
+                transform=self._causal_model.transform,
+                chunk_size=self.chunk_size,
+                has_entropy=has_entropy,
+            )
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the log-probs of every row's masked tokens."""
+        batch = flat_batch(tensordict)
+        token_ids = ragged_column(batch, self.tokens_key)
+        masks = ragged_column(batch, self.mask_key)
+        row_starts = torch.tensor([0, *(ids.shape[0] for ids in token_ids)], device=self.device).cumsum(0)
+        log_probs = torch.zeros(int(row_starts[-1]), device=self.device)
+        for packed in self.pack(token_ids, [mask.bool() for mask in masks]):
+            scored, _ = self.packed_log_probs(packed)
+            log_probs = log_probs.index_put((row_starts[packed.row_index] + packed.token_index,), scored.float())
+        rows = log_probs.split([ids.shape[0] for ids in token_ids])
+        self._write(batch, token_ids, list(rows))
+        return tensordict
+
+    def _write(self, batch: TensorDictBase, token_ids: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
+        """Put one tensor a row into a ragged batch, or, padded again, into a padded one."""
+        column = batch.get(self.tokens_key, as_list=True)
+        if not isinstance(column, torch.Tensor):
+            for element, row in zip(batch.unbind(0), rows, strict=True):
+                element.set(self.log_probs_key, row)
+            return
+        padded = torch.zeros(column.shape, device=self.device)
+        mask = batch.get(("masks", "all_attention_mask"), None)
+        is_real = torch.ones_like(column, dtype=torch.bool) if mask is None else mask.bool()
+        batch.set(self.log_probs_key, padded.masked_scatter(is_real.to(self.device), torch.cat(rows)))
