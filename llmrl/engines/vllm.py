@@ -358,12 +358,16 @@ def read_completion(output: RequestOutput) -> Completion:
         raise EngineError(f"vLLM ended the request with {sample.finish_reason!r}; try again.")
     log_probs = list(getattr(sample.logprobs, "logprobs", ()))
     if len(log_probs) != len(token_ids):
-        raise EngineError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one a token is needed.")
+        raise EngineError(
+            f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one a token is needed."
+        )
     versions: list[int] = []
     for span in sample.weight_versions or ():
         versions.extend([0 if span.version == "default" else int(span.version)] * (span.end - span.start))
     if len(versions) != len(token_ids):
-        raise EngineError(f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one a token is needed.")
+        raise EngineError(
+            f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one a token is needed."
+        )
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,

@@ -1,0 +1,87 @@
+"""`VLLMWeightSyncScheme`: new weights from a trainer into running vLLM engines, on CPU and on GPU."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmrl.engines.base import EngineError
+
+if TYPE_CHECKING:
+    from llmrl.weight_sync.receiver import VLLMWeightReceiver
+    from llmrl.weight_sync.sender import VLLMWeightSender
+    from llmrl.weight_sync.transport import VLLMCollectiveTransport
+
+
+class WeightSyncError(EngineError):
+    """An update failed; the message says which weights the engine holds now. It may be tried again."""
+
+
+@dataclass(kw_only=True)
+class VLLMWeightSyncScheme:
+    """How weights travel, and what happens to requests in flight meanwhile.
+
+    The backend is the engine's own (`AsyncVLLM.weight_transfer_backend`): on CPU llmrl's shared memory, which copies
+    the weights once, while the engine still generates, and makes it load them from there; on GPU vLLM's NCCL.
+
+    Args:
+        master_address, master_port: rendezvous of the NCCL group; a free port when not given.
+        pause_mode: requests in flight stay and go on with the new weights (`keep`), are finished first (`wait`) or
+            end with what they have (`abort`).
+        reset_running_requests: drop the key-value blocks of kept requests too, so that no block of old weights is
+            used; without it they go on from old blocks, faster and off by that.
+        keep_previous: hold the last weights sent in memory too, so that a failed update can be undone (shared memory).
+        rank: of this trainer process; 0 sends, the others only help to gather sharded weights.
+
+    Raises:
+        ValueError: for an unknown `pause_mode` or a negative rank.
+
+    Example:
+        >>> sender = VLLMWeightSyncScheme().create_sender()
+        >>> sender.register_model(model)                                        # doctest: +SKIP
+        >>> sender.init_all_workers_group(get_model_metadata(model), engine)    # doctest: +SKIP
+        >>> sender.update_weights()                                             # doctest: +SKIP
+        1
+    """
+
+    master_address: str | None = None
+    master_port: int | None = None
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    reset_running_requests: bool = True
+    keep_previous: bool = True
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pause_mode not in ("keep", "wait", "abort"):
+            raise ValueError(f"pause_mode must be 'keep', 'wait' or 'abort', got {self.pause_mode!r}.")
+        if self.rank < 0:
+            raise ValueError(f"rank must not be negative, got {self.rank}.")
+
+    def create_sender(self) -> VLLMWeightSender:
+        """The trainer's end."""
+        from llmrl.weight_sync.sender import VLLMWeightSender
+
+        return VLLMWeightSender(self)
+
+    def create_receiver(self, engine: Any | Sequence[Any]) -> VLLMWeightReceiver:
+        """The end of one engine, or of several that are to hold the same weights."""
+        from llmrl.weight_sync.receiver import VLLMWeightReceiver
+
+        return VLLMWeightReceiver(self, engine)
+
+    def create_transport(self, receiver: VLLMWeightReceiver, source: Any) -> VLLMCollectiveTransport:
+        """What moves the bytes from `source` to the workers of `receiver`."""
+        from llmrl.weight_sync.transport import VLLMCollectiveTransport
+
+        return VLLMCollectiveTransport(self, receiver, source)
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and port where trainer and workers meet."""
+        address = self.master_address or "127.0.0.1"
+        if self.master_port is not None:
+            return address, self.master_port
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return address, probe.getsockname()[1]
