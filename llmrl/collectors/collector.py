@@ -140,6 +140,9 @@ class LLMCollector:
             steps = self._collect_steps(wanted - len(self._left_over))
             self._left_over += steps[-1:] if self.yield_only_last_steps else steps
         batch, self._left_over = self._left_over[:wanted], self._left_over[wanted:]
+        if not self.yield_only_last_steps:
+            # Turns that wait for the next batch are not in this one's budget.
+            self._num_turns += wanted
         return lazy_stack(batch, 0)
 
     def _collect_groups(self, num_groups: int) -> TensorDictBase | None:
@@ -176,7 +179,8 @@ class LLMCollector:
         except BaseException:
             future.cancel()
             raise
-        self._num_turns += sum(rollout.num_turns for rollout in self.rollouts)
+        if self.dialog_turns_per_batch is None or self.yield_only_last_steps:
+            self._num_turns += sum(rollout.num_turns for rollout in self.rollouts)
         self.report = CollectionReport.of(self.rollouts, seconds=time.perf_counter() - started)
         return self.rollouts
 

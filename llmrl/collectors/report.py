@@ -44,7 +44,7 @@ class CollectionReport:
             if not rollout.is_scored:
                 dropped[rollout.reason or "unscored"] += 1
             elif not rollout.num_completion_tokens:
-                dropped["nothing_trained"] += 1
+                dropped[rollout.reason or "nothing_trained"] += 1
         num_completion_tokens = sum(rollout.num_completion_tokens for rollout in rollouts)
         return cls(
             num_rollouts=len(rollouts),

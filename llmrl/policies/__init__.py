@@ -1,0 +1,9 @@
+"""Policies: engines and models as TensorDict modules."""
+
+from __future__ import annotations
+
+from llmrl.policies.base import LLMWrapperBase, sampling_from_kwargs
+from llmrl.policies.transformers_wrapper import TransformersWrapper
+from llmrl.policies.vllm_wrapper import vLLMWrapper
+
+__all__ = ["LLMWrapperBase", "TransformersWrapper", "sampling_from_kwargs", "vLLMWrapper"]

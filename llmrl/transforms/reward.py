@@ -65,13 +65,15 @@ class RubricReward(Transform):
         messages = next_element.get(("history", "prompt")).chats
         reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
-        if not is_terminated and self.terminate_when_answered and _is_answered(messages):
+        # An answer that was cut is none: its conversation is truncated, not terminated.
+        is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED)
+        if not (is_terminated or is_cut) and self.terminate_when_answered and _is_answered(messages):
             is_terminated = True
             for key in ("terminated", "done"):
                 next_element.set(key, torch.ones(1, dtype=torch.bool))
         if not reason and not is_terminated and next_element.get("truncated").any():
             reason = StopReason.ENVIRONMENT_TRUNCATED
-        status = decide_status(is_terminated=is_terminated and not reason, reason=reason)
+        status = decide_status(is_terminated=is_terminated, reason=reason)
         return ScoredRollout(messages, dataset_columns(element), status, reason) if status.is_settled else None
 
     def _score(self, rollouts: Sequence[ScoredRollout]) -> Any:
