@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -159,13 +160,13 @@ def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
-    with _no_progress_bars():
+    with _quiet():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **where)
         # The weights are dequantised now, but saving would write the quantisation that they came from.
         model.config.__dict__.pop("quantization_config", None)
         model.hf_quantizer = None
-        model.config._name_or_path = MODEL_NAME
+        model.config._model_name_or_path = MODEL_NAME  # the GGUF header calls it by its training run
         special = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.generation_config = GenerationConfig(**special)
         tokenizer.model_max_length = CONTEXT_LENGTH
@@ -204,14 +205,15 @@ def _sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     was_enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's progress bar knows no switch
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if was_enabled:
