@@ -27,3 +27,22 @@ def renderer(tokenizer):
     from llmrl.rendering import make_renderer
 
     return make_renderer(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(model_path):
+    """One vLLM engine for the whole session, on all cores; a test that changes its weights puts them back."""
+    from llmrl.engines import AsyncVLLM
+
+    engine = AsyncVLLM.from_pretrained(model_path, max_model_len=2048, kv_cache_memory=1 << 30)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def reference_model(model_path):
+    """The same model in transformers, float32; a test that changes its weights puts them back."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()

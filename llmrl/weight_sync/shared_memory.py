@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -49,7 +50,7 @@ def open_shared(path: str, num_bytes: int) -> torch.Tensor:
         OSError: when it cannot be opened, because its owner is gone or on another host.
         ValueError: when it is shorter than `num_bytes`.
     """
-    size = os.stat(path).st_size
+    size = Path(path).stat().st_size
     if size < num_bytes:
         raise ValueError(f"the shared buffer {path} has {size} bytes and {num_bytes} were announced.")
     return torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
@@ -57,5 +58,4 @@ def open_shared(path: str, num_bytes: int) -> torch.Tensor:
 
 def _remove(descriptor: int, path: str) -> None:
     os.close(descriptor)
-    if os.path.exists(path):
-        os.remove(path)
+    Path(path).unlink(missing_ok=True)

@@ -1,0 +1,107 @@
+"""The loop that bridges an engine's thread and whoever awaits it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+
+import pytest
+
+from llmrl.engines.background_loop import BackgroundLoop
+from llmrl.engines.environment import starting_environment
+
+
+@pytest.fixture
+def background():
+    loop = BackgroundLoop("test")
+    yield loop
+    loop.close()
+
+
+async def double(value):
+    await asyncio.sleep(0)
+    return 2 * value
+
+
+def test_many_waits_from_many_loops(background):
+    async def wait_all():
+        return await asyncio.gather(*(background.wait(double(i)) for i in range(200)))
+
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(asyncio.run(wait_all()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[2 * i for i in range(200)]] * 4
+
+
+def test_errors_arrive(background):
+    async def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        asyncio.run(background.wait(fail()))
+    with pytest.raises(KeyError):
+        background.run(fail())
+
+
+def test_cancelling_the_wait_cancels_the_work(background):
+    cancelled = threading.Event()
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def main():
+        task = asyncio.create_task(background.wait(work()))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert cancelled.wait(5)
+
+
+def test_closing_cancels_what_waits(background):
+    async def main():
+        task = asyncio.create_task(background.wait(asyncio.sleep(60)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(background.close)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    with pytest.raises(RuntimeError, match="is closed"):
+        background.run(double(1))
+
+
+def test_a_loop_does_not_wait_for_itself(background):
+    async def outer():
+        background.run(double(1))
+
+    with pytest.raises(RuntimeError, match="cannot block on itself"):
+        background.run(outer())
+
+
+def test_loops_that_are_gone_are_forgotten(background):
+    for _ in range(5):
+        asyncio.run(background.wait(double(1)))
+    assert len(background._outboxes) <= 2
+
+
+def test_starting_leaves_the_environment_and_main_as_they_were(monkeypatch):
+    monkeypatch.setenv("LLMRL_TEST_KEPT", "before")
+    environment, main_file = dict(os.environ), getattr(sys.modules["__main__"], "__file__", None)
+    with starting_environment({"LLMRL_TEST_KEPT": "inside", "LLMRL_TEST_NEW": "1"}):
+        assert os.environ["LLMRL_TEST_KEPT"] == "inside"
+        assert not hasattr(sys.modules["__main__"], "__file__")
+        os.environ["LLMRL_TEST_BY_OTHERS"] = "1"
+    assert dict(os.environ) == environment
+    assert getattr(sys.modules["__main__"], "__file__", None) == main_file
