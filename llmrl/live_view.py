@@ -20,7 +20,7 @@ _COLUMNS = (
     ("length", "completion_tokens_mean", "{:.1f}"),
     ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("log-prob diff", "log_prob_difference_mean", "{:.4f}"),
-    ("ESS", "effective_sample_size", "{:.3f}"),
+    ("ESS", "ESS", "{:.3f}"),
     ("generate s", "generate_seconds", "{:.2f}"),
     ("train s", "train_seconds", "{:.2f}"),
     ("sync s", "sync_seconds", "{:.2f}"),

@@ -18,7 +18,7 @@ def write_atomically(path: Path, write: Any) -> None:
     """Write a file so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     write(temporary)
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 class RunFolder:
@@ -48,7 +48,9 @@ class RunFolder:
         self.summary_path = self.path / "summary.json"
         has_run = self.batches_path.exists()
         if has_run and not resume:
-            raise FileExistsError(f"{self.path} holds a run already; continue it with resume=true, or name another folder.")
+            raise FileExistsError(
+                f"{self.path} holds a run already; continue it with resume=true, or name another folder."
+            )
         if resume and not has_run:
             raise FileNotFoundError(f"{self.path} holds no run to resume; start it without resume=true.")
         self.batches_path.mkdir(parents=True, exist_ok=True)

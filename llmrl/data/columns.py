@@ -70,13 +70,26 @@ class TokenColumns:
         for column in (self.token_ids, self.is_trained, self.log_probs, self.versions):
             del column[length:]
 
-    def copy(self, length: int | None = None) -> TokenColumns:
-        """A copy of the first `length` tokens (all of them by default) that shares nothing."""
+    def mark_context(self, start: int, stop: int) -> None:
+        """Make tokens `start` to `stop` context: they stay and are not trained.
+
+        Raises:
+            ValueError: when the range is not within the columns.
+        """
+        if not 0 <= start <= stop <= len(self.token_ids):
+            raise ValueError(f"start and stop must lie in order in 0..{len(self.token_ids)}, got {start} and {stop}.")
+        count = stop - start
+        self.is_trained[start:stop] = [False] * count
+        self.log_probs[start:stop] = [0.0] * count
+        self.versions[start:stop] = [CONTEXT_VERSION] * count
+
+    def copy(self, stop: int | None = None, *, start: int = 0) -> TokenColumns:
+        """A copy of tokens `start` to `stop` (all of them by default) that shares nothing."""
         columns = TokenColumns()
-        columns.token_ids = self.token_ids[:length]
-        columns.is_trained = self.is_trained[:length]
-        columns.log_probs = self.log_probs[:length]
-        columns.versions = self.versions[:length]
+        columns.token_ids = self.token_ids[start:stop]
+        columns.is_trained = self.is_trained[start:stop]
+        columns.log_probs = self.log_probs[start:stop]
+        columns.versions = self.versions[start:stop]
         return columns
 
 

@@ -12,7 +12,7 @@ from torchrl.data import Composite, NonTensor
 from llmrl.data.history import History
 
 
-class ChatHistory(TensorClass["nocast"]):  # type: ignore[misc]
+class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     """A turn as conversations.
 
     Example:
@@ -35,7 +35,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[misc]
         return Composite({key: History.default_spec(shape) for key in keys}, shape=torch.Size(shape))
 
 
-class Text(TensorClass["nocast"]):  # type: ignore[misc]
+class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
     """A turn as templated text."""
 
     prompt: Any = None
@@ -46,12 +46,10 @@ class Text(TensorClass["nocast"]):  # type: ignore[misc]
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
         """The spec of a turn with these entries."""
-        return Composite(
-            {key: NonTensor(shape=tuple(shape), example_data="") for key in keys}, shape=torch.Size(shape)
-        )
+        return Composite({key: NonTensor(shape=tuple(shape), example_data="") for key in keys}, shape=torch.Size(shape))
 
 
-class _Ragged(TensorClass["nocast"]):  # type: ignore[misc]
+class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Ragged per-token entries; a batch of them is lazily stacked and padded only when asked."""
 
     def as_padded_tensor(self, key: str, *, padding_value: float = 0, padding_side: str = "right") -> torch.Tensor:

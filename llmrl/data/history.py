@@ -12,7 +12,7 @@ from torchrl.data import Composite, NonTensor
 from llmrl.data.message import Message, check_messages, text_of
 
 
-class History(TensorClass["nocast"]):  # type: ignore[misc]
+class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Conversations, batched: each element of the batch is one conversation, an immutable tuple of messages.
 
     The number of messages is ragged, so it is not a batch dimension: `history[0]` is the first conversation of a
@@ -141,4 +141,4 @@ def _represent(self: History) -> str:
 
 
 # The tensorclass machinery writes its own __repr__ over one defined in the body.
-History.__repr__ = _represent
+History.__repr__ = _represent  # type: ignore[method-assign, assignment]

@@ -50,7 +50,8 @@ def check_messages(messages: Iterable[Any], *, argument: str = "messages") -> tu
     """
     if isinstance(messages, (str, Mapping)):
         raise TypeError(
-            f"{argument} must be a sequence of messages, got {type(messages).__name__}; wrap a single message in a list."
+            f"{argument} must be a sequence of messages, got {type(messages).__name__}; "
+            "wrap a single message in a list."
         )
     checked = tuple(messages)
     for index, message in enumerate(checked):

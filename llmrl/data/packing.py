@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 DEFAULT_TOKEN_BUDGET = 8192
-DEFAULT_BIN_LENGTH = 512
+DEFAULT_BIN_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,13 @@ class PackedRows:
     rows: torch.Tensor
     """[num_rows] int64: the rows held here, in the order of `token_positions`."""
     row_lengths: torch.Tensor
-    """[num_rows] int64."""
+    """[num_rows] int64: tokens of each row that are computed."""
     token_positions: torch.Tensor
-    """[num_row_tokens] int64: flat position of every token of every row held here, row after row."""
+    """[num_row_tokens] int64: flat position of every computed token of every row held here, row after row."""
+    tail_lengths: torch.Tensor
+    """[num_rows] int64: tokens of each row after its last predictor, which are not computed."""
+    tails: torch.Tensor
+    """[num_tail_tokens] int64: ids of those tokens, row after row."""
 
     @property
     def num_scored(self) -> int:
@@ -54,7 +58,7 @@ class PackedRows:
     @property
     def num_row_tokens(self) -> int:
         """Tokens of the rows held here, shared ones counted once a row."""
-        return self.token_positions.shape[0]
+        return self.token_positions.shape[0] + self.tails.shape[0]
 
     @property
     def num_packed_tokens(self) -> int:
@@ -74,8 +78,9 @@ class PackedRows:
 
     def unpack(self) -> list[torch.Tensor]:
         """The rows held here, `[num_tokens]` each, in the order of `rows`."""
-        ids = self.input_ids.flatten()[self.token_positions]
-        return list(ids.split(self.row_lengths.tolist()))
+        computed = self.input_ids.flatten()[self.token_positions].split(self.row_lengths.tolist())
+        tails = self.tails.split(self.tail_lengths.tolist())
+        return [torch.cat(parts) for parts in zip(computed, tails, strict=True)]
 
     def to(self, device: torch.device | str) -> PackedRows:
         """A copy on `device`."""
@@ -102,7 +107,8 @@ def pack_rows(
     """Lay ragged rows out as micro-batches of at most `token_budget` computed tokens.
 
     A row that is longer than the budget by itself gets a micro-batch of its own. The first token of a row has
-    nothing before it and is never scored.
+    nothing before it and is never scored. What follows a row's last predictor (its last scored token, and any context
+    after it) is seen by nothing that is wanted and is not computed; a row without scored tokens is left out.
 
     Args:
         token_ids: `[num_tokens]` int64 each.
@@ -120,7 +126,7 @@ def pack_rows(
         >>> scored = torch.tensor([False, False, True])
         >>> (packed,) = pack_rows([a, b], [scored, scored])
         >>> packed.input_ids.tolist(), packed.position_ids.tolist()
-        ([[1, 2, 3, 4]], [[0, 1, 2, 2]])
+        ([[1, 2]], [[0, 1]])
         >>> packed.predictors.tolist(), packed.targets.tolist()
         ([1, 1], [3, 4])
     """
@@ -130,8 +136,16 @@ def pack_rows(
     bin_length = min(bin_length, token_budget)
     rows = [np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64) for ids in token_ids]
     scored = [mask.detach().cpu().numpy().astype(bool) for mask in scored_masks]
+    for mask in scored:
+        mask[0] = False
+    num_computed = [int(np.flatnonzero(mask)[-1]) if mask.any() else 0 for mask in scored]
+    order = [index for index in range(len(rows)) if num_computed[index]]
+    if not order:
+        return []
+    tails = [row[num:] for row, num in zip(rows, num_computed, strict=True)]
+    rows = [row[:num] for row, num in zip(rows, num_computed, strict=True)]
     # Any total order of tokens groups shared prefixes; that of the raw bytes is the cheapest to sort by.
-    order = sorted(range(len(rows)), key=[row.tobytes() for row in rows].__getitem__)
+    order.sort(key=[row.tobytes() for row in rows].__getitem__)
     shared = [0] * len(order)
     if is_prefix_shared:
         for place in range(1, len(order)):
@@ -140,7 +154,7 @@ def pack_rows(
     pieces = _cut_into_pieces(lengths, shared, bin_length)
     bins = _fill_bins(pieces, bin_length)
     return [
-        _lay_out(micro_batch, order, shared, rows, scored, token_ids[0].device)
+        _lay_out(micro_batch, order, shared, rows, tails, scored, token_ids[0].device)
         for micro_batch in _split_by_budget(bins, token_budget)
     ]
 
@@ -230,6 +244,7 @@ def _lay_out(
     order: list[int],
     shared: list[int],
     rows: list[np.ndarray],
+    tails: list[np.ndarray],
     scored: list[np.ndarray],
     device: torch.device,
 ) -> PackedRows:
@@ -240,9 +255,7 @@ def _lay_out(
     position_ids = np.zeros(size, dtype=np.int64)
     # A padding token sees itself only and is seen by nothing else: no empty softmax, no leak.
     subtree_end = np.tile(np.arange(1, length + 1), len(bins))
-    depths = np.arange(
-        max(len(rows[order[place]]) for pieces in bins for p in pieces for place in range(p.start, p.end))
-    )
+    depths = np.arange(max(len(row) for row in rows))
     held: list[int] = []
     paths: list[np.ndarray] = []
     for bin_index, pieces in enumerate(bins):
@@ -270,6 +283,7 @@ def _lay_out(
         held,
         paths,
         rows,
+        tails,
         scored,
         device,
     )
@@ -282,6 +296,7 @@ def _with_scored_tokens(
     held: list[int],
     paths: list[np.ndarray],
     rows: list[np.ndarray],
+    tails: list[np.ndarray],
     scored: list[np.ndarray],
     device: torch.device,
 ) -> PackedRows:
@@ -289,23 +304,23 @@ def _with_scored_tokens(
     lengths = np.asarray([len(path) for path in paths])
     positions = np.concatenate(paths)
     starts = np.cumsum(lengths) - lengths
-    is_scored = np.concatenate([scored[index] for index in held])
-    is_scored[starts] = False
-    places = np.flatnonzero(is_scored)
-    predictors = positions[places - 1]
-    by_predictor = np.argsort(predictors, kind="stable")
-    places, predictors = places[by_predictor], predictors[by_predictor]
+    # A place among the computed tokens predicts a scored token exactly when the row's next token is scored.
+    places = np.flatnonzero(np.concatenate([scored[index][1 : len(rows[index]) + 1] for index in held]))
+    next_ids = np.concatenate([np.append(rows[index][1:], tails[index][0]) for index in held])
+    places = places[np.argsort(positions[places], kind="stable")]
     row_of_place = np.repeat(np.asarray(held), lengths)
     columns = {
         "input_ids": input_ids,
         "position_ids": position_ids,
         "subtree_end": subtree_end,
-        "predictors": predictors,
-        "targets": input_ids.ravel()[positions[places]],
+        "predictors": positions[places],
+        "targets": next_ids[places],
         "row_index": row_of_place[places],
-        "token_index": places - np.repeat(starts, lengths)[places],
+        "token_index": places + 1 - np.repeat(starts, lengths)[places],
         "rows": np.asarray(held, dtype=np.int64),
         "row_lengths": lengths,
         "token_positions": positions,
+        "tail_lengths": np.asarray([len(tails[index]) for index in held]),
+        "tails": np.concatenate([tails[index] for index in held]),
     }
     return PackedRows(**{name: torch.from_numpy(np.ascontiguousarray(c)).to(device) for name, c in columns.items()})

@@ -96,8 +96,6 @@ def make_addition_env(
         >>> type(make_addition_env()).__name__
         'TransformedEnv'
     """
-    env = AdditionEnv(
-        split, num_digits=num_digits, repeats=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs
-    )
+    env = AdditionEnv(split, num_digits=num_digits, repeats=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs)
     rubric = Rubric(RewardFn(is_last_number_right, name="right"), truncation_reward=0.0)
     return env.append_transform(RubricReward(rubric))

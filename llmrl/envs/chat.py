@@ -88,7 +88,7 @@ class ChatEnv(EnvBase):
         return Composite({key: Unbounded((*shape, -1), dtype=torch.int64) for key in keys}, shape=shape)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        if tensordict is None or self.data_key not in tensordict.keys():
+        if tensordict is None or tensordict.get(self.data_key, None) is None:
             raise ValueError(
                 f"ChatEnv.reset needs a tensordict with {self.data_key!r} (the query); got "
                 f"{None if tensordict is None else sorted(map(str, tensordict.keys()))}. "

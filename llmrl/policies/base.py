@@ -146,9 +146,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             return conversation.with_prompt_ids(self.renderer.encode(plain(prompt)))
         return conversation.with_prompt_ids(prompt.tolist())
 
-    def respond(
-        self, element: TensorDictBase, conversation: Conversation, completion: Completion
-    ) -> TensorDictBase:
+    def respond(self, element: TensorDictBase, conversation: Conversation, completion: Completion) -> TensorDictBase:
         """Write a completion into `element`: tokens, log-probs, masks, versions, and the response."""
         num_prompt_tokens = conversation.num_tokens
         conversation = conversation.with_completion(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llmrl.engines import AsyncVLLM
 
 
-class vLLMWrapper(LLMWrapperBase):  # noqa: N801  (TorchRL's name)
+class vLLMWrapper(LLMWrapperBase):
     """Generates with vLLM.
 
     Args:

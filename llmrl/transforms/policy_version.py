@@ -44,7 +44,9 @@ class PolicyVersion(Transform):
             RuntimeError: when the version is counted elsewhere.
         """
         if self._source is not None:
-            raise RuntimeError("this PolicyVersion follows its source, which counts versions; update the engine instead.")
+            raise RuntimeError(
+                "this PolicyVersion follows its source, which counts versions; update the engine instead."
+            )
         self._count += 1
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:

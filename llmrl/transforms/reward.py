@@ -24,9 +24,9 @@ class RubricReward(Transform):
     message: an assistant without a tool call, or with an empty list of them, has answered. Append it after the
     transforms that answer the policy.
 
-    Adds the score to `("next", "reward")` `[1, 1]`, and writes `("next", "reward_breakdown", NAME)` `[1]` (NaN where not scored),
-    `("next", "is_scored")` `[1]` and `("next", "score_error")`. A rubric that scores groups together is left to the
-    collector.
+    Adds the score to `("next", "reward")` `[1, 1]`, and writes `("next", "reward_breakdown", NAME)` `[1]` (NaN where
+    not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. A rubric that scores groups together is
+    left to the collector.
 
     Args:
         rubric: a `Rubric`, a `RewardFn`, or a function.
