@@ -1,0 +1,1 @@
+"""Measurements beside a peer. `python -m benchmarks list` shows them."""

@@ -1,0 +1,72 @@
+"""Time to import llmrl and all of its packages, beside `import torchrl`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+NUM_REPEATS = 5
+GOAL_EXTRA_SECONDS = 1.0
+HEAVY = ("vllm", "ray", "transformers.models")
+_ROOT = Path(__file__).parent.parent
+
+_CODE = """
+import importlib, json, sys, time
+names = sys.argv[1].split(",")
+started = time.perf_counter()
+for name in names:
+    importlib.import_module(name)
+seconds = time.perf_counter() - started
+heavy = [m for m in sys.modules if any(m == h or m.startswith(h + ".") for h in sys.argv[2].split(","))]
+print(json.dumps({"seconds": seconds, "heavy": heavy}))
+"""
+
+
+def import_once(names: list[str]) -> dict[str, Any]:
+    """Seconds to import `names` in a fresh process, and which of the heavy modules came along."""
+    command = [sys.executable, "-c", _CODE, ",".join(names), ",".join(HEAVY)]
+    output = subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def packages() -> list[str]:
+    """llmrl and its packages."""
+    return ["llmrl", *sorted(f"llmrl.{path.parent.name}" for path in (_ROOT / "llmrl").glob("*/__init__.py"))]
+
+
+def run() -> dict[str, Any]:
+    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    cases = {"torchrl": ["torchrl"], "llmrl": ["llmrl"], "llmrl, all packages": packages()}
+    seconds: dict[str, list[float]] = {title: [] for title in cases}
+    heavy: set[str] = set()
+    for names in cases.values():
+        import_once(names)  # compiles and reads the files once
+    for _ in range(NUM_REPEATS):
+        for title, names in cases.items():
+            measured = import_once(names)
+            seconds[title].append(measured["seconds"])
+            if title != "torchrl":
+                heavy |= set(measured["heavy"])
+    medians = {title: statistics.median(values) for title, values in seconds.items()}
+    table = Table(title="seconds to import, median of a fresh process each")
+    table.add_column("")
+    table.add_column("seconds", justify="right")
+    for title, value in medians.items():
+        table.add_row(title, f"{value:.2f}")
+    Console().print(table)
+    extra = medians["llmrl, all packages"] - medians["torchrl"]
+    return {
+        "name": "import_time",
+        "ratio": medians["llmrl, all packages"] / medians["torchrl"],
+        "ratio_of": "seconds to import llmrl with all its packages / seconds to import torchrl",
+        "goal": (medians["torchrl"] + GOAL_EXTRA_SECONDS) / medians["torchrl"],
+        "met": extra < GOAL_EXTRA_SECONDS and not heavy,
+        "medians": {**medians, "extra_seconds": extra, "heavy_modules": sorted(heavy)},
+    }

@@ -1,0 +1,50 @@
+"""Every Python example in the README and in docs/ runs as written.
+
+Blocks marked `python` are run, those of one page in order and in one namespace, so a later block may use what an
+earlier one made. Blocks in another language (`bash`, `text`, `yaml` …) are not.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, int, str]]:
+    """Language, number of its first line and text of every fenced block."""
+    text = page.read_text()
+    return [(m[1], text[: m.start(2)].count("\n") + 1, m[2]) for m in BLOCK.finditer(text)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b[0] == "python" for b in blocks(p))], ids=lambda p: p.name)
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for language, line, source in blocks(page):
+        if language == "python":
+            # Padded, so that a traceback shows the line of the page.
+            exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
+
+
+def test_links_to_files_lead_somewhere():
+    broken = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            if not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)} links to {target}")
+    assert not broken, "\n".join(broken)
+
+
+def test_every_make_target_that_is_named_exists():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        named = set(re.findall(r"`make (\w+)", page.read_text()))
+        named |= set(re.findall(r"^make (\w+)", page.read_text(), re.MULTILINE))
+        assert named <= targets, f"{page.name} names {named - targets}"

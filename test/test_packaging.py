@@ -1,0 +1,148 @@
+"""What a person installs: bounds that were tested, extras that exist, a set-up that tells what is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from llmrl._imports import MissingExtraError, require
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def load_setup():
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "tools/setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def installed_extras() -> list[str]:
+    return [extra for extra in PROJECT["optional-dependencies"] if extra != "gpu"]
+
+
+def test_installed_versions_are_within_the_bounds():
+    wanted = [*PROJECT["dependencies"], *(r for e in installed_extras() for r in PROJECT["optional-dependencies"][e])]
+    wrong = []
+    for requirement in map(Requirement, wanted):
+        version = importlib.metadata.version(requirement.name)
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement} but {version} is installed")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_requirement_has_an_upper_bound():
+    extras = PROJECT["optional-dependencies"].values()
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *(r for extra in extras for r in extra)]):
+        operators = {specifier.operator for specifier in requirement.specifier}
+        assert operators & {"<", "<=", "=="}, f"{requirement} is open-ended"
+
+
+def test_vllm_on_cpu_and_on_gpu_are_the_same_release():
+    extras = PROJECT["optional-dependencies"]
+    cpu, gpu = (next(Requirement(r) for r in extras[e] if r.startswith("vllm")) for e in ("cpu", "gpu"))
+    assert gpu.specifier.contains(str(cpu.specifier).removeprefix("=="))
+
+
+def test_every_extra_that_an_error_names_exists():
+    named = {}
+    for path in (ROOT / "llmrl").rglob("*.py"):
+        if path.name != "_imports.py":
+            named |= dict.fromkeys(re.findall(r"extra=\"(\w+)\"", path.read_text()), path)
+    unknown = {extra: path for extra, path in named.items() if extra not in PROJECT["optional-dependencies"]}
+    assert named and not unknown
+
+
+def test_vllm_finds_the_weight_transfer_plugin():
+    found = {e.name: e for e in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    assert callable(found["llmrl_weight_transfer"].load())
+
+
+def test_no_cuda_build_of_torchs_companions_is_installed():
+    for name in load_setup().LEFT_OUT:
+        assert importlib.util.find_spec(name) is None, f"{name} breaks vLLM on CPU; run make setup"
+
+
+def test_a_missing_optional_package_names_its_extra():
+    with pytest.raises(MissingExtraError, match=r"'no_such_package'.*pip install 'llmrl\[tools\]'"):
+        require("no_such_package.part", extra="tools")
+    assert require("json.decoder", extra="tools").JSONDecoder
+
+
+def test_a_fault_inside_an_installed_package_is_not_mistaken_for_its_absence(tmp_path, monkeypatch):
+    (tmp_path / "half_there.py").write_text("import no_such_dependency_of_theirs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        require("half_there", extra="tools")
+    assert not isinstance(caught.value, MissingExtraError) and caught.value.name == "no_such_dependency_of_theirs"
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "disk is full"),
+        ("WARNING: Retrying (Retry(total=4)) after connection broken by NewConnectionError", "cannot be reached"),
+        ("ERROR: No matching distribution found for torch==2.13.0+cpu", "has no torch==2.13.0\\+cpu for this Python"),
+        ("something else", "its last lines are above"),
+    ],
+)
+def test_pips_failures_become_a_sentence(output, sentence):
+    assert re.search(sentence, load_setup().explain_pip(output, Path("log")))
+
+
+def test_a_distribution_with_a_lost_or_cut_file_is_found(tmp_path):
+    is_whole = load_setup().is_whole
+    info = tmp_path / "thing-1.0.dist-info"
+    info.mkdir()
+    (tmp_path / "thing.py").write_text("12345")
+    (info / "METADATA").write_text("Name: thing")
+    assert not is_whole(info), "no RECORD: the installation was cut"
+    (info / "RECORD").write_text("thing.py,sha256=x,5\nthing-1.0.dist-info/RECORD,,\n")
+    assert is_whole(info)
+    (tmp_path / "thing.py").write_text("123")
+    assert not is_whole(info)
+    (tmp_path / "thing.py").unlink()
+    assert not is_whole(info)
+
+
+def test_the_left_out_packages_are_matched_by_whole_name():
+    left_out = load_setup().left_out
+    assert left_out("torchvision; platform_machine != 'riscv64'") and left_out("torchcodec>=0.14")
+    assert not left_out("torch==2.13.0") and not left_out("torchvision-extra")
+
+
+def test_a_too_old_python_is_answered_with_a_sentence(tmp_path):
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.1" && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    environ = {**os.environ, "PYTHON": str(old)}
+    command = ["sh", str(ROOT / "tools/setup.sh"), str(tmp_path / "venv")]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "needs Python 3.11 or 3.12, and found only: Python 3.9.1" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_too_little_disk_is_answered_before_anything_is_installed(tmp_path, monkeypatch, capsys):
+    setup = load_setup()
+    monkeypatch.setattr(setup, "DISK_GB", 10**9)
+    monkeypatch.setattr(sys, "argv", ["setup.py", str(tmp_path / "venv")])
+    assert setup.main() == 1
+    assert "GB free, and the environment needs" in capsys.readouterr().err
+    assert not (tmp_path / "venv" / "bin").exists()
+
+
+def test_make_lists_what_it_can_do():
+    output = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in ("setup", "demo", "test", "lint", "bench", "clean"):
+        assert re.search(rf"^  {target} .*\w", output, re.MULTILINE)

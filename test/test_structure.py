@@ -1,0 +1,195 @@
+"""The house rules that a program can check: who imports whom, what is imported when, how long files are."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "llmrl").rglob("*.py"))
+MAX_LINES = 400
+# What every room may use: it knows nothing of ours.
+COMMON = {"llmrl._imports"}
+# Imported inside the function or class that uses them.
+LAZY = {
+    "accelerate", "datasets", "gguf", "hydra", "matplotlib", "mcp", "omegaconf", "playwright", "ray", "reasoning_gym",
+    "tensorboard", "transformers", "vllm",
+}  # fmt: skip
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "llmrl").parts
+    return parts[0] if len(parts) > 1 else "*.py"
+
+
+def rooms_table() -> dict[str, set[str]]:
+    """Room -> the rooms it may import, read from the table in docs/design.md."""
+    allowed: dict[str, set[str]] = {}
+    rows = re.findall(
+        r"^\| `llmrl/([\w*.]+)/?` \|.*\| ([^|]+) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE
+    )
+    for room, cell in rows:
+        if cell == "nothing of ours":
+            allowed[room] = set()
+        elif cell == "all above":
+            allowed[room] = set(allowed)
+        elif cell == "all":
+            allowed[room] = {name for name, _ in rows}
+        else:
+            allowed[room] = set(cell.split(", "))
+    return allowed
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every module or member imported anywhere in a file, functions included, as a dotted name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def imported_at_load(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """Modules imported when the file is: not in functions, not for type checkers only."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imported_at_load(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for field in ("body", "orelse", "finalbody"):
+                yield from imported_at_load(getattr(node, field, None) or [])
+            for handler in getattr(node, "handlers", []):
+                yield from imported_at_load(handler.body)
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_the_rooms_table_names_every_package():
+    packages = {path.parent.name for path in (ROOT / "llmrl").glob("*/__init__.py")}
+    assert packages and packages | {"*.py"} == set(rooms_table())
+
+
+def test_imports_point_up_the_rooms_table():
+    table, broken = rooms_table(), []
+    for path in SOURCES:
+        room = room_of(path)
+        for name, line in imported_names(ast.parse(path.read_text())):
+            where = f"{path.relative_to(ROOT)}:{line}"
+            if name.startswith("."):
+                broken.append(f"{where} imports {name} relatively; write the whole name")
+            if not name.startswith("llmrl.") or ".".join(name.split(".")[:2]) in COMMON:
+                continue
+            target = name.split(".")[1]
+            target = target if (ROOT / "llmrl" / target).is_dir() else "*.py"
+            if target != room and target not in table[room]:
+                broken.append(f"{where} imports {name}, but {room} may import only {sorted(table[room])}")
+    assert not broken, "\n".join(broken)
+
+
+def test_the_import_check_sees_imports_inside_functions():
+    tree = ast.parse("def f():\n    from llmrl.envs import ChatEnv\n")
+    assert list(imported_names(tree)) == [("llmrl.envs.ChatEnv", 2)]
+    assert list(imported_at_load(tree.body)) == []
+
+
+def test_nothing_of_ours_builds_on_torchrls_llm_modules():
+    broken = []
+    for path in SOURCES:
+        for name, line in imported_names(ast.parse(path.read_text())):
+            if name.startswith("torchrl.") and "llm" in name.split("."):
+                broken.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not broken, "\n".join(broken)
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    # A module may subclass an optional package's classes if no other module of ours loads it along with itself.
+    loads = {path: list(imported_at_load(ast.parse(path.read_text()).body)) for path in SOURCES}
+    loaded = {name for names in loads.values() for name, _ in names}
+    broken = []
+    for path, names in loads.items():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for name, line in names:
+            if name.split(".")[0] in LAZY and (module in loaded or path.name == "__init__.py"):
+                broken.append(f"{path.relative_to(ROOT)}:{line} imports {name} when it is loaded")
+    assert not broken, "\n".join(broken)
+
+
+def test_modules_have_a_docstring_and_postponed_annotations():
+    broken = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        if tree.body and not ast.get_docstring(tree):
+            broken.append(f"{path.relative_to(ROOT)} has no docstring")
+        if path.name != "__init__.py" and "from __future__ import annotations" not in path.read_text():
+            broken.append(f"{path.relative_to(ROOT)} lacks `from __future__ import annotations`")
+    assert not broken, "\n".join(broken)
+
+
+def test_files_are_short():
+    long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > MAX_LINES}
+    assert not long, f"over {MAX_LINES} lines; one idea a file: {long}"
+
+
+def test_nothing_names_the_machine_it_was_made_on():
+    # In pieces, so that this file does not hold what it forbids.
+    words = ["/" + "work/", "/" + "tmp/exp", "/" + "opt/", "/" + "root/", "DESIGN" + ".md", "pyenv"]
+    broken = []
+    for path in tracked_files():
+        if path == Path(__file__) or path.suffix in {".png", ".gz", ".safetensors"}:
+            continue
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            broken += [f"{path.relative_to(ROOT)}:{number} says {word!r}" for word in words if word in line]
+    assert not broken, "\n".join(broken)
+
+
+def test_top_level_names_are_the_ones_that_type_checkers_see():
+    import llmrl
+
+    tree = ast.parse((ROOT / "llmrl/__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname or alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == llmrl._EXPORTS
+    assert sorted(llmrl.__all__) == sorted([*llmrl._EXPORTS, "__version__"])
+    for name in llmrl.__all__:
+        assert getattr(llmrl, name) is not None and name in dir(llmrl)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        llmrl.no_such_name  # noqa: B018
+
+
+def test_importing_llmrl_imports_no_engine():
+    code = (
+        "import sys, llmrl; heavy = [n for n in sys.modules if n.split('.')[0] in ('vllm', 'ray', 'torch')"
+        " or n.startswith('transformers.models')]; print(heavy[:5]); sys.exit(bool(heavy))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_package_imports_without_vllm_ray_and_transformers():
+    packages = sorted({f"llmrl.{path.parent.name}" for path in (ROOT / "llmrl").glob("*/__init__.py")})
+    code = (
+        f"import sys, importlib; [importlib.import_module(n) for n in {packages!r}];"
+        " heavy = [n for n in sys.modules if n.split('.')[0] in ('vllm', 'ray', 'transformers')];"
+        " print(heavy[:5]); sys.exit(bool(heavy))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
