@@ -126,7 +126,7 @@ class GRPOLoss(LossModule):
                 raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
         # One sequence, to check the arguments now rather than at the first batch.
         aggregation_weights(torch.zeros(1, dtype=torch.int64), 1, aggregation, fixed_length=fixed_length)
-        self.actor_network = actor_network
+        self.actor_network: Any = actor_network
         self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)
         self.kl_mask_threshold = kl_mask_threshold
         self.aggregation, self.fixed_length = aggregation, fixed_length
@@ -284,7 +284,7 @@ class GRPOLoss(LossModule):
         inputs = self.prepare(tensordict)
         if not inputs.token_ids:
             raise ValueError("The batch has no row: there is nothing to compute a loss of.")
-        return self.collect([loss for loss in self.micro_losses(inputs, tensordict)])
+        return self.collect(list(self.micro_losses(inputs, tensordict)))
 
     def micro_losses(
         self, inputs: LossInputs, tensordict: TensorDictBase, *, token_budget: int | None = None

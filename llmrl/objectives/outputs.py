@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorClass
 
 
-class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[misc]
+class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Loss terms (`loss_*`, to be summed) and measurements (detached).
 
     All measurements are means over trained tokens only, each token counted once, so they do not shrink when prompts

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from llmrl.data.packing import PackedRows
+from llmrl.policies.attention import IMPLEMENTATION, MAX_PRODUCT_LENGTH, use_packed_attention
 from llmrl.policies.log_probs import LogitTransform
 
 
@@ -45,6 +46,8 @@ class CausalModel:
                 f"{type(self.model).__name__} has layers of type {sorted(unknown)}; rows can be packed only where "
                 "every layer attends fully or within a sliding window."
             )
+        if self.head.weight.device.type == "cpu" and self.config._attn_implementation == "sdpa":
+            use_packed_attention(self.model)
         self.set_deterministic_mode()
         self._check_logits()
 
@@ -93,11 +96,17 @@ class CausalModel:
     def _attention_mask(self, packed: PackedRows) -> Any:
         """The mask in the form that the model's layers and attention implementation take."""
         is_eager = self.config._attn_implementation == "eager"
+        is_packed = self.config._attn_implementation == IMPLEMENTATION and (
+            packed.input_ids.shape[1] <= MAX_PRODUCT_LENGTH
+        )
         dtype = next(self.model.parameters()).dtype
+        device_type = packed.input_ids.device.type
+        if is_packed and torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
 
         def prepared(window: int | None) -> torch.Tensor:
             mask = packed.attention_mask(window=window)
-            if not is_eager:
+            if not is_eager and not is_packed:
                 return mask
             return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 

@@ -8,6 +8,7 @@ The output head is applied to a chunk of positions at a time, forward and again 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         normalizers = torch.empty(hidden.shape[0], dtype=result_dtype, device=hidden.device)
         entropies = torch.empty_like(normalizers) if has_entropy else None
         bounds = _chunk_bounds(positions, hidden.shape[0], chunk_size)
-        for (start, first), (end, last) in zip(bounds, bounds[1:], strict=False):
+        for (start, first), (end, last) in pairwise(bounds):
             logits, _ = transform.apply(_logits(hidden_c[start:end], weight_c, bias_c))
             normalizer = logits.logsumexp(-1)
             normalizers[start:end] = normalizer
@@ -104,7 +105,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for (start, first), (end, last) in zip(ctx.bounds, ctx.bounds[1:], strict=False):
+        for (start, first), (end, last) in pairwise(ctx.bounds):
             logits, derivative = ctx.transform.apply(_logits(hidden_c[start:end], weight_c, bias_c))
             log_p = logits.sub_(normalizers[start:end, None])
             if entropy_per_position is None:
