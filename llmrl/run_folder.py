@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from llmrl.data import Rollout
 
 
 def write_atomically(path: Path, write: Any) -> None:
@@ -87,22 +86,21 @@ class RunFolder:
 
     # Rollouts
 
-    def log_rollouts(self, step: int, split: str, rollouts: Iterable[Rollout]) -> None:
-        """Append rollout records, one JSON object a line."""
+    def log_rollouts(self, step: int, split: str, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append rollout records (`Rollout.to_record`), one JSON object a line."""
         with self.rollouts_path.open("a") as file:
-            for rollout in rollouts:
-                record = {"step": step, "split": split, **rollout.to_record()}
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            for record in records:
+                line = {"step": step, "split": split, **record}
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     # Recovery
 
-    def save_batch(self, step: int, batch: Any, state: Mapping[str, Any]) -> None:
-        """Write a step's training rows and the collection state after them, before they are trained on."""
-        payload = {"batch": batch, "state": dict(state)}
-        write_atomically(self.batches_path / f"{step:06d}.pt", lambda path: torch.save(payload, path))
+    def save_batch(self, step: int, collected: Mapping[str, Any]) -> None:
+        """Write what a step collected (rows, the state after them, what is to be logged) before it is trained on."""
+        write_atomically(self.batches_path / f"{step:06d}.pt", lambda path: torch.save(dict(collected), path))
 
     def load_batch(self, step: int) -> dict[str, Any] | None:
-        """What `save_batch` wrote for a step: `batch` and `state`; None when it was not reached."""
+        """What `save_batch` wrote for a step; None when it was not reached."""
         path = self.batches_path / f"{step:06d}.pt"
         return torch.load(path, weights_only=False) if path.exists() else None
 
@@ -140,6 +138,25 @@ class RunFolder:
         """Flush what is buffered."""
         if self._tensorboard:
             self._tensorboard.close()
+
+
+def random_states() -> dict[str, Any]:
+    """States of Python's and torch's random number generators."""
+    return {"python": random.getstate(), "torch": torch.get_rng_state()}
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Continue from saved `random_states`.
+
+    Example:
+        >>> states = random_states()
+        >>> first = torch.rand(1)
+        >>> restore_random_states(states)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
 
 
 class BackgroundWrites:

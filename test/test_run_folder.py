@@ -36,10 +36,10 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path):
 def test_checkpoints_keep_the_batches_since(tmp_path):
     folder = RunFolder(tmp_path / "run")
     for step in (1, 2, 3):
-        folder.save_batch(step, torch.tensor([step]), {"position": step})
+        folder.save_batch(step, {"batch": torch.tensor([step]), "position": step})
     folder.save_checkpoint({"step": 2, "weights": torch.ones(3)})
     assert folder.load_checkpoint()["step"] == 2
-    assert folder.load_batch(3)["state"] == {"position": 3}
+    assert folder.load_batch(3)["position"] == 3
     assert folder.load_batch(1) is None and folder.load_batch(4) is None
 
 
@@ -55,7 +55,7 @@ def test_rollouts_are_json_lines(tmp_path):
     folder = RunFolder(tmp_path / "run")
     rollout = Rollout(rollout_id="r", group_id="g", sample_index=0, group_size=1, status=RolloutStatus.ERROR)
     rollout.messages = ({"role": "user", "content": "é\n"},)
-    folder.log_rollouts(3, "train", [rollout, rollout])
+    folder.log_rollouts(3, "train", [rollout.to_record()] * 2)
     records = [json.loads(line) for line in folder.rollouts_path.read_text().splitlines()]
     assert len(records) == 2
     assert records[0]["step"] == 3 and records[0]["status"] == "error"

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from dataclasses import dataclass
+
 import torch
 from tensordict import NonTensorData, TensorDictBase
 
@@ -16,7 +17,6 @@ from llmrl.engines import EngineError
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import Rubric, ScoredRollout
 from llmrl.transforms import dataset_columns, find_rubric_reward
-
 
 _SOLO_IDS = itertools.count()
 
@@ -168,7 +168,7 @@ class RolloutPlayer:
 
     async def _score_unscored(self, rollout: Rollout) -> None:
         """Score a rollout that ended where no step could: a limit before its first turn, a time-out, a failure."""
-        was_scored = rollout.is_scored or rollout.error and rollout.status.is_success
+        was_scored = rollout.is_scored or (rollout.error and rollout.status.is_success)
         if self.rubric is None or self.rubric.is_group_scored or was_scored:
             return
         score = await self.rubric.score(as_scored(rollout))

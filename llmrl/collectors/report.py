@@ -35,6 +35,17 @@ class CollectionReport:
         """Sampled tokens a second of collection."""
         return self.num_completion_tokens / self.seconds if self.seconds else 0.0
 
+    def to_metrics(self) -> dict[str, float]:
+        """What is worth a curve, by the names of the run folder's metrics."""
+        return {
+            "reward_mean": self.mean_reward,
+            "completion_tokens_mean": self.mean_completion_tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "generate_seconds": self.seconds,
+            "num_dropped": float(sum(self.num_dropped_by_reason.values())),
+            **{f"num_{name}": float(self.num_by_status.get(name, 0)) for name in ("completed", "truncated", "error")},
+        }
+
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], *, seconds: float) -> CollectionReport:
         """Count these rollouts."""

@@ -7,7 +7,6 @@ python sota-implementations/grpo/grpo-sync.py run.path=runs/mine resume=true
 
 from __future__ import annotations
 
-import random
 import time
 from typing import Any
 
@@ -25,7 +24,7 @@ from llmrl.live_view import LiveView
 from llmrl.objectives import GRPOLoss, MCAdvantage, train_step
 from llmrl.policies import TransformersWrapper, vLLMWrapper
 from llmrl.report import before_after_table, plot_curve, print_how_to_go_on
-from llmrl.run_folder import BackgroundWrites, RunFolder
+from llmrl.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states
 from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
 
@@ -35,6 +34,7 @@ class Run:
     def __init__(self, cfg: DictConfig, console: Console) -> None:
         self.cfg, self.console = cfg, console
         self.folder = RunFolder(cfg.run.path, resume=cfg.resume)
+        self.logged_steps = {row["step"] for row in self.folder.read_metrics()}
         OmegaConf.save(cfg, self.folder.path / "config.yaml")
         torch.manual_seed(cfg.seed)
         model_path = str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
@@ -80,25 +80,36 @@ class Run:
         self.writes = BackgroundWrites()
         self.summary: dict[str, Any] = {}
 
-    def train_on(self, batch: Any) -> dict[str, float]:
-        """One optimizer update on one batch of rows."""
+    def train_on(self, step: int, collected: dict[str, Any]) -> dict[str, float]:
+        """One optimizer update and one sync on what a step collected, logged."""
         self.writes.wait()  # the checkpoint being written must not see half an update
-        report = train_step(self.loss, batch, self.optimizer, max_grad_norm=self.cfg.train.max_grad_norm)
-        return report.to_metrics()
+        started = time.perf_counter()
+        report = train_step(self.loss, collected["batch"], self.optimizer, max_grad_norm=self.cfg.train.max_grad_norm)
+        updated = time.perf_counter()
+        self.engine.policy_version = step - 1
+        version = self.sender.update_weights()
+        synced = time.perf_counter()
+        metrics = {**collected["metrics"], **report.to_metrics(), "policy_version": version}
+        metrics |= {"train_seconds": updated - started, "sync_seconds": synced - updated}
+        metrics["seconds"] = metrics["generate_seconds"] + synced - started
+        if step not in self.logged_steps:  # a replayed step was logged before the kill, unless that came between
+            self.folder.log_rollouts(step, "train", collected["rollouts"])
+            self.folder.log_metrics(step, metrics)
+        return metrics
 
     def resume(self) -> int:
-        """Restore the last checkpoint, train again on the batches collected since, and hand the weights over."""
+        """Restore the last checkpoint, then train again on what was collected since."""
         checkpoint = self.folder.load_checkpoint() or {"step": 0}
         self.summary = self.folder.read_summary()
-        if checkpoint["step"]:
+        step = checkpoint["step"]
+        if step:
             self.model.load_state_dict(checkpoint["model"])
             self.optimizer.load_state_dict(checkpoint["optimizer"])
-            self.restore(checkpoint["state"])
-        step = checkpoint["step"]
-        while (saved := self.folder.load_batch(step + 1)) is not None:
-            self.restore(saved["state"])
-            self.train_on(saved["batch"])
+            self.restore(checkpoint)
+        while (collected := self.folder.load_batch(step + 1)) is not None:
             step += 1
+            self.restore(collected)
+            self.train_on(step, collected)
         if step:
             self.engine.policy_version = step - 1
             self.sender.update_weights()
@@ -107,21 +118,17 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Sampler position and random states."""
-        return {
-            "collector": self.collector.state_dict(),
-            "random": (random.getstate(), torch.get_rng_state()),
-        }
+        return {"collector": self.collector.state_dict(), "random": random_states()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The reverse of `state`."""
         self.collector.load_state_dict(state["collector"])
-        random.setstate(state["random"][0])
-        torch.set_rng_state(state["random"][1])
+        restore_random_states(state["random"])
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy on the held-out sums."""
         rollouts = self.evaluator.play(self.num_eval_rollouts)
-        self.folder.log_rollouts(step, "test", rollouts)
+        self.folder.log_rollouts(step, "test", [rollout.to_record() for rollout in rollouts])
         report = self.evaluator.report
         return {"accuracy": report.mean_reward, "completion tokens": report.mean_completion_tokens}
 
@@ -139,37 +146,19 @@ class Run:
             step += 1
             view.doing("generate")
             batch = next(batches)
-            self.folder.save_batch(step, batch, self.state())
-            generated = time.perf_counter()
+            records = [rollout.to_record() for rollout in self.collector.rollouts]
+            collected = {"batch": batch, "metrics": self.collector.report.to_metrics(), "rollouts": records}
+            collected |= self.state()
+            self.folder.save_batch(step, collected)
             view.doing("train")
-            trained = self.train_on(batch)
-            updated = time.perf_counter()
-            view.doing("sync")
-            version = self.sender.update_weights()
-            synced = time.perf_counter()
-            report = self.collector.report
-            metrics = {
-                "reward_mean": report.mean_reward,
-                "completion_tokens_mean": report.mean_completion_tokens,
-                "tokens_per_second": report.tokens_per_second,
-                **trained,
-                "seconds": report.seconds + synced - generated,
-                "generate_seconds": report.seconds,
-                "train_seconds": updated - generated,
-                "sync_seconds": synced - updated,
-                "policy_version": version,
-                "num_dropped": sum(report.num_dropped_by_reason.values()),
-            }
-            self.folder.log_metrics(step, metrics)
-            self.folder.log_rollouts(step, "train", self.collector.rollouts)
+            metrics = self.train_on(step, collected)
             view.show_step(step, metrics)
             if step % self.cfg.run.sample_every == 0:
                 view.show_sample(max(self.collector.rollouts, key=lambda rollout: rollout.reward))
             if step % self.cfg.run.checkpoint_every == 0:
                 states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-                checkpoint = {"step": step, "state": self.state(), **states}
-                self.writes.start(self.folder.save_checkpoint, checkpoint)
-            if report.mean_reward >= self.cfg.train.target_reward:
+                self.writes.start(self.folder.save_checkpoint, {"step": step, **self.state(), **states})
+            if metrics["reward_mean"] >= self.cfg.train.target_reward:
                 break
 
 

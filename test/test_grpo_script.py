@@ -1,0 +1,127 @@
+"""The GRPO script, run as a person runs it: it learns on real vLLM, and survives SIGKILL."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "sota-implementations" / "grpo" / "grpo-sync.py"
+SMALL = ("collect.groups_per_batch=2", "collect.group_size=2", "env.num_eval_samples=1", "run.checkpoint_every=2")
+
+
+def command(run_path, *overrides):
+    return [sys.executable, str(SCRIPT), f"run.path={run_path}", *SMALL, *overrides]
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def descendants(pid):
+    """Every process below `pid`."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = [pid]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found[1:]
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory, model_path):
+    """A run that was killed while it collected its fourth step, then resumed to its fifth."""
+    folder = tmp_path_factory.mktemp("grpo")
+    run_path = folder / "run"
+    with (folder / "first.log").open("w") as log:
+        process = subprocess.Popen(command(run_path, "train.num_steps=50"), stdout=log, stderr=log)
+    children: list[int] = []
+    try:
+        deadline = time.monotonic() + 300
+        while not (run_path / "metrics.csv").exists() or len(read_csv(run_path / "metrics.csv")) < 3:
+            assert process.poll() is None, (folder / "first.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, "three steps took more than five minutes"
+            time.sleep(0.05)
+        children = descendants(process.pid)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + 30
+    while any(map(is_running, children)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    orphans = [pid for pid in children if is_running(pid)]
+    num_steps = len(read_csv(run_path / "metrics.csv"))
+    resume = command(run_path, f"train.num_steps={num_steps + 2}", "resume=true")
+    output = subprocess.run(resume, capture_output=True, text=True, timeout=300)
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    return run_path, num_steps, orphans, output
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_run_leaves_no_process_behind(killed_and_resumed):
+    _, _, orphans, _ = killed_and_resumed
+    assert orphans == []
+
+
+def test_resume_loses_nothing_but_the_unfinished_step(killed_and_resumed):
+    run_path, num_steps, _, output = killed_and_resumed
+    assert output.returncode == 0, output.stderr[-2000:]
+    rows = read_csv(run_path / "metrics.csv")
+    assert [int(row["step"]) for row in rows] == list(range(1, num_steps + 3))
+    assert f"resumed after step {num_steps}" in output.stdout
+    # The engine counts on from where it was.
+    assert [float(row["policy_version"]) for row in rows] == [float(row["step"]) for row in rows]
+
+
+def test_resume_continues_the_sequence_of_prompts(killed_and_resumed):
+    run_path, num_steps, _, _ = killed_and_resumed
+    records = [json.loads(line) for line in (run_path / "rollouts.jsonl").read_text().splitlines()]
+    prompts_of_step = {}
+    for record in records:
+        if record["split"] == "train":
+            prompts_of_step.setdefault(record["step"], []).append(record["group_id"])
+    assert all(len(groups) == 4 for groups in prompts_of_step.values())
+    drawn = [group for step in sorted(prompts_of_step) for group in prompts_of_step[step][::2]]
+    assert len(drawn) == 2 * (num_steps + 2) and len(set(drawn)) == len(drawn)
+
+
+def test_engine_and_trainer_agree_throughout(killed_and_resumed):
+    run_path, _, _, _ = killed_and_resumed
+    differences = [float(row["log_prob_difference_mean"]) for row in read_csv(run_path / "metrics.csv")]
+    trained = [d for d in differences if d == d]
+    assert trained and max(trained) < 0.1
+
+
+def test_a_finished_run_leaves_everything_it_promises(killed_and_resumed):
+    run_path, _, _, output = killed_and_resumed
+    for name in ("config.yaml", "metrics.csv", "rollouts.jsonl", "curve.png", "summary.json", "model/config.json"):
+        assert (run_path / name).stat().st_size > 0
+    assert list((run_path / "tensorboard").glob("events*"))
+    summary = json.loads((run_path / "summary.json").read_text())
+    assert set(summary) == {"before", "after"}
+    assert "resume=true" in output.stdout
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run_path / "model")
+    assert str(next(model.parameters()).dtype) == "torch.bfloat16"
