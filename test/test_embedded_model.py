@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from llmrl import embedded_model
 from llmrl.embedded_model import EmbeddedModelError, default_home, ensure_embedded_model, is_intact, model_folder
@@ -30,6 +32,11 @@ def test_the_converted_model_is_whole_and_speaks(model_path):
     assert is_intact(Path(model_path), check_content=True)
     config = json.loads((Path(model_path) / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    with safe_open(Path(model_path) / "model.safetensors", framework="pt") as file:
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 (it is no dict)
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors)
+    assert sum(tensor.numel() for tensor in tensors) == embedded_model.NUM_PARAMETERS
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path)
     ids = tokenizer.apply_chat_template(
