@@ -138,9 +138,10 @@ def explain_pip(output: str, log_path: Path) -> str:
     elif found := re.search(r"no matching distribution found for (\S+)", lowered):
         mend = f"The registry that pip is set to use has no {found[1]} for this Python and machine: pip config list"
     else:
-        mend = "pip failed; its last lines are above."
-    last_lines = "\n".join(f"    {line}" for line in output.strip().splitlines()[-8:])
-    return f"{last_lines}\n{mend}\n(The whole output: {log_path})"
+        mend = "pip failed."
+    lines = [line for line in output.strip().splitlines() if "retrying" not in line.lower()]
+    last_lines = "\n".join(f"    {line}" for line in lines[-6:])
+    return f"{mend}\npip's last lines, of {log_path}:\n{last_lines}"
 
 
 def left_out(requirement: str) -> bool:
