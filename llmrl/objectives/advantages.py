@@ -122,9 +122,9 @@ class MCAdvantage(Transform):
         return self._complete(tensordict)
 
     def _complete(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows = list(flat_batch(tensordict).unbind(0))
-        if not rows:
+        if not tensordict.batch_size.numel():
             return tensordict
+        rows = list(flat_batch(tensordict).unbind(0))
         groups: dict[Hashable, list[int]] = {}
         for place, group in enumerate(value_column(flat_batch(tensordict), self.group_key)):
             groups.setdefault(group, []).append(place)
@@ -138,7 +138,7 @@ class MCAdvantage(Transform):
         """Hold rows back until their group is complete; returns complete groups, or None."""
         if self.grpo_size is None:
             complete = self._complete(tensordict)
-            return complete if complete.numel() else None
+            return complete if complete.batch_size.numel() else None
         batch = flat_batch(tensordict)
         ready: list[TensorDictBase] = []
         touched: dict[Hashable, None] = {}
@@ -153,7 +153,7 @@ class MCAdvantage(Transform):
         if not ready:
             return None
         complete = self._complete(lazy_stack(ready, 0))
-        return complete if complete.numel() else None
+        return complete if complete.batch_size.numel() else None
 
     def _abandon_oldest(self) -> None:
         while len(self._waiting) > self.max_num_waiting_groups:

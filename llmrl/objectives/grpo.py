@@ -252,7 +252,7 @@ class GRPOLoss(LossModule):
     def collect(self, micro_losses: Sequence[MicroLoss]) -> LLMLossOutput:
         """Put the micro-batches of one batch together."""
         if not micro_losses:
-            raise ValueError("The batch has no row: there is nothing to compute a loss of.")
+            raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
         order = torch.cat([micro.flat_index for micro in micro_losses]).argsort()
         losses = {
             name: torch.cat([micro.losses[name] for micro in micro_losses])[order] for name in micro_losses[0].losses
@@ -281,9 +281,9 @@ class GRPOLoss(LossModule):
             KeyError: when an entry is missing.
             ValueError: for misaligned columns, or a batch without rows.
         """
-        inputs = self.prepare(tensordict)
-        if not inputs.token_ids:
+        if not tensordict.batch_size.numel():
             raise ValueError("The batch has no row: there is nothing to compute a loss of.")
+        inputs = self.prepare(tensordict)
         return self.collect(list(self.micro_losses(inputs, tensordict)))
 
     def micro_losses(

@@ -72,8 +72,8 @@ def train_step(
     if loss_module.aggregation == "none":
         raise ValueError("train_step needs a loss that is aggregated; the loss has aggregation='none'.")
     started = time.perf_counter()
-    report = TrainStepReport(num_rows=batch.numel())
-    inputs = loss_module.prepare(batch) if batch.numel() else None
+    report = TrainStepReport(num_rows=batch.batch_size.numel())
+    inputs = loss_module.prepare(batch) if report.num_rows else None
     if inputs is None or not inputs.num_scored:
         return _skipped(report, "no_trained_tokens", started)
     report.num_trained_tokens = inputs.num_scored

@@ -1,0 +1,466 @@
+"""Losses against independent float64 implementations from the papers, and against TorchRL's."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+
+from llmrl.objectives import (
+    DAPO,
+    CISPOLoss,
+    GRPOLoss,
+    aggregation_weights,
+    clipped_surrogate,
+    effective_sample_size,
+    kl_estimate,
+    sequence_log_ratio,
+    train_step,
+    truncated_importance,
+)
+from llmrl.policies.transformers_wrapper import TransformersWrapper
+
+VOCAB_SIZE = 41
+
+
+class _Table(TensorDictModuleBase):
+    """A plain policy whose log-probs are a parameter: `[num_row_tokens]`."""
+
+    def __init__(self, log_probs: torch.Tensor) -> None:
+        super().__init__()
+        self.in_keys = [("tokens", "full")]
+        self.out_keys = [("log_probs", "full"), "entropy"]
+        self.log_probs = torch.nn.Parameter(log_probs)
+        self.entropies = torch.nn.Parameter(log_probs.detach().square())
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        start = 0
+        for row in tensordict.unbind(0):
+            end = start + row["tokens", "full"].shape[0]
+            row.set(("log_probs", "full"), self.log_probs[start:end])
+            row.set("entropy", self.entropies[start:end])
+            start = end
+        return tensordict
+
+
+def _ragged_batch(seed: int = 0, *, num_rows: int = 6) -> TensorDictBase:
+    """Rows of different lengths; rows 1 and 2 are of one rollout."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(num_rows):
+        length = int(torch.randint(3, 12, (), generator=generator))
+        mask = torch.rand(length, generator=generator) < 0.6
+        mask[0], mask[1] = False, True
+        sampled = -3 * torch.rand(length, generator=generator) * mask
+        row = TensorDict(
+            {
+                "tokens": {"full": torch.randint(0, VOCAB_SIZE, (length,), generator=generator)},
+                "masks": {"all_assistant_mask": mask, "all_attention_mask": torch.ones_like(mask)},
+                "log_probs": {"full": sampled},
+                "advantage": torch.randn(1, 1, generator=generator),
+                "next": {"ref_log_probs": {"full": -3 * torch.rand(length, generator=generator)}},
+                "rollout": {"rollout_id": NonTensorData(str(1 if index == 2 else index))},
+            }
+        )
+        rows.append(row)
+    return lazy_stack(rows, 0)
+
+
+def _near_policy(batch: TensorDictBase, spread: float = 0.3) -> _Table:
+    sampled = torch.cat([row["log_probs", "full"] for row in batch.unbind(0)])
+    return _Table(sampled + spread * torch.randn(sampled.shape, generator=torch.Generator().manual_seed(9)))
+
+
+def _paper_loss(
+    batch: TensorDictBase,
+    log_probs: torch.Tensor,
+    *,
+    epsilon: tuple[float, float],
+    aggregation: str,
+    is_cispo: bool = False,
+    ref_coeff: float = 0.0,
+    fixed_length: int = 7,
+) -> torch.Tensor:
+    """Token by token in float64, from the equations, with Python's own sums."""
+    start, tokens = 0, {}
+    for row in batch.unbind(0):
+        sampled, mask = row["log_probs", "full"].double(), row["masks", "all_assistant_mask"]
+        reference = row["next", "ref_log_probs", "full"].double()
+        advantage = row["advantage"].double().item()
+        for place in range(1, len(mask)):
+            if not mask[place]:
+                continue
+            current = log_probs[start + place]
+            ratio = torch.exp(current - sampled[place])
+            low, high = 1 - epsilon[0], 1 + epsilon[1]
+            if is_cispo:
+                objective = min(max(ratio.item(), low), high) * advantage * current
+            else:
+                clipped = torch.clamp(ratio, low, high)
+                objective = torch.min(ratio * advantage, clipped * advantage)
+            gap = reference[place] - current
+            objective = objective - ref_coeff * (torch.exp(gap) - gap - 1)
+            tokens.setdefault(row["rollout", "rollout_id"], []).append(objective)
+        start += len(mask)
+    sequences = list(tokens.values())
+    if aggregation == "token_mean":
+        return -sum(sum(s) for s in sequences) / sum(len(s) for s in sequences)
+    if aggregation == "fixed_length":
+        return -sum(sum(s) / fixed_length for s in sequences) / len(sequences)
+    return -sum(sum(s) / len(s) for s in sequences) / len(sequences)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "epsilon", "is_cispo"),
+    list(
+        product(
+            ["token_mean", "sequence_mean", "prompt_mean", "fixed_length"], [(0.2, 0.2), (0.1, 0.28)], [False, True]
+        )
+    ),
+)
+def test_values_and_gradients_are_those_of_the_papers(
+    aggregation: Any, epsilon: tuple[float, float], is_cispo: bool
+) -> None:
+    for seed in range(3):
+        batch = _ragged_batch(seed)
+        policy = _near_policy(batch)
+        loss_type = CISPOLoss if is_cispo else GRPOLoss
+        loss = loss_type(policy, clip_epsilon=epsilon, aggregation=aggregation, fixed_length=7, kl_to_ref_coeff=0.3)
+        output = loss(batch)
+        exact = policy.log_probs.detach().double().requires_grad_()
+        expected = _paper_loss(batch, exact, epsilon=epsilon, aggregation=aggregation, is_cispo=is_cispo, ref_coeff=0.3)
+        assert float(output.total_loss()) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+        (gradient,) = torch.autograd.grad(output.total_loss(), policy.log_probs)
+        (wanted,) = torch.autograd.grad(expected, exact)
+        torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_measurements_are_means_over_trained_tokens_only() -> None:
+    batch = _ragged_batch()
+    policy = _near_policy(batch)
+    output = GRPOLoss(policy, entropy_bonus=True, entropy_coeff=0.5, kl_to_inference_coeff=0.1)(batch)
+    mask = torch.cat([row["masks", "all_assistant_mask"] for row in batch.unbind(0)])
+    sampled = torch.cat([row["log_probs", "full"] for row in batch.unbind(0)])[mask].double()
+    gap = policy.log_probs.detach()[mask].double() - sampled
+    weight = gap.exp()
+    expected = {
+        "kl_approx": -gap.mean(),
+        "log_prob_difference_mean": gap.abs().mean(),
+        "log_prob_difference_max": gap.abs().max(),
+        "clip_fraction": ((weight < 0.8) | (weight > 1.2)).double().mean(),
+        "ESS": weight.sum() ** 2 / (weight**2).sum() / len(weight),
+        "kl_to_inference": ((-gap).exp() - 1 + gap).mean(),
+        "entropy": policy.entropies[mask].mean(),
+        "loss_entropy": -0.5 * policy.entropies[mask].mean(),
+    }
+    for name, value in expected.items():
+        assert float(output.get(name)) == pytest.approx(float(value), rel=1e-4), name
+    assert set(GRPOLoss(policy).out_keys) == {
+        name for name, value in GRPOLoss(policy)(batch).to_dict().items() if value is not None
+    }
+
+
+def test_longer_prompts_change_neither_loss_nor_measurements() -> None:
+    batch = _ragged_batch()
+    longer = []
+    for row in batch.unbind(0):
+        row = row.clone()
+        for key, value in (
+            (("tokens", "full"), 3),
+            (("masks", "all_assistant_mask"), False),
+            (("masks", "all_attention_mask"), True),
+            (("log_probs", "full"), 0.0),
+            (("next", "ref_log_probs", "full"), -9.0),
+        ):
+            column = row.get(key)
+            row.set(key, torch.cat([torch.full((20,), value, dtype=column.dtype), column]))
+        longer.append(row)
+    policy = _near_policy(batch)
+    table = [
+        torch.cat([torch.full((20,), -5.0), part])
+        for part in policy.log_probs.detach().split([len(row["tokens", "full"]) for row in batch.unbind(0)])
+    ]
+    arguments: dict[str, Any] = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.2}
+    short = GRPOLoss(policy, **arguments)(batch).measurements()
+    long = GRPOLoss(_Table(torch.cat(table)), **arguments)(lazy_stack(longer, 0)).measurements()
+    assert short == pytest.approx(long, rel=1e-5)
+
+
+@pytest.mark.parametrize("clip_epsilon", [0.2, (0.1, 0.28)])
+def test_the_objective_equals_that_of_torchrl_where_they_mean_the_same(clip_epsilon: Any) -> None:
+    llm = pytest.importorskip("torchrl.objectives.llm")
+    batch = _ragged_batch(3)
+    policy = _near_policy(batch)
+    lengths = [len(row["tokens", "full"]) for row in batch.unbind(0)]
+
+    def left_padded(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+
+    class Distribution:
+        mask = left_padded([row["masks", "all_assistant_mask"] for row in batch.unbind(0)])
+
+        def log_prob(self, action: torch.Tensor) -> torch.Tensor:
+            return left_padded(list(policy.log_probs.split(lengths)))
+
+    class Actor(torch.nn.Module):
+        in_keys = (("tokens", "full"),)
+
+        def get_dist(self, tensordict: TensorDictBase, logits_key: str) -> Distribution:
+            return Distribution()
+
+    for aggregation in ("token_mean", "prompt_mean"):
+        theirs = llm.GRPOLoss(
+            Actor(),
+            clip_epsilon=clip_epsilon,
+            entropy_bonus=False,
+            masking_strategy="rlhf",
+            aggregation=aggregation,
+        )(batch)
+        for row, index in zip(batch.unbind(0), range(len(lengths)), strict=True):
+            row["rollout", "rollout_id"] = NonTensorData(str(index))
+        ours = GRPOLoss(policy, clip_epsilon=clip_epsilon, aggregation=aggregation)(batch)
+        torch.testing.assert_close(ours.loss_objective, theirs.loss_objective.squeeze(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.ESS, theirs.ESS.squeeze(), rtol=1e-4, atol=1e-6)
+        gradients = [torch.autograd.grad(output.loss_objective.sum(), policy.log_probs)[0] for output in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_aggregation_none_gives_one_loss_a_trained_token_in_the_order_of_the_rows() -> None:
+    batch = _ragged_batch()
+    policy = _near_policy(batch)
+    losses = GRPOLoss(policy, aggregation="none")(batch).loss_objective
+    mean = GRPOLoss(policy)(batch).loss_objective
+    assert losses.shape == (int(sum(row["masks", "all_assistant_mask"].sum() for row in batch.unbind(0))),)
+    torch.testing.assert_close(losses.mean(), mean)
+
+
+def test_sequence_ratio_is_that_of_gspo_in_value_and_gradient() -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.2, -1.7, -0.6], dtype=torch.float64)
+    advantage = torch.tensor([0.7, 0.7, -0.4], dtype=torch.float64)
+    index = torch.tensor([0, 0, 1])
+    ratio = sequence_log_ratio(log_probs, old, index)
+    weights = aggregation_weights(index, 2, "sequence_mean").double()
+    (gradient,) = torch.autograd.grad((clipped_surrogate(ratio, advantage, 1.0, 9.0) * weights).sum(), log_probs)
+    first = ((log_probs[:2] - old[:2]).mean()).exp() * 0.7
+    second = (log_probs[2] - old[2]).exp() * -0.4
+    (wanted,) = torch.autograd.grad(-(first + second) / 2, log_probs)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_without_old_log_probs_an_importance_cap_makes_the_ratio_one_and_truncates_the_mismatch() -> None:
+    batch = _ragged_batch()
+    policy = _near_policy(batch)
+    output = GRPOLoss(policy, importance_cap=1.1)(batch)
+    assert float(output.ESS) == pytest.approx(1.0)
+    assert float(output.clip_fraction) == 0.0
+    mask = torch.cat([row["masks", "all_assistant_mask"] for row in batch.unbind(0)])
+    sampled = torch.cat([row["log_probs", "full"] for row in batch.unbind(0)])
+    advantage = torch.cat([row["advantage"].reshape(1).expand(len(row["tokens", "full"])) for row in batch.unbind(0)])
+    weight = truncated_importance(policy.log_probs, sampled, 1.1)
+    assert float(output.loss_objective) == pytest.approx(float(-(weight * advantage)[mask].mean()), rel=1e-5)
+
+
+def test_old_log_probs_are_what_the_ratio_is_to_when_the_batch_has_them() -> None:
+    batch = _ragged_batch()
+    policy = _near_policy(batch)
+    for row, old in zip(
+        batch.unbind(0),
+        policy.log_probs.detach().split([len(row["tokens", "full"]) for row in batch.unbind(0)]),
+        strict=True,
+    ):
+        row.set(("old_log_probs", "full"), old)
+    output = GRPOLoss(policy)(batch)
+    assert float(output.ESS) == pytest.approx(1.0)
+    assert float(output.log_prob_difference_mean) > 0.01
+
+
+def test_kl_estimators_agree_for_near_distributions_and_k3_is_never_negative() -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, other = (0.1 * torch.randn(7, generator=generator) for _ in range(2))
+    p, q = policy.double().softmax(0), other.double().softmax(0)
+    exact = float((p * (p / q).log()).sum())
+    for name in ("k1", "k3"):
+        assert float((p * kl_estimate(p.log(), q.log(), name)).sum()) == pytest.approx(exact, rel=1e-6)
+    assert float((p * kl_estimate(p.log(), q.log(), "k2")).sum()) == pytest.approx(exact, rel=0.1)
+    assert (kl_estimate(p.log(), q.log(), "k3") >= 0).all()
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(p, q, "k4")  # type: ignore[arg-type]
+
+
+def test_effective_sample_size_of_equal_and_of_dominating_weights() -> None:
+    assert float(effective_sample_size(torch.full((5,), 3.0))) == pytest.approx(1.0)
+    assert float(effective_sample_size(torch.tensor([50.0, 0.0, 0.0, 0.0]))) == pytest.approx(0.25)
+    assert math.isnan(float(effective_sample_size(torch.zeros(0))))
+
+
+@pytest.mark.parametrize("loss_type", [GRPOLoss, DAPO, CISPOLoss])
+def test_a_misspelt_keyword_names_the_nearest(loss_type: type[GRPOLoss]) -> None:
+    with pytest.raises(TypeError, match=r"no argument 'clip_epsilom'; did you mean 'clip_epsilon'"):
+        loss_type(None, clip_epsilom=0.1)
+    with pytest.raises(TypeError, match="use aggregation"):
+        loss_type(None, reduction="mean")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"aggregation": "token_sum"}, "aggregation"),
+        ({"aggregation": "fixed_length"}, "fixed_length"),
+        ({"clip_epsilon": -0.1}, "clip_epsilon"),
+        ({"ratio": "word"}, "ratio"),
+        ({"masking_strategy": "all"}, "masking_strategy"),
+        ({"kl_estimator": "k4"}, "kl_estimator"),
+    ],
+)
+def test_values_out_of_range_are_named(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        GRPOLoss(None, **arguments)
+
+
+def test_keys_can_be_renamed_and_missing_ones_are_named() -> None:
+    batch = _ragged_batch()
+    loss = GRPOLoss(_near_policy(batch))
+    expected = float(loss(batch).loss_objective)
+    for row in batch.unbind(0):
+        row.set("my_advantage", row.pop("advantage"))
+    with pytest.raises(KeyError, match="advantage"):
+        loss(batch)
+    loss.set_keys(advantage="my_advantage")
+    assert float(loss(batch).loss_objective) == expected
+    assert "my_advantage" in loss.in_keys
+
+
+def test_misaligned_or_broken_columns_are_named() -> None:
+    batch = _ragged_batch()
+    loss = GRPOLoss(_near_policy(batch))
+    broken = batch.clone()
+    broken[0].set(("log_probs", "full"), torch.zeros(2))
+    with pytest.raises(ValueError, match="one entry a token"):
+        loss(broken)
+    broken = batch.clone()
+    broken[0]["log_probs", "full"][1] = math.nan
+    with pytest.raises(ValueError, match="sample_log_probs are not finite"):
+        loss(broken)
+
+
+def _tiny_policy(**arguments: Any) -> TransformersWrapper:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.3,
+    )
+    return TransformersWrapper(LlamaForCausalLM(config), **arguments)
+
+
+def _gradients(policy: TransformersWrapper, loss: GRPOLoss, batch: TensorDictBase) -> list[torch.Tensor]:
+    policy.zero_grad()
+    loss(batch).total_loss().backward()
+    return [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_forking_a_conversation_into_rows_changes_no_gradient(aggregation: Any) -> None:
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(0, VOCAB_SIZE, (12,), generator=generator)
+    mask = torch.tensor([0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1], dtype=torch.bool)
+    sampled = -torch.rand(12, generator=generator) * mask
+
+    def row(rollout_id: str, end: int, trained: torch.Tensor, advantage: float) -> TensorDict:
+        return TensorDict(
+            {
+                "tokens": {"full": ids[:end]},
+                "masks": {"all_assistant_mask": trained[:end]},
+                "log_probs": {"full": sampled[:end] * trained[:end]},
+                "advantage": torch.tensor([[advantage]]),
+                "rollout": {"rollout_id": NonTensorData(rollout_id)},
+            }
+        )
+
+    other = row("b", 7, mask, -0.5)
+    whole = lazy_stack([row("a", 12, mask, 1.0), other], 0)
+    first, second = mask.clone(), mask.clone()
+    first[5:], second[:5] = False, False
+    forked = lazy_stack([row("a", 5, first, 1.0), other.clone(), row("a", 12, second, 1.0)], 0)
+    policy = _tiny_policy()
+    # Far outside the bounds clipped tokens would have no gradient to compare.
+    loss = GRPOLoss(policy, aggregation=aggregation, clip_epsilon=(1.0, 1e4))
+    for a, b in zip(_gradients(policy, loss, whole), _gradients(policy, loss, forked), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert max(float(g.abs().max()) for g in _gradients(policy, loss, whole)) > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+def test_micro_batches_make_the_same_step_as_one_batch(aggregation: Any) -> None:
+    batch = _ragged_batch(num_rows=12)
+    states, reports = [], []
+    for token_budget in (10_000, 24):
+        policy = _tiny_policy()
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        loss = GRPOLoss(policy, aggregation=aggregation, fixed_length=8, entropy_bonus=True, clip_epsilon=(1.0, 1e4))
+        reports.append(train_step(loss, batch, optimizer, token_budget=token_budget, max_grad_norm=0.01))
+        states.append([p.detach().clone() for p in policy.parameters()])
+    assert reports[0].num_micro_batches == 1 < reports[1].num_micro_batches
+    assert reports[0].grad_norm > 0.01
+    for a, b in zip(*states, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+    assert reports[0].measurements == pytest.approx(reports[1].measurements, rel=1e-4)
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-5)
+
+
+def test_a_step_raises_the_log_probs_of_what_was_good() -> None:
+    policy = _tiny_policy(autocast_dtype=torch.bfloat16)
+    batch = _ragged_batch(num_rows=4)
+    scored = policy(batch.clone())
+    for row, now in zip(batch.unbind(0), scored.unbind(0), strict=True):
+        row["log_probs", "full"] = now["log_probs", "full"].detach()
+        row["advantage"] = torch.ones(1, 1)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    loss = GRPOLoss(policy)
+    first = train_step(loss, batch, optimizer)
+    second = train_step(loss, batch, optimizer)
+    assert first.measurements["ESS"] == pytest.approx(1.0, abs=1e-4)
+    assert first.measurements["log_prob_difference_max"] < 0.05
+    assert second.measurements["kl_approx"] < -0.1
+    assert first.num_trained_tokens == int(sum(row["masks", "all_assistant_mask"].sum() for row in batch.unbind(0)))
+    assert all(math.isfinite(value) for value in first.to_metrics().values())
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_says_so() -> None:
+    policy = _tiny_policy()
+    batch = _ragged_batch()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    before = [p.detach().clone() for p in policy.parameters()]
+    hook = policy.model.model.norm.register_forward_hook(lambda module, inputs, output: output * math.inf)
+    report = train_step(GRPOLoss(policy), batch, optimizer)
+    hook.remove()
+    assert report.is_skipped and report.skip_reason == "non_finite_loss"
+    hook = policy.model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
+    report = train_step(GRPOLoss(policy), batch, optimizer)
+    hook.remove()
+    assert report.is_skipped and report.skip_reason == "non_finite_gradient"
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert not optimizer.state
+    assert not train_step(GRPOLoss(policy), batch, optimizer).is_skipped
+
+
+def test_a_batch_without_trained_tokens_is_skipped_and_says_so() -> None:
+    policy = _tiny_policy()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    empty = train_step(GRPOLoss(policy), TensorDict({}, batch_size=[0]), optimizer)
+    assert (empty.is_skipped, empty.skip_reason) == (True, "no_trained_tokens")
+    batch = _ragged_batch()
+    for row in batch.unbind(0):
+        row["masks", "all_assistant_mask"] = torch.zeros_like(row["masks", "all_assistant_mask"])
+    assert train_step(GRPOLoss(policy), batch, optimizer).skip_reason == "no_trained_tokens"

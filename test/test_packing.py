@@ -1,0 +1,165 @@
+"""Packing: what is laid out, who sees whom, and what predicts what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmrl.data.packing import PackedRows, pack_rows
+
+
+@st.composite
+def _batches(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[torch.Tensor], int, int]:
+    """Rows over three tokens, so that prefixes collide often, with masks and budgets."""
+    rows = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12))
+    masks = [draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row))) for row in rows]
+    bin_length, token_budget = draw(st.integers(1, 30)), draw(st.integers(1, 60))
+    return [torch.tensor(row) for row in rows], [torch.tensor(mask) for mask in masks], bin_length, token_budget
+
+
+def _wanted(rows: list[torch.Tensor], masks: list[torch.Tensor]) -> set[tuple[int, int, int]]:
+    return {
+        (row, place, int(rows[row][place]))
+        for row, mask in enumerate(masks)
+        for place in range(1, len(mask))
+        if mask[place]
+    }
+
+
+def _paths(packed: PackedRows) -> dict[int, list[int]]:
+    """Flat positions of each row's computed tokens."""
+    return dict(
+        zip(
+            packed.rows.tolist(),
+            (path.tolist() for path in packed.token_positions.split(packed.row_lengths.tolist())),
+            strict=True,
+        )
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(_batches())
+def test_unpacking_gives_back_every_row_that_has_a_scored_token(batch: tuple) -> None:
+    rows, masks, bin_length, token_budget = batch
+    unpacked = {}
+    for packed in pack_rows(rows, masks, bin_length=bin_length, token_budget=token_budget):
+        unpacked |= dict(zip(packed.rows.tolist(), packed.unpack(), strict=True))
+    assert set(unpacked) == {row for row, _, _ in _wanted(rows, masks)}
+    assert all(unpacked[index].tolist() == rows[index].tolist() for index in unpacked)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_batches())
+def test_every_scored_token_is_scored_once_from_its_own_path(batch: tuple) -> None:
+    rows, masks, bin_length, token_budget = batch
+    seen = []
+    for packed in pack_rows(rows, masks, bin_length=bin_length, token_budget=token_budget):
+        paths = _paths(packed)
+        for predictor, target, row, place in zip(
+            packed.predictors.tolist(),
+            packed.targets.tolist(),
+            packed.row_index.tolist(),
+            packed.token_index.tolist(),
+            strict=True,
+        ):
+            seen.append((row, place, target))
+            assert paths[row][place - 1] == predictor
+        assert packed.predictors.tolist() == sorted(packed.predictors.tolist())
+    assert len(seen) == len(set(seen))
+    assert set(seen) == _wanted(rows, masks)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_batches(), st.one_of(st.none(), st.integers(1, 5)))
+def test_the_mask_allows_exactly_the_ancestors_on_the_path(batch: tuple, window: int | None) -> None:
+    rows, masks, bin_length, token_budget = batch
+    for packed in pack_rows(rows, masks, bin_length=bin_length, token_budget=token_budget):
+        num_bins, length = packed.input_ids.shape
+        expected = torch.zeros(num_bins, 1, length, length, dtype=torch.bool)
+        computed = torch.zeros(num_bins * length, dtype=torch.bool)
+        for path in _paths(packed).values():
+            computed[path] = True
+            for depth, query in enumerate(path):
+                start = 0 if window is None else max(0, depth + 1 - window)
+                for key in path[start : depth + 1]:
+                    assert query // length == key // length
+                    expected[query // length, 0, query % length, key % length] = True
+        mask = packed.attention_mask(window=window)
+        assert torch.equal(mask.flatten(0, 2)[computed], expected.flatten(0, 2)[computed])
+        # Padding sees itself: a softmax over nothing would be NaN.
+        assert torch.equal(mask.flatten(0, 2)[~computed].sum(-1), torch.ones(int((~computed).sum())))
+
+
+@settings(max_examples=100, deadline=None)
+@given(_batches())
+def test_positions_are_depths_and_shared_prefixes_are_laid_out_once(batch: tuple) -> None:
+    rows, masks, _, _ = batch
+    for packed in pack_rows(rows, masks, bin_length=1000, token_budget=1000):
+        prefixes: dict[int, tuple[int, ...]] = {}
+        for row, path in _paths(packed).items():
+            assert packed.position_ids.flatten()[path].tolist() == list(range(len(path)))
+            for depth, position in enumerate(path):
+                prefix = tuple(rows[row][: depth + 1].tolist())
+                assert prefixes.setdefault(position, prefix) == prefix
+        assert len(set(prefixes.values())) == len(prefixes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_batches())
+def test_micro_batches_keep_to_the_budget_unless_one_row_alone_exceeds_it(batch: tuple) -> None:
+    rows, masks, bin_length, token_budget = batch
+    for packed in pack_rows(rows, masks, bin_length=bin_length, token_budget=token_budget):
+        num_bins, length = packed.input_ids.shape
+        assert (
+            packed.num_packed_tokens <= token_budget
+            or (num_bins == 1 and packed.rows.shape[0] == 1)
+            or (num_bins == 1 and length == int(packed.row_lengths.max()))
+        )
+
+
+def test_unshared_packing_lays_every_row_out_by_itself() -> None:
+    row, mask = torch.tensor([1, 2, 3]), torch.tensor([False, False, True])
+    (shared,) = pack_rows([row] * 4, [mask] * 4)
+    (unshared,) = pack_rows([row] * 4, [mask] * 4, is_prefix_shared=False)
+    assert (shared.num_packed_tokens, unshared.num_packed_tokens) == (2, 8)
+    assert shared.num_scored == unshared.num_scored == 4
+
+
+def test_a_padding_id_that_is_the_end_of_turn_id_is_an_ordinary_token() -> None:
+    end = 2
+    (packed,) = pack_rows([torch.tensor([end, 5, end])], [torch.tensor([False, True, True])])
+    assert packed.targets.tolist() == [5, end]
+    assert packed.unpack()[0].tolist() == [end, 5, end]
+
+
+def test_bins_are_balanced() -> None:
+    rows = [torch.full((50,), value) for value in range(9)]
+    masks = [torch.ones(50, dtype=torch.bool)] * 9
+    (packed,) = pack_rows(rows, masks, bin_length=200)
+    assert packed.input_ids.shape == (3, 3 * 49)
+
+
+@pytest.mark.parametrize(
+    ("rows", "masks", "arguments", "named"),
+    [
+        ([[1]], [], {}, "one entry a row"),
+        ([[]], [[]], {}, "not empty"),
+        ([[1, 2]], [[True]], {}, "shape of its row"),
+        ([[1]], [[True]], {"token_budget": 0}, "token_budget"),
+        ([[1]], [[True]], {"bin_length": 0}, "bin_length"),
+    ],
+)
+def test_bad_arguments_are_named(rows: list, masks: list, arguments: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        pack_rows(
+            [torch.tensor(row, dtype=torch.int64) for row in rows],
+            [torch.tensor(mask, dtype=torch.bool) for mask in masks],
+            **arguments,
+        )
+
+
+def test_nothing_to_score_gives_no_micro_batch() -> None:
+    assert pack_rows([], []) == []
+    assert pack_rows([torch.tensor([1, 2])], [torch.tensor([True, False])]) == []
