@@ -12,15 +12,71 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from llmrl.collectors import LLMCollector, RolloutLimits
+    from llmrl.data import History, RolloutStatus
     from llmrl.embedded_model import ensure_embedded_model
+    from llmrl.engines import AsyncVLLM, SamplingConfig
+    from llmrl.envs import ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+    from llmrl.objectives import GRPOLoss, MCAdvantage, train_step
+    from llmrl.policies import TransformersWrapper, vLLMWrapper
+    from llmrl.rewards import RewardFn, Rubric
+    from llmrl.transforms import PolicyVersion, RubricReward
+    from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
 # Public name -> the module that defines it. The imports above are for type checkers and editors only;
 # `test/test_structure.py` checks that both list the same.
 _EXPORTS = {
+    "AsyncVLLM": "llmrl.engines",
+    "ChatEnv": "llmrl.envs",
+    "DatasetChatEnv": "llmrl.envs",
+    "GRPOLoss": "llmrl.objectives",
+    "History": "llmrl.data",
+    "LLMCollector": "llmrl.collectors",
+    "MCAdvantage": "llmrl.objectives",
+    "MessageChatEnv": "llmrl.envs",
+    "MessageEnv": "llmrl.envs",
+    "MessageStep": "llmrl.envs",
+    "PolicyVersion": "llmrl.transforms",
+    "RewardFn": "llmrl.rewards",
+    "RolloutLimits": "llmrl.collectors",
+    "RolloutStatus": "llmrl.data",
+    "Rubric": "llmrl.rewards",
+    "RubricReward": "llmrl.transforms",
+    "SamplingConfig": "llmrl.engines",
+    "TransformersWrapper": "llmrl.policies",
+    "VLLMWeightSyncScheme": "llmrl.weight_sync",
     "ensure_embedded_model": "llmrl.embedded_model",
+    "get_model_metadata": "llmrl.weight_sync",
+    "train_step": "llmrl.objectives",
+    "vLLMWrapper": "llmrl.policies",
 }
 
-__all__ = ["__version__", "ensure_embedded_model"]
+__all__ = [
+    "AsyncVLLM",
+    "ChatEnv",
+    "DatasetChatEnv",
+    "GRPOLoss",
+    "History",
+    "LLMCollector",
+    "MCAdvantage",
+    "MessageChatEnv",
+    "MessageEnv",
+    "MessageStep",
+    "PolicyVersion",
+    "RewardFn",
+    "RolloutLimits",
+    "RolloutStatus",
+    "Rubric",
+    "RubricReward",
+    "SamplingConfig",
+    "TransformersWrapper",
+    "VLLMWeightSyncScheme",
+    "__version__",
+    "ensure_embedded_model",
+    "get_model_metadata",
+    "train_step",
+    "vLLMWrapper",
+]
 
 
 def __getattr__(name: str) -> Any:
