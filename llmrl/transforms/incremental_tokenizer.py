@@ -1,0 +1,74 @@
+"""`IncrementalTokenizer`: the next prompt's tokens in the environment's output, a turn at the cost of a turn."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDictBase, lazy_stack
+from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.envs import Transform
+
+from llmrl.data import Tokens
+from llmrl.data.tensordicts import batch_elements, plain
+from llmrl.rendering import Conversation, Renderer, make_renderer
+
+
+class IncrementalTokenizer(Transform):
+    """Writes `("tokens", "prompt")` `[num_tokens]` and `"conversation"` at reset and step.
+
+    A policy renders prompts by itself; append this transform, last, where something else needs them in the
+    environment's output. Both use the same `Conversation`, so nothing is rendered twice, and only the messages that
+    are new since the last turn are tokenized.
+
+    Args:
+        tokenizer: of the model; or pass a `renderer`.
+        renderer: messages to tokens.
+        mode, fork_threshold_tokens: see `Conversation.start`.
+
+    Raises:
+        ValueError: unless exactly one of tokenizer and renderer is given.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        *,
+        renderer: Renderer | None = None,
+        mode: Literal["auto", "token", "message"] = "auto",
+        fork_threshold_tokens: int = 1024,
+    ) -> None:
+        super().__init__()
+        if (tokenizer is None) == (renderer is None):
+            raise ValueError("exactly one of tokenizer and renderer is needed.")
+        self.renderer = make_renderer(tokenizer) if renderer is None else renderer
+        self.mode: Any = mode
+        self.fork_threshold_tokens = fork_threshold_tokens
+
+    def _tokenize(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        elements = batch_elements(next_tensordict)
+        for root, element in zip(batch_elements(tensordict), elements, strict=True):
+            messages = element.get(("history", "prompt")).chats
+            conversation = plain(element.get("conversation", None))
+            if conversation is None:
+                conversation = Conversation.start(
+                    self.renderer, mode=self.mode, fork_threshold_tokens=self.fork_threshold_tokens
+                )
+            if messages:  # a history drawn from the spec has none
+                conversation = conversation.with_prompt(messages, tools=plain(root.get("tools", None)))
+            element.set("conversation", NonTensorData(conversation))
+            element.set("tokens", Tokens(prompt=conversation.tensor_view("token_ids")))
+        return lazy_stack(elements, 0) if next_tensordict.batch_size else elements[0]
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self._tokenize(tensordict, next_tensordict)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._tokenize(tensordict_reset, tensordict_reset)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        shape = observation_spec.shape
+        tokens = Composite(prompt=Unbounded((*shape, -1), dtype=torch.int64), shape=shape, data_cls=Tokens)
+        observation_spec["tokens"] = tokens
+        observation_spec["conversation"] = NonTensor(shape=tuple(shape), example_data=None)
+        return observation_spec
