@@ -85,7 +85,7 @@ def test_top_k_of_one_is_certain(vllm_engine, prompt_ids):
 
 
 def test_min_p_narrows_the_distribution(vllm_engine, prompt_ids):
-    sampling = SamplingConfig(max_new_tokens=16, temperature=3.0, ignore_eos=True, seed=1)
+    sampling = SamplingConfig(max_new_tokens=16, temperature=2.0, ignore_eos=True, seed=1)
     [wild] = vllm_engine.generate_batch([prompt_ids], sampling)
     [tame] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(min_p=0.9))
     assert sum(tame.log_probs) > sum(wild.log_probs) / 4
@@ -227,6 +227,11 @@ def test_unknown_engine_arguments_are_refused_with_the_nearest_name(model_path):
 def test_a_model_that_does_not_exist_is_an_engine_error(tmp_path):
     with pytest.raises(EngineError, match="did not start"):
         AsyncVLLM.from_pretrained(tmp_path)
+
+
+def test_a_value_that_vllm_does_not_take_is_refused(vllm_engine):
+    with pytest.raises(ValueError, match="temperature"):
+        vllm_engine.generate_batch([[1]], SamplingConfig(temperature=3.0))
 
 
 @pytest.mark.parametrize("column", ["logprobs", "weight_versions"])

@@ -149,6 +149,11 @@ class AsyncVLLM:
         """Version of the weights that a request started now would use; 0 for the weights it started with."""
         return self._policy_version
 
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Count on from `version`: for a resumed run, before its weights are sent."""
+        self._policy_version = version
+
     @property
     def is_alive(self) -> bool:
         """Whether the engine can serve requests."""
@@ -297,27 +302,35 @@ class AsyncVLLM:
 
 
 def sampling_params(sampling: SamplingConfig, budget: int) -> SamplingParams:
-    """vLLM's parameters for one completion of at most `budget` tokens."""
+    """vLLM's parameters for one completion of at most `budget` tokens.
+
+    Raises:
+        ValueError: for a value that vLLM does not take, such as a temperature above 2.
+    """
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        max_tokens=budget,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        logprobs=0,
-        flat_logprobs=True,
-        # Text is needed only to find stop strings.
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return SamplingParams(
+            max_tokens=budget,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            logprobs=0,
+            flat_logprobs=True,
+            # Text is needed only to find stop strings.
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except VLLMClientError as error:
+        raise ValueError(f"vLLM refused the request: {error}") from error
 
 
 async def _start(arguments: Any) -> AsyncLLM:
