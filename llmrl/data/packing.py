@@ -8,8 +8,10 @@ node `i` sees node `j` exactly when `j <= i < subtree_end[j]`, that is when `j` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -151,11 +153,9 @@ def pack_rows(
         for place in range(1, len(order)):
             shared[place] = _num_shared(rows[order[place - 1]], rows[order[place]])
     lengths = [len(rows[index]) for index in order]
-    pieces = _cut_into_pieces(lengths, shared, bin_length)
-    bins = _fill_bins(pieces, bin_length)
     return [
         _lay_out(micro_batch, order, shared, rows, tails, scored, token_ids[0].device)
-        for micro_batch in _split_by_budget(bins, token_budget)
+        for micro_batch in _arrange(lengths, shared, bin_length, token_budget)
     ]
 
 
@@ -186,26 +186,53 @@ def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
     return first if differs[first] else num
 
 
-def _cut_into_pieces(lengths: list[int], shared: list[int], bin_length: int) -> list[_Piece]:
-    """Cut the sorted rows into tries of at most `bin_length` nodes, where they share least."""
-    new_nodes = np.asarray(lengths) - np.asarray(shared)
-    totals = np.concatenate([[0], np.cumsum(new_nodes)])
-    shares = np.asarray(shared)
+def _cut_into_pieces(lengths: list[int], shared: list[int], limit: int) -> list[_Piece]:
+    """Cut the sorted rows into tries of at most `limit` nodes, filling each while repeating little in the next."""
+    num_rows = len(lengths)
+    shares = np.append(np.asarray(shared), 0)
+    totals = np.concatenate([[0], np.cumsum(np.asarray(lengths) - shares[:-1])])
+    # What is cut off at a place: nodes taken so far, less those that the next piece must repeat.
+    gains = totals - shares
+    roots = [*np.flatnonzero(shares[:num_rows] == 0).tolist(), num_rows]
     pieces: list[_Piece] = []
-    stretches = [(0, len(lengths))]
-    while stretches:
-        start, end = stretches.pop()
-        num_nodes = int(totals[end] - totals[start]) + int(shares[start])
-        inner = shares[start + 1 : end]
-        if end - start == 1 or (num_nodes <= bin_length and inner.min() > 0):
-            pieces.append(_Piece(start, end, num_nodes))
-            continue
-        # Least shared first; of equals the one that halves the nodes, so that bins balance.
-        candidates = np.flatnonzero(inner == inner.min()) + start + 1
-        middle = (totals[start] + totals[end]) / 2
-        cut = int(candidates[np.abs(totals[candidates] - middle).argmin()])
-        stretches += [(start, cut), (cut, end)]
+    for start, root_end in pairwise(roots):
+        while start < root_end:
+            before = totals[start] - shares[start]
+            last = int(np.searchsorted(totals, before + limit, side="right")) - 1
+            last = min(max(last, start + 1), root_end)
+            end = start + 1 + int(gains[start + 1 : last + 1].argmax())
+            pieces.append(_Piece(start, end, int(totals[end] - before)))
+            start = end
     return pieces
+
+
+def _arrange(lengths: list[int], shared: list[int], bin_length: int, token_budget: int) -> list[list[list[_Piece]]]:
+    """Micro-batches of few tokens, padding included.
+
+    A trie is cut into pieces one after the other, so that with pieces as large as a bin the last one is short and its
+    bin mostly padding. Hence the search for the smallest limit on a piece that needs no more bins.
+    """
+    best: list[list[list[_Piece]]] = []
+    fewest: float = math.inf
+
+    def num_bins(limit: int) -> int:
+        nonlocal best, fewest
+        bins = _fill_bins(_cut_into_pieces(lengths, shared, limit), bin_length)
+        micro_batches = _split_by_budget(bins, token_budget)
+        num_tokens = sum(len(held) * sum(piece.num_nodes for piece in held[0]) for held in micro_batches)
+        if num_tokens < fewest:
+            best, fewest = micro_batches, num_tokens
+        return len(bins)
+
+    low, high = max(1, bin_length // 2), bin_length
+    most = num_bins(high)
+    while low < high:
+        middle = (low + high) // 2
+        if num_bins(middle) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return best
 
 
 def _fill_bins(pieces: list[_Piece], bin_length: int) -> list[list[_Piece]]:

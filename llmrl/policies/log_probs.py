@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-DEFAULT_CHUNK_SIZE = 256
+DEFAULT_CHUNK_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
