@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from llmrl.engines.child_process import PARENT_VARIABLE
+
 _START_LOCK = threading.Lock()
 
 
@@ -62,6 +64,7 @@ def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
     with _START_LOCK:
         before = dict(os.environ)
         os.environ.update(variables)
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
         if "__file__" in hidden:
             del main.__file__
         main.__spec__ = None

@@ -1,0 +1,32 @@
+"""What an engine's process does for its parent: not outlive it, and not hear the terminal's Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+PARENT_VARIABLE = "LLMRL_ENGINE_PARENT"
+"""Set while an engine starts: the process id of whoever starts it."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """vLLM calls this in each of its processes; only those that an `AsyncVLLM` started do anything.
+
+    A parent that is killed cannot end its engine, so the kernel is asked to (Linux). Ctrl-C reaches every process of
+    the terminal's foreground group; the parent decides what it means for the engine, so that an interrupted script
+    can still evaluate and save.
+    """
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None or int(parent) != os.getppid():
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if int(parent) != os.getppid():  # it died before the request was in force
+            os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
