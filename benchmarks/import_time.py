@@ -1,4 +1,4 @@
-"""Time to import llmrl and all of its packages, beside `import torchrl`."""
+"""Time to import llmrl, beside torchrl; and all of llmrl's packages, beside the parts of torchrl they extend."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rich.table import Table
 NUM_REPEATS = 5
 GOAL_EXTRA_SECONDS = 1.0
 HEAVY = ("vllm", "ray", "transformers.models")
+# The parts of torchrl that ours extend. Of torchrl 0.14, `envs` imports ray where it is installed.
+TORCHRL_PARTS = ["torchrl", "torchrl.data", "torchrl.envs", "torchrl.objectives"]
 _ROOT = Path(__file__).parent.parent
 
 _CODE = """
@@ -43,17 +45,21 @@ def packages() -> list[str]:
 
 def run() -> dict[str, Any]:
     """Measure in turn, so that a busy moment of the machine meets all alike."""
-    cases = {"torchrl": ["torchrl"], "llmrl": ["llmrl"], "llmrl, all packages": packages()}
+    cases = {
+        "torchrl": ["torchrl"],
+        "llmrl": ["llmrl"],
+        "torchrl, the parts extended": TORCHRL_PARTS,
+        "llmrl, all packages": packages(),
+    }
     seconds: dict[str, list[float]] = {title: [] for title in cases}
-    heavy: set[str] = set()
+    heavy: dict[str, set[str]] = {title: set() for title in cases}
     for names in cases.values():
         import_once(names)  # compiles and reads the files once
     for _ in range(NUM_REPEATS):
         for title, names in cases.items():
             measured = import_once(names)
             seconds[title].append(measured["seconds"])
-            if title != "torchrl":
-                heavy |= set(measured["heavy"])
+            heavy[title] |= set(measured["heavy"])
     medians = {title: statistics.median(values) for title, values in seconds.items()}
     table = Table(title="seconds to import, median of a fresh process each")
     table.add_column("")
@@ -61,12 +67,19 @@ def run() -> dict[str, Any]:
     for title, value in medians.items():
         table.add_row(title, f"{value:.2f}")
     Console().print(table)
-    extra = medians["llmrl, all packages"] - medians["torchrl"]
+    extra = medians["llmrl"] - medians["torchrl"]
+    extra_packages = medians["llmrl, all packages"] - medians["torchrl, the parts extended"]
+    ours = heavy["llmrl"] | (heavy["llmrl, all packages"] - heavy["torchrl, the parts extended"])
     return {
         "name": "import_time",
-        "ratio": medians["llmrl, all packages"] / medians["torchrl"],
-        "ratio_of": "seconds to import llmrl with all its packages / seconds to import torchrl",
+        "ratio": medians["llmrl"] / medians["torchrl"],
+        "ratio_of": "seconds of `import llmrl` / seconds of `import torchrl`",
         "goal": (medians["torchrl"] + GOAL_EXTRA_SECONDS) / medians["torchrl"],
-        "met": extra < GOAL_EXTRA_SECONDS and not heavy,
-        "medians": {**medians, "extra_seconds": extra, "heavy_modules": sorted(heavy)},
+        "met": max(extra, extra_packages) < GOAL_EXTRA_SECONDS and not ours,
+        "medians": {
+            **medians,
+            "extra_seconds": extra,
+            "extra_seconds_of_all_packages": extra_packages,
+            "heavy_modules_of_ours": sorted(ours),
+        },
     }
