@@ -72,9 +72,10 @@ def run() -> dict[str, Any]:
     ours = heavy["llmrl"] | (heavy["llmrl, all packages"] - heavy["torchrl, the parts extended"])
     return {
         "name": "import_time",
-        "ratio": medians["llmrl"] / medians["torchrl"],
-        "ratio_of": "seconds of `import llmrl` / seconds of `import torchrl`",
-        "goal": (medians["torchrl"] + GOAL_EXTRA_SECONDS) / medians["torchrl"],
+        # Of `import llmrl` alone the ratio would flatter: it loads nothing until a name is used.
+        "ratio": medians["llmrl, all packages"] / medians["torchrl, the parts extended"],
+        "ratio_of": "seconds to import all packages of llmrl / seconds to import the parts of torchrl they extend",
+        "goal": 1 + GOAL_EXTRA_SECONDS / medians["torchrl, the parts extended"],
         "met": max(extra, extra_packages) < GOAL_EXTRA_SECONDS and not ours,
         "medians": {
             **medians,
