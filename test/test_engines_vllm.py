@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmrl.engines import AsyncVLLM, Engine, EngineError, SamplingConfig
-from llmrl.engines.vllm import read_completion
+from llmrl.engines.vllm_requests import read_completion
 
 pytest.importorskip("vllm")
 

@@ -10,15 +10,15 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmrl.engines.background_loop import BackgroundLoop
-from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig, completion_budget
+from llmrl.engines.base import Completion, EngineError, SamplingConfig, completion_budget
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment
 from llmrl.engines.vllm_args import build_engine_args
+from llmrl.engines.vllm_requests import generate_one, sampling_params
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -195,7 +195,7 @@ class AsyncVLLM:
         params = sampling_params(sampling, budget)
         self._in_flight.add(request_id)
         try:
-            return await self._background.wait(_generate(self._llm, list(prompt_ids), params, request_id))
+            return await self._background.wait(generate_one(self._llm, list(prompt_ids), params, request_id))
         except RuntimeError as error:
             if isinstance(error, EngineError) or not self._background.is_closed:
                 raise
@@ -301,94 +301,10 @@ class AsyncVLLM:
             raise EngineError(f"vLLM refused: {error}") from error
 
 
-def sampling_params(sampling: SamplingConfig, budget: int) -> SamplingParams:
-    """vLLM's parameters for one completion of at most `budget` tokens.
-
-    Raises:
-        ValueError: for a value that vLLM does not take, such as a temperature above 2.
-    """
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind
-
-    try:
-        return SamplingParams(
-            max_tokens=budget,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=sampling.seed,
-            stop=list(sampling.stop),
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            logprobs=0,
-            flat_logprobs=True,
-            # Text is needed only to find stop strings.
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-    except VLLMClientError as error:
-        raise ValueError(f"vLLM refused the request: {error}") from error
-
-
 async def _start(arguments: Any) -> AsyncLLM:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(arguments)
-
-
-async def _generate(llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Completion:
-    from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-    final: RequestOutput | None = None
-    try:
-        prompt = cast(Any, {"type": "token", "prompt_token_ids": prompt_ids})
-        async for output in llm.generate(prompt, params, request_id):
-            final = output
-    except EngineDeadError as error:
-        raise EngineError("The vLLM engine died or was shut down; its own log says why. Start a new one.") from error
-    except VLLMClientError as error:
-        raise ValueError(f"vLLM refused the request: {error}") from error
-    except EngineGenerateError as error:
-        raise EngineError(f"vLLM could not serve the request: {error.__cause__ or error}") from error
-    if final is None or not final.finished:
-        raise EngineError("vLLM ended the request without an answer; try again.")
-    return read_completion(final)
-
-
-def read_completion(output: RequestOutput) -> Completion:
-    """Read vLLM's answer, refusing one without a log-prob and a version for each token.
-
-    Raises:
-        EngineError: when log-probs or versions are missing or short, or vLLM reports an error.
-    """
-    sample = output.outputs[0]
-    token_ids = list(sample.token_ids)
-    if sample.finish_reason not in ("stop", "length", "abort"):
-        raise EngineError(f"vLLM ended the request with {sample.finish_reason!r}; try again.")
-    log_probs = list(getattr(sample.logprobs, "logprobs", ()))
-    if len(log_probs) != len(token_ids):
-        raise EngineError(
-            f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one a token is needed."
-        )
-    versions: list[int] = []
-    for span in sample.weight_versions or ():
-        versions.extend([0 if span.version == "default" else int(span.version)] * (span.end - span.start))
-    if len(versions) != len(token_ids):
-        raise EngineError(
-            f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one a token is needed."
-        )
-    return Completion(
-        token_ids=token_ids,
-        log_probs=log_probs,
-        versions=versions,
-        finish_reason=cast(FinishReason, sample.finish_reason),
-        stop_string=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
-        metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
-    )
 
 
 def _close(llm: AsyncLLM, background: BackgroundLoop) -> None:
@@ -408,4 +324,4 @@ def _close(llm: AsyncLLM, background: BackgroundLoop) -> None:
         finally:
             background.close()
             # vLLM's finalizer would shut down once more, perhaps when the interpreter has lost half its modules.
-            llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
+            llm.shutdown = lambda timeout=None: None

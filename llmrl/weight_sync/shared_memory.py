@@ -29,10 +29,10 @@ class SharedBuffer:
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("llmrl-weights", os.MFD_CLOEXEC)
             self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            self._finalizer = weakref.finalize(self, os.close, descriptor)
+            self._finalizer = weakref.finalize(self, _close, descriptor, None)
         else:
             descriptor, self.path = tempfile.mkstemp(prefix="llmrl-weights-")
-            self._finalizer = weakref.finalize(self, _remove, descriptor, self.path)
+            self._finalizer = weakref.finalize(self, _close, descriptor, self.path)
         os.ftruncate(descriptor, num_bytes)
         self.tensor: torch.Tensor | None = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
         """[num_bytes] uint8"""
@@ -56,6 +56,7 @@ def open_shared(path: str, num_bytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
 
 
-def _remove(descriptor: int, path: str) -> None:
+def _close(descriptor: int, path: str | None) -> None:
     os.close(descriptor)
-    Path(path).unlink(missing_ok=True)
+    if path is not None:
+        Path(path).unlink(missing_ok=True)
