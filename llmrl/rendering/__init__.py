@@ -1,0 +1,26 @@
+"""Messages to tokens and back: renderers, the reconciler, conversations."""
+
+from __future__ import annotations
+
+from llmrl.rendering.backend import make_renderer
+from llmrl.rendering.base import Renderer, RenderingError
+from llmrl.rendering.conversation import Conversation
+from llmrl.rendering.reconciler import Reconciliation, Row, RowBuilder, classify, common_prefix_length, reconcile
+from llmrl.rendering.template import TemplateRenderer
+from llmrl.rendering.tree import TurnNode, reconcile_tree
+
+__all__ = [
+    "Conversation",
+    "Reconciliation",
+    "Renderer",
+    "RenderingError",
+    "Row",
+    "RowBuilder",
+    "TemplateRenderer",
+    "TurnNode",
+    "classify",
+    "common_prefix_length",
+    "make_renderer",
+    "reconcile",
+    "reconcile_tree",
+]

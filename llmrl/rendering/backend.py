@@ -1,0 +1,154 @@
+"""Choosing a renderer: the chat template's own, or the optional package `renderers` where it knows the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
+from llmrl.rendering.base import Renderer, RenderingError
+from llmrl.rendering.template import TemplateRenderer
+from llmrl.rendering.tool_calls import make_tool_call
+
+
+def make_renderer(
+    tokenizer: Any, *, backend: Literal["auto", "template", "renderers"] = "auto", **template_arguments: Any
+) -> Renderer:
+    """A renderer for a tokenizer's model.
+
+    Args:
+        tokenizer: of Hugging Face.
+        backend: `template` renders the chat template; `renderers` uses the hand-written renderer of the optional
+            package of that name; `auto` takes the template where it can be rendered exactly, and falls back to that
+            package where it cannot and the package knows the model.
+        template_arguments: further arguments of `TemplateRenderer`.
+
+    Raises:
+        RenderingError: when no backend renders this model exactly.
+        ImportError: when `renderers` is asked for and not installed.
+    """
+    if backend not in ("auto", "template", "renderers"):
+        raise ValueError(f"backend must be 'auto', 'template' or 'renderers', got {backend!r}.")
+    if backend == "renderers":
+        if template_arguments:
+            raise TypeError(f"backend='renderers' takes no {sorted(template_arguments)}; they are the template's.")
+        return PackageRenderer(tokenizer)
+    try:
+        return TemplateRenderer(tokenizer, **template_arguments)
+    except RenderingError as error:
+        if backend == "template" or template_arguments:
+            raise
+        try:
+            return PackageRenderer(tokenizer)
+        except (ImportError, RenderingError):
+            raise error from None
+
+
+class PackageRenderer:
+    """The package `renderers` behind our protocol, for models that it knows by name.
+
+    Raises:
+        ImportError: when the package is not installed.
+        RenderingError: when it does not know the model.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        try:
+            from renderers.base import MODEL_RENDERER_MAP, create_renderer
+        except ImportError as error:
+            raise ImportError(
+                "backend='renderers' needs the package renderers: pip install 'llmrl[renderers]'"
+            ) from error
+        name = getattr(tokenizer, "name_or_path", "")
+        if name not in MODEL_RENDERER_MAP:
+            raise RenderingError(
+                f"The package renderers does not know {name!r} (it goes by the exact hub name); use backend='template'."
+            )
+        self.tokenizer = tokenizer
+        self._renderer = create_renderer(tokenizer)
+        self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+        self.is_history_rewritten: bool = not self._renderer.is_prefix_stable
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """The whole conversation, [num_tokens].
+
+        Raises:
+            RenderingError: when the package refuses the messages.
+        """
+        try:
+            return list(
+                self._renderer.render_ids(
+                    [_plain(message) for message in messages],
+                    tools=_schemas(tools),
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except Exception as error:
+            raise RenderingError(f"renderers refuses the messages: {type(error).__name__}: {error}") from error
+
+    def bridge(
+        self,
+        token_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> list[int]:
+        """What to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
+
+        Raises:
+            RenderingError: when the package cannot append these messages.
+        """
+        # Only the last token can be the end of this turn; earlier ones may be ends of earlier turns.
+        before, last = list(token_ids[:-1]), list(token_ids[-1:])
+        bridged = self._renderer.bridge_to_next_turn(
+            before, last, [_plain(message) for message in new_messages], tools=_schemas(tools)
+        )
+        if bridged is None:
+            roles = [message["role"] for message in new_messages]
+            raise RenderingError(f"renderers cannot append messages with roles {roles}; use mode='message'.")
+        return list(bridged.token_ids[len(token_ids) :])
+
+    def parse(self, completion_ids: Sequence[int], *, tools: Sequence[ToolSchema] | None = None) -> ParsedCompletion:
+        """Read sampled tokens as an assistant message; never raises."""
+        ids = list(completion_ids)
+        is_complete = bool(ids) and ids[-1] in self.stop_token_ids
+        try:
+            parsed = self._renderer.parse_response(ids, tools=_schemas(tools))
+        except Exception as error:
+            text = self.decode(ids[:-1] if is_complete else ids)
+            failure = MalformedToolCall(text, f"{type(error).__name__}: {error}")
+            return ParsedCompletion({"role": "assistant", "content": text}, is_complete, (failure,))
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
+        if parsed.reasoning_content is not None:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls, malformed = [], []
+        for call in parsed.tool_calls:
+            if call.status == "ok" and call.name and isinstance(call.arguments, Mapping):
+                calls.append(make_tool_call(call.name, call.arguments, call_id=call.id))
+            else:
+                malformed.append(MalformedToolCall(call.raw, str(call.status)))
+        if calls:
+            message["tool_calls"] = calls
+        return ParsedCompletion(message, is_complete, tuple(malformed))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of templated text; special tokens are recognised, none is added."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value is not None and value != []}
+
+
+def _schemas(tools: Sequence[ToolSchema] | None) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] if tools else None

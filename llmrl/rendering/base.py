@@ -1,0 +1,65 @@
+"""What a renderer is: messages to token ids, whole or as a delta, and completions back to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from llmrl.data import Message, ParsedCompletion, ToolSchema
+
+
+class RenderingError(ValueError):
+    """Messages that a chat template refuses, or a template that cannot be rendered exactly."""
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """Translates between messages and token ids for one model."""
+
+    is_history_rewritten: bool
+    """Whether the template renders a turn differently once others follow (it drops earlier reasoning, say)."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end an assistant's turn."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """The whole conversation, [num_tokens].
+
+        Raises:
+            RenderingError: when the template refuses the messages.
+        """
+        ...
+
+    def bridge(
+        self,
+        token_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> list[int]:
+        """What to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
+
+        Ends the turn where the completion did not, then the new messages and the generation prompt. Only the tail
+        of `token_ids` is looked at, so the cost is that of the new messages.
+
+        Raises:
+            RenderingError: when the template refuses the messages.
+        """
+        ...
+
+    def parse(self, completion_ids: Sequence[int], *, tools: Sequence[ToolSchema] | None = None) -> ParsedCompletion:
+        """Read sampled tokens as an assistant message; never raises."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of templated text; special tokens are recognised, none is added."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        ...
