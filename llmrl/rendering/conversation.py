@@ -61,6 +61,15 @@ class Conversation:
     """The messages that the held tokens stand for, parsed answers included."""
     last: ParsedCompletion | None
     """The last completion, parsed; None while a prompt waits for its completion."""
+    tools: tuple[ToolSchema, ...] | None
+    """The tools of the last prompt."""
+    mode: Mode
+    fork_threshold_tokens: int
+    _held: Ledger
+    _num_tokens: int
+    # Tokens of the last turn that the waiting prompt keeps, or that the last turn's prompt kept of its parent.
+    _num_kept: int
+    _is_prompted: bool
 
     @classmethod
     def start(

@@ -203,7 +203,7 @@ class RowBuilder:
 
     def finish(self) -> Reconciliation:
         """The rows that train something; those that do not are dropped and counted."""
-        rows = []
+        rows: list[Row] = []
         for columns, segments in zip(self.rows, self.segments, strict=True):
             if any(columns.is_trained):
                 span = (segments[0].turn_index, segments[-1].turn_index + 1)

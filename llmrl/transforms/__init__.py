@@ -7,4 +7,8 @@ from llmrl.transforms.reward import RubricReward, dataset_columns, find_rubric_r
 __all__ = [
     "IncrementalTokenizer",
     "PolicyVersion",
-    "RubricReward", "dataset_columns", "find_rubric_reward", "write_score"]
+    "RubricReward",
+    "dataset_columns",
+    "find_rubric_reward",
+    "write_score",
+]
