@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY_BACKEND = "llmrl_shared_memory"
 """The weight-transfer backend that llmrl registers in vLLM's workers, for engines on CPU."""
+DOUBLE_BUFFER_BACKEND = "llmrl_double_buffer"
+"""The one that goes through files, for engines on other hosts and on any device."""
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "llmrl_weight_transfer"
 
 _GIB = 1 << 30
@@ -58,7 +60,7 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
     if weight_transfer is False:
         return None
     backend = (SHARED_MEMORY_BACKEND if is_cpu else "nccl") if weight_transfer is True else weight_transfer
-    if backend == SHARED_MEMORY_BACKEND:
+    if backend in (SHARED_MEMORY_BACKEND, DOUBLE_BUFFER_BACKEND):
         installed = importlib.metadata.entry_points(group=PLUGIN_GROUP)
         if PLUGIN_NAME not in {point.name for point in installed}:
             raise EngineError(

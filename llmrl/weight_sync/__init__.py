@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from llmrl.weight_sync.receiver import VLLMWeightReceiver
-from llmrl.weight_sync.scheme import VLLMWeightSyncScheme, WeightSyncError
+from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 from llmrl.weight_sync.sender import VLLMWeightSender
 from llmrl.weight_sync.source import get_model_metadata
 from llmrl.weight_sync.transport import VLLMCollectiveTransport
 
 __all__ = [
     "VLLMCollectiveTransport",
+    "VLLMDoubleBufferSyncScheme",
     "VLLMWeightReceiver",
     "VLLMWeightSender",
     "VLLMWeightSyncScheme",

@@ -1,17 +1,20 @@
-"""What vLLM calls in each of its processes, so that they know llmrl's weight-transfer backend."""
+"""What vLLM calls in each of its processes, so that they know llmrl's weight-transfer backends."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Register the backend on both sides, worker and trainer. May be called again."""
+    """Register the backends on both sides, worker and trainer. May be called again."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-    from llmrl.engines.vllm_args import SHARED_MEMORY_BACKEND
+    from llmrl.engines.vllm_args import DOUBLE_BUFFER_BACKEND, SHARED_MEMORY_BACKEND
 
-    for factory, module, name in (
-        (WeightTransferEngineFactory, "llmrl.weight_sync.shared_memory_worker", "SharedMemoryWorkerEngine"),
-        (WeightTransferTrainerFactory, "llmrl.weight_sync.shared_memory_trainer", "SharedMemoryTrainerEngine"),
+    workers, trainers = WeightTransferEngineFactory, WeightTransferTrainerFactory
+    for factory, backend, module, name in (
+        (workers, SHARED_MEMORY_BACKEND, "shared_memory_worker", "SharedMemoryWorkerEngine"),
+        (trainers, SHARED_MEMORY_BACKEND, "shared_memory_trainer", "SharedMemoryTrainerEngine"),
+        (workers, DOUBLE_BUFFER_BACKEND, "double_buffer_worker", "DoubleBufferWorkerEngine"),
+        (trainers, DOUBLE_BUFFER_BACKEND, "double_buffer_trainer", "DoubleBufferTrainerEngine"),
     ):
-        if SHARED_MEMORY_BACKEND not in factory._registry:
-            factory.register_engine(SHARED_MEMORY_BACKEND, module, name)
+        if backend not in factory._registry:
+            factory.register_engine(backend, f"llmrl.weight_sync.{module}", name)

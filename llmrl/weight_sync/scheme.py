@@ -85,3 +85,19 @@ class VLLMWeightSyncScheme:
         with socket.socket() as probe:
             probe.bind(("", 0))
             return address, probe.getsockname()[1]
+
+
+@dataclass(kw_only=True)
+class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
+    """Weights through files: two buffers, of which one is always whole, and a pointer with a checksum.
+
+    For engines on other hosts with a shared file system, on any device. The engine is started with
+    `weight_transfer="llmrl_double_buffer"`; sender and receiver are used as those of `VLLMWeightSyncScheme`.
+
+    Args:
+        remote_addr: the folder, as the trainer sees it.
+        local_addr: the same folder as the engines' hosts see it; `remote_addr` when not given.
+    """
+
+    remote_addr: str
+    local_addr: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from llmrl.engines.vllm_args import SHARED_MEMORY_BACKEND
+from llmrl.engines.vllm_args import DOUBLE_BUFFER_BACKEND, SHARED_MEMORY_BACKEND
 
 if TYPE_CHECKING:
     from llmrl.weight_sync.receiver import VLLMWeightReceiver
@@ -54,6 +54,19 @@ def trainer_init_info(scheme: VLLMWeightSyncScheme, backend: str, num_workers: i
     Raises:
         ValueError: for a backend that this scheme cannot drive.
     """
+    from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme
+
+    is_double_buffer = isinstance(scheme, VLLMDoubleBufferSyncScheme)
+    if is_double_buffer != (backend == DOUBLE_BUFFER_BACKEND):
+        raise ValueError(
+            f"{type(scheme).__name__} does not fit an engine with the weight-transfer backend {backend!r}: "
+            f"VLLMDoubleBufferSyncScheme and weight_transfer={DOUBLE_BUFFER_BACKEND!r} go together."
+        )
+    if isinstance(scheme, VLLMDoubleBufferSyncScheme):
+        from llmrl.weight_sync.double_buffer_trainer import DoubleBufferTrainerInitInfo
+
+        worker_folder = scheme.local_addr or scheme.remote_addr
+        return DoubleBufferTrainerInitInfo(rank=scheme.rank, folder=scheme.remote_addr, worker_folder=worker_folder)
     if backend == SHARED_MEMORY_BACKEND:
         from llmrl.weight_sync.shared_memory_trainer import SharedMemoryTrainerInitInfo
 
