@@ -10,6 +10,7 @@ from llmrl.engines.base import (
     SamplingConfig,
     completion_budget,
 )
+from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.scripted import ScriptedEngine
 from llmrl.engines.vllm import AsyncVLLM
 
@@ -18,6 +19,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineError",
+    "EngineReplicas",
     "FinishReason",
     "SamplingConfig",
     "ScriptedEngine",
