@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,13 +26,16 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [row["step"] for row in metrics]
+    def values(name: str) -> list[float]:
+        return [row.get(name, math.nan) for row in metrics]
+
+    steps = values("step")
     figure, (reward, difference, seconds) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    reward.plot(steps, [row["reward_mean"] for row in metrics], marker=".", color="#1f6f8b")
+    reward.plot(steps, values("reward_mean"), marker=".", color="#1f6f8b")
     reward.set(title="mean reward", xlabel="step", ylim=(0, 1.02))
-    difference.plot(steps, [row["log_prob_difference_mean"] for row in metrics], marker=".", color="#b3541e")
+    difference.plot(steps, values("log_prob_difference_mean"), marker=".", color="#b3541e")
     difference.set(title="engine-to-trainer log-prob difference", xlabel="step", ylim=(0, None))
-    parts = {name: [row[f"{name}_seconds"] for row in metrics] for name in ("generate", "train", "sync")}
+    parts = {name: values(f"{name}_seconds") for name in ("generate", "train", "sync")}
     seconds.stackplot(steps, list(parts.values()), labels=list(parts), alpha=0.8)
     seconds.set(title="seconds a step", xlabel="step")
     seconds.legend(loc="upper right", frameon=False)

@@ -59,12 +59,21 @@ class RunFolder:
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step's metrics to the CSV and to TensorBoard (when it is installed)."""
-        is_new = not self.metrics_path.exists()
-        with self.metrics_path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=["step", *metrics])
-            if is_new:
-                writer.writeheader()
-            writer.writerow({"step": step, **{name: f"{value:.6g}" for name, value in metrics.items()}})
+        row = {"step": str(step), **{name: f"{value:.6g}" for name, value in metrics.items()}}
+        rows, names = self._read_rows()
+        if set(row) <= set(names):
+            with self.metrics_path.open("a", newline="") as file:
+                csv.DictWriter(file, names).writerow(row)
+        else:  # the first row, or a metric that earlier steps had not
+            names += [name for name in row if name not in names]
+
+            def write(path: Path) -> None:
+                with path.open("w", newline="") as file:
+                    writer = csv.DictWriter(file, names)
+                    writer.writeheader()
+                    writer.writerows([*rows, row])
+
+            write_atomically(self.metrics_path, write)
         if self._tensorboard is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -78,11 +87,16 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, float]]:
         """All steps' metrics; of a step logged twice (before and after a kill) the last."""
+        rows, _ = self._read_rows()
+        numbers = [{name: float(value) for name, value in row.items() if value} for row in rows]
+        return list({int(row["step"]): row for row in numbers if "step" in row}.values())
+
+    def _read_rows(self) -> tuple[list[dict[str, str]], list[str]]:
         if not self.metrics_path.exists():
-            return []
+            return [], []
         with self.metrics_path.open(newline="") as file:
-            rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-        return list({int(row["step"]): row for row in rows if "step" in row}.values())
+            reader = csv.DictReader(file)
+            return list(reader), list(reader.fieldnames or [])
 
     # Rollouts
 

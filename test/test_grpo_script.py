@@ -107,9 +107,11 @@ def test_resume_continues_the_sequence_of_prompts(killed_and_resumed):
 
 def test_engine_and_trainer_agree_throughout(killed_and_resumed):
     run_path, _, _, _ = killed_and_resumed
-    differences = [float(row["log_prob_difference_mean"]) for row in read_csv(run_path / "metrics.csv")]
-    trained = [d for d in differences if d == d]
-    assert trained and max(trained) < 0.1
+    # A step in which all groups are constant trains nothing, and has nothing to compare.
+    rows = read_csv(run_path / "metrics.csv")
+    differences = [float(row["log_prob_difference_mean"]) for row in rows if row.get("log_prob_difference_mean")]
+    assert all(difference < 0.1 for difference in differences)
+    assert len(differences) == sum(float(row["num_trained_tokens"]) > 0 for row in rows)
 
 
 def test_a_finished_run_leaves_everything_it_promises(killed_and_resumed):

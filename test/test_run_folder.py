@@ -51,6 +51,14 @@ def test_metrics_of_a_repeated_step_count_once(tmp_path):
     folder.close()
 
 
+def test_a_metric_that_some_steps_lack_keeps_its_column(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for step, metrics in enumerate(({"a": 1.0}, {"a": 2.0, "b": 3.0}, {"b": 4.0}), start=1):
+        folder.log_metrics(step, metrics)
+    assert folder.read_metrics() == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 3}, {"step": 3, "b": 4}]
+    folder.close()
+
+
 def test_rollouts_are_json_lines(tmp_path):
     folder = RunFolder(tmp_path / "run")
     rollout = Rollout(rollout_id="r", group_id="g", sample_index=0, group_size=1, status=RolloutStatus.ERROR)
