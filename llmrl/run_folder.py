@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import os
@@ -141,11 +142,10 @@ class RunFolder:
 
     def save_model(self, model: Any, tokenizer: Any) -> None:
         """Save in Hugging Face format, in bfloat16, as it was served."""
-        self.model_path.mkdir(exist_ok=True)
-        weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-        dtype, model.config.dtype = model.config.dtype, torch.bfloat16
-        model.save_pretrained(self.model_path, state_dict=weights)
-        model.config.dtype = dtype
+        # A copy, so that tied weights stay tied and the trainer's float32 weights stay what they are.
+        served = copy.deepcopy(model).to(torch.bfloat16)
+        served.config.dtype = torch.bfloat16
+        served.save_pretrained(self.model_path)
         tokenizer.save_pretrained(self.model_path)
 
     def close(self) -> None:

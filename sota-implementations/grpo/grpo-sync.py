@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.embedded_model import ensure_embedded_model
@@ -37,6 +38,7 @@ class Run:
         self.logged_steps = {row["step"] for row in self.folder.read_metrics()}
         OmegaConf.save(cfg, self.folder.path / "config.yaml")
         torch.manual_seed(cfg.seed)
+        disable_progress_bar()  # the live view owns the terminal
         model_path = str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
 
         # The engine: vLLM in a process of its own, on all cores, since nothing trains while it generates.
