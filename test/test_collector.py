@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -131,6 +132,48 @@ def test_an_environment_error_keeps_what_there_was_and_spares_the_others(make_po
     assert "broken tool" in failed.error
     assert failed.num_turns == 2 and len(failed.messages) == 4
     assert fine.status is RolloutStatus.COMPLETED
+
+
+def test_an_observation_that_overflows_the_context_truncates_and_keeps_the_turns_before(make_policy):
+    class Flooding(Asking):
+        async def step(self, message):
+            return MessageStep([{"role": "user", "content": "word " * 400}], reward=1.0)
+
+    env = MessageChatEnv(Flooding, [{}])
+    with LLMCollector(env, policy=make_policy(max_model_len=256), groups_per_batch=1) as collector:
+        row = next(iter(collector))[0]
+        rollout = collector.rollouts[0]
+    assert (rollout.status, rollout.reason) == (RolloutStatus.TRUNCATED, StopReason.PROMPT_TOO_LONG)
+    assert rollout.num_turns == 1 and rollout.reward == 1.0 and rollout.is_scored
+    # The observation that did not fit is in the record and not in the row, which ends where the model ended.
+    assert len(rollout.messages) == 3 and row["tokens", "full"].shape[0] < 64
+
+
+def test_a_step_that_hangs_times_out_and_others_go_on(make_policy):
+    class Hanging(Asking):
+        async def step(self, message):
+            if self.turn == 1:
+                await asyncio.sleep(1.0)
+            return await super().step(message)
+
+    env = MessageChatEnv(Hanging, [{"num_turns": 1}, {"num_turns": 2}])
+    policy = make_policy(latency_s=lambda prompt, answer: 0.05 * len(policy.engine.requests))
+    with LLMCollector(env, policy=policy, groups_per_batch=1, step_timeout_seconds=0.3) as collector:
+        fine, hung = collector.play(2)
+        again = collector.play(1)[0]
+    assert fine.status is RolloutStatus.COMPLETED
+    assert (hung.status, hung.reason) == (RolloutStatus.ERROR, StopReason.ENVIRONMENT_ERROR)
+    assert "TimeoutError" in hung.error and hung.num_turns == 2
+    assert again.status is RolloutStatus.COMPLETED
+
+
+def test_a_rollout_past_its_time_is_truncated_with_what_it_had(make_policy):
+    env = MessageChatEnv(Asking, [{"num_turns": 100}])
+    limits = RolloutLimits(rollout_timeout_seconds=0.3)
+    with LLMCollector(env, policy=make_policy(latency_s=0.02), groups_per_batch=1, limits=limits) as collector:
+        rollout = collector.play(1)[0]
+    assert (rollout.status, rollout.reason) == (RolloutStatus.TRUNCATED, StopReason.TIMEOUT)
+    assert 2 <= rollout.num_turns < 50 and rollout.conversation.num_turns == rollout.num_turns
 
 
 def test_engine_faults_are_retried_and_then_settle_as_errors(make_policy):

@@ -137,6 +137,22 @@ def test_reward_lands_with_its_breakdown_and_ends_an_answered_conversation():
     assert data["terminated"].all() and data["done"].all()
 
 
+def test_empty_tool_calls_are_an_answer_and_end_the_conversation():
+    env = DatasetChatEnv(DATASET).append_transform(RubricReward(exact))
+    data = env.reset()
+    message = {"role": "assistant", "content": "2", "tool_calls": []}
+    data["history"] = ChatHistory(full=data["history"].prompt.append(message))
+    assert env.step(data)["next", "terminated"].item()
+
+
+def test_reward_past_a_truncation_is_the_rubrics_fixed_one():
+    env = DatasetChatEnv(DATASET).append_transform(RubricReward(Rubric(exact, truncation_reward=-0.5)))
+    data = answer_with("2")(env.reset())
+    data["rollout", "reason"] = StopReason.LENGTH
+    data = env.step(data)["next"]
+    assert data["reward"].item() == -0.5 and not data["terminated"].item()
+
+
 def test_step_counter_truncates_and_the_reward_is_still_given():
     env = DatasetChatEnv(DATASET).append_transform(StepCounter(max_steps=1))
     env = env.append_transform(RubricReward(Rubric(exact, truncation_reward=-1.0), terminate_when_answered=False))

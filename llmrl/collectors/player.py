@@ -148,14 +148,12 @@ class RolloutPlayer:
             rollout.reason = StopReason.ENVIRONMENT_TRUNCATED
         rollout.status = decide_status(is_terminated=is_terminated, reason=rollout.reason)
         rollout.reward += float(step.get("reward").sum())
-        if self.rubric is None:
-            rollout.is_scored = rollout.status.is_success
-        elif bool(step.get("is_scored").any()):
+        if self.rubric is not None and bool(step.get("is_scored").any()):
             rollout.is_scored = True
             rollout.breakdown = {
                 key: float(value) for key, value in step.get("reward_breakdown").items() if not value.isnan().any()
             }
-        else:
+        elif self.rubric is not None:
             rollout.error = plain(step.get("score_error"))
         if rollout.status is RolloutStatus.COMPLETED:
             rollout.reason = StopReason.NONE
@@ -168,8 +166,11 @@ class RolloutPlayer:
 
     async def _score_unscored(self, rollout: Rollout) -> None:
         """Score a rollout that ended where no step could: a limit before its first turn, a time-out, a failure."""
-        was_scored = rollout.is_scored or (rollout.error and rollout.status.is_success)
-        if self.rubric is None or self.rubric.is_group_scored or was_scored:
+        if self.rubric is None:
+            rollout.is_scored = rollout.status.is_success  # its reward is what its environment gave
+            return
+        is_scoring_failed = rollout.status.is_success and bool(rollout.error)
+        if rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored:
             return
         score = await self.rubric.score(as_scored(rollout))
         rollout.reward, rollout.breakdown, rollout.is_scored = score.reward, score.breakdown, score.is_scored
