@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Before torch is imported: its idle threads would otherwise spin on the cores that the engine's process needs.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,7 @@ def test_a_head_left_behind_would_be_seen_by_the_comparison(sender, vllm_engine,
 
 def test_requests_in_flight_survive_updates_and_use_no_old_block(sender, vllm_engine, reference_model):
     prompt_ids = [1, 4093, 198, 1348, 314, 260, 3575]
-    num_requests, num_tokens, num_updates = 32, 96, 3
+    num_requests, num_tokens, num_updates = 32, 64, 3
     states = {vllm_engine.policy_version: _copy(reference_model)}
 
     async def run():
