@@ -43,6 +43,9 @@ def engine_variables(*, num_cpu_threads: int, log_level: str, compile_model: boo
         # Threads that spin for long between parallel regions starve whoever else needs the core, their own partners
         # too: beside another busy process this is worth a factor of 2 to 10, alone it costs nothing.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
+        # A weight update allocates each layer anew; memory that is kept instead of given back saves a fifth of it.
+        "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(1 << 30)),
+        "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", str(1 << 32)),
         "TOKENIZERS_PARALLELISM": "false",
     }
     if log_level != "DEBUG":
