@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,24 +11,26 @@ from llmrl.policies.base import LLMWrapperBase
 from llmrl.rendering import Renderer
 
 if TYPE_CHECKING:
-    from llmrl.engines import AsyncVLLM
+    from llmrl.engines import AsyncVLLM, EngineReplicas
 
 
 class vLLMWrapper(LLMWrapperBase):
     """Generates with vLLM.
 
     Args:
-        model: an `AsyncVLLM`, or the name or folder of a model, for which an engine is started.
+        model: an `AsyncVLLM`, `EngineReplicas` of them, or the name or folder of a model, for which an engine is
+            started.
         tokenizer, renderer: of the model; loaded from it when neither is given.
         input_mode, generate_kwargs, conversation_mode, fork_threshold_tokens: see `LLMWrapperBase`.
 
     Raises:
         ImportError: when vLLM is not installed, naming the extra.
+        ValueError: without tokenizer and renderer, where they cannot be loaded from the model.
     """
 
     def __init__(
         self,
-        model: AsyncVLLM | str,
+        model: AsyncVLLM | EngineReplicas | str | os.PathLike[str],
         *,
         tokenizer: Any = None,
         renderer: Renderer | None = None,
@@ -38,8 +41,10 @@ class vLLMWrapper(LLMWrapperBase):
     ) -> None:
         from llmrl.engines import AsyncVLLM
 
-        engine = model if isinstance(model, AsyncVLLM) else AsyncVLLM.from_pretrained(str(model))
-        if tokenizer is None and renderer is None:
+        engine: Any = AsyncVLLM.from_pretrained(model) if isinstance(model, (str, os.PathLike)) else model
+        if tokenizer is None and renderer is None and input_mode != "tokens":
+            if not isinstance(engine, AsyncVLLM):
+                raise ValueError("tokenizer or renderer is needed where model is not an AsyncVLLM or a name.")
             tokenizer = engine.get_tokenizer()
         super().__init__(
             engine,

@@ -7,8 +7,12 @@ python sota-implementations/grpo/grpo-sync.py run.path=runs/mine resume=true
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
+
+# Before torch: idle threads that spin would take the engine's cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import hydra
 import torch
@@ -42,7 +46,6 @@ class Run:
         model_path = str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
 
         # The engine: vLLM in a process of its own, on all cores, since nothing trains while it generates.
-        console.print("starting the engine …")
         self.engine = AsyncVLLM.from_pretrained(model_path, max_model_len=cfg.model.max_model_len, seed=cfg.seed)
         console.print(f"engine ready after {self.engine.start_s:.0f} s")
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -71,9 +74,8 @@ class Run:
             autocast_dtype=torch.bfloat16 if cfg.train.bfloat16 else None,
         )
         self.loss = GRPOLoss(actor, clip_epsilon=cfg.train.clip_epsilon)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay
-        )
+        rates = {"lr": cfg.train.learning_rate, "weight_decay": cfg.train.weight_decay}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)
 
         # New weights to the engine, in flight, counted by it.
         self.sender = VLLMWeightSyncScheme().create_sender()
@@ -149,8 +151,8 @@ class Run:
             view.doing("generate")
             batch = next(batches)
             records = [rollout.to_record() for rollout in self.collector.rollouts]
-            collected = {"batch": batch, "metrics": self.collector.report.to_metrics(), "rollouts": records}
-            collected |= self.state()
+            metrics = self.collector.report.to_metrics()
+            collected = {"batch": batch, "metrics": metrics, "rollouts": records, **self.state()}
             self.folder.save_batch(step, collected)
             view.doing("train")
             metrics = self.train_on(step, collected)
@@ -158,8 +160,8 @@ class Run:
             if step % self.cfg.run.sample_every == 0:
                 view.show_sample(max(self.collector.rollouts, key=lambda rollout: rollout.reward))
             if step % self.cfg.run.checkpoint_every == 0:
-                states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-                self.writes.start(self.folder.save_checkpoint, {"step": step, **self.state(), **states})
+                trained = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+                self.writes.start(self.folder.save_checkpoint, {"step": step, **self.state(), **trained})
             if metrics["reward_mean"] >= self.cfg.train.target_reward:
                 break
 
