@@ -52,8 +52,7 @@ def test_every_trained_token_of_a_multi_turn_row_is_what_the_engine_sampled(rows
         (row,) = rollout_rows(rollout)
         trained = row["tokens", "full"][row["masks", "all_assistant_mask"]].tolist()
         assert trained == [token for turn in rollout.conversation.turns for token in turn.completion_ids]
-        last = rollout.conversation.turns[-1]
-        assert row["tokens", "full"].tolist() == list(last.full_ids)
+        assert row["tokens", "full"].tolist() == rollout.conversation.turns[-1].token_ids()
 
 
 def test_multi_turn_log_probs_agree_with_transformers_as_closely_as_single_turn_ones(rows, model_path):
@@ -66,7 +65,7 @@ def test_multi_turn_log_probs_agree_with_transformers_as_closely_as_single_turn_
     first_turn, later_turns = [], []
     for rollout, row, scored in zip(rows, batch.unbind(0), recomputed.unbind(0), strict=True):
         difference = (row["log_probs", "full"] - scored["log_probs", "full"]).abs()
-        num_first = len(rollout.conversation.turns[0].full_ids)
+        num_first = rollout.conversation.turns[0].num_tokens
         mask = row["masks", "all_assistant_mask"]
         first_turn.append(difference[:num_first][mask[:num_first]])
         later_turns.append(difference[num_first:][mask[num_first:]])

@@ -128,7 +128,7 @@ class RolloutPlayer:
         rollout.num_turns += 1
         conversation = plain(element.get("conversation"))
         rollout.conversation, rollout.messages = conversation, conversation.messages
-        rollout.num_completion_tokens += len(conversation.turns[-1].completion_ids)
+        rollout.num_completion_tokens += conversation.node.num_completion_tokens
         finish_reason = plain(element.get("finish_reason"))
         if finish_reason == "length":
             rollout.reason = StopReason.LENGTH
