@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from llmrl.rendering.backend import make_renderer
+from llmrl.rendering.backend import PackageRenderer, make_renderer
 from llmrl.rendering.base import Renderer, RenderingError
 from llmrl.rendering.conversation import Conversation
 from llmrl.rendering.reconciler import Reconciliation, Row, RowBuilder, classify, common_prefix_length, reconcile
 from llmrl.rendering.template import TemplateRenderer
+from llmrl.rendering.tool_calls import TOOL_CALL_PARSERS, ParsedCalls, register_tool_call_parser
 from llmrl.rendering.tree import TurnNode, reconcile_tree
 
 __all__ = [
+    "TOOL_CALL_PARSERS",
     "Conversation",
+    "PackageRenderer",
+    "ParsedCalls",
     "Reconciliation",
     "Renderer",
     "RenderingError",
@@ -23,4 +27,5 @@ __all__ = [
     "make_renderer",
     "reconcile",
     "reconcile_tree",
+    "register_tool_call_parser",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmrl.data import Message, ParsedCompletion, TokenColumns, ToolSchema, Turn
+from llmrl.data import Message, ParsedCompletion, TokenColumns, ToolSchema, check_messages
 from llmrl.rendering.base import Renderer
 from llmrl.rendering.ledger import Column, Ledger
 from llmrl.rendering.reconciler import (
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "token", "message"]
 _MODES = ("auto", "token", "message")
+
+# What a bridge looks at: an end-of-turn token and the white space that templates put behind it.
+_NUM_TAIL_TOKENS = 16
 
 
 class Conversation:
@@ -49,8 +52,8 @@ class Conversation:
     """
 
     __slots__ = (
-        "_held", "_is_prompted", "_num_kept", "_num_tokens", "fork_threshold_tokens", "last", "messages", "mode",
-        "node", "renderer", "tools",
+        "_before", "_held", "_num_kept", "_num_tokens", "fork_threshold_tokens", "last", "messages", "mode", "node",
+        "renderer", "tools",
     )  # fmt: skip
 
     renderer: Renderer | None
@@ -69,7 +72,8 @@ class Conversation:
     _num_tokens: int
     # Tokens of the last turn that the waiting prompt keeps, or that the last turn's prompt kept of its parent.
     _num_kept: int
-    _is_prompted: bool
+    # The value that the waiting prompt was made from; None while no prompt waits.
+    _before: Conversation | None
 
     @classmethod
     def start(
@@ -99,7 +103,7 @@ class Conversation:
             _held=Ledger(),
             _num_tokens=0,
             _num_kept=0,
-            _is_prompted=False,
+            _before=None,
         )
 
     @classmethod
@@ -117,14 +121,19 @@ class Conversation:
 
     # Prompts
 
+    @property
+    def is_prompted(self) -> bool:
+        """Whether a prompt waits for its completion."""
+        return self._before is not None
+
     def with_prompt(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Conversation:
         """The conversation with its next prompt: these messages, up to where the assistant is to speak.
 
         The first prompt is rendered whole; a later one costs only the messages that are new, unless earlier ones, or
-        the tools, were rewritten. The same prompt again gives the same value.
+        the tools, were rewritten. The same prompt again gives the same value; another one replaces it.
 
         Raises:
-            ValueError: without a renderer.
+            TypeError, ValueError: when a message is malformed; without a renderer.
             RenderingError: when the template refuses the messages.
         """
         if self.renderer is None:
@@ -132,59 +141,57 @@ class Conversation:
         messages = tuple(messages)
         tools = tuple(tools) if tools else None
         is_kept = tools == self.tools and _starts_with(messages, self.messages)
-        if self._is_prompted and is_kept and len(messages) == len(self.messages):
-            return self
+        if self._before is not None:
+            if is_kept and len(messages) == len(self.messages):
+                return self
+            return self._before.with_prompt(messages, tools=tools)
+        check_messages(messages[len(self.messages) :] if is_kept else messages)
         is_template_faithful = self.mode == "token" or not self.renderer.is_history_rewritten
-        if self.node is not None and not self._is_prompted and is_kept and is_template_faithful:
-            new_messages = messages[len(self.messages) :]
-            held_ids = self._held.columns.token_ids
-            is_newest = len(held_ids) == self._num_tokens
-            tail = held_ids if is_newest else held_ids[: self._num_tokens]
-            delta = self.renderer.bridge(tail, new_messages, tools=tools)
-            prompted = self._append(delta)
+        if self.node is not None and is_kept and is_template_faithful:
+            tail = self._held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
+            prompted = self._append(self.renderer.bridge(tail, messages[len(self.messages) :], tools=tools))
         else:
-            prompt_ids = self.renderer.render(messages, tools=tools, add_generation_prompt=True)
-            prompted = self._with_whole_prompt(prompt_ids)
+            prompted = self._compared(self.renderer.render(messages, tools=tools, add_generation_prompt=True))
         return prompted._with(messages=messages, tools=tools)
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
-        """The conversation with its next prompt given as ids, [num_prompt_tokens], compared with the held ones."""
-        if self._is_prompted and self.prompt_ids == list(prompt_ids):
-            return self
-        return self._with_whole_prompt(list(prompt_ids))
+        """The conversation with its next prompt given as ids, [num_prompt_tokens], compared with the held ones.
 
-    def _with_whole_prompt(self, prompt_ids: list[int]) -> Conversation:
+        Raises:
+            ValueError: when the prompt is empty.
+        """
+        prompt_ids = list(prompt_ids)
+        if not prompt_ids:
+            raise ValueError("prompt_ids is empty; a prompt has at least one token.")
+        if self._before is not None:
+            return self if self.prompt_ids == prompt_ids else self._before.with_prompt_ids(prompt_ids)
+        return self._compared(prompt_ids)
+
+    def _compared(self, prompt_ids: list[int]) -> Conversation:
         """Compare a whole prompt with the tokens of the last turn: append, realign or fork."""
-        node = self.node
-        if node is None:
-            held = Ledger()
-            held.columns.append_context(prompt_ids)
-            return self._with(_held=held, _num_tokens=len(prompt_ids), _num_kept=0, _is_prompted=True, last=None)
-        columns, num_held = self._turn_columns()
-        num_kept = common_prefix_length(columns.token_ids[:num_held], prompt_ids)
-        if num_kept == num_held and not self._is_prompted:
+        num_kept = common_prefix_length(self.prompt_ids, prompt_ids)
+        if num_kept == self._num_tokens:
             return self._append(prompt_ids[num_kept:])
-        kind = classify(
-            num_held, num_kept, node.num_completion_tokens, fork_threshold_tokens=self.fork_threshold_tokens
-        )
-        rewritten = columns.copy(num_kept)
-        if kind == "forked":
-            rewritten.mark_context(0, num_kept)
+        rewritten = self._rewritten(num_kept)
         rewritten.append_context(prompt_ids[num_kept:])
         return self._with(
-            _held=Ledger(rewritten), _num_tokens=len(prompt_ids), _num_kept=num_kept, _is_prompted=True, last=None
+            _held=Ledger(rewritten), _num_tokens=len(prompt_ids), _num_kept=num_kept, _before=self, last=None
         )
 
-    def _turn_columns(self) -> tuple[TokenColumns, int]:
-        """Columns that start with the last turn's tokens, and how many those are."""
+    def _rewritten(self, num_kept: int) -> TokenColumns:
+        """The row to go on with after its tail was rewritten: shortened, or a new one that holds context alone."""
         assert self.node is not None
-        if not self._is_prompted:
-            return self._held.columns, self._num_tokens
-        # A prompt that is replaced before it was answered: what it appended is left out.
-        if self._num_kept == self.node.num_tokens:
-            return self._held.columns, self._num_kept
-        builder = self._builder()
-        return builder.held, len(builder.held)
+        num_answer = self.node.num_completion_tokens
+        kind = classify(self._num_tokens, num_kept, num_answer, fork_threshold_tokens=self.fork_threshold_tokens)
+        columns = self._held.columns.copy(num_kept)
+        if kind == "forked":
+            columns.mark_context(0, num_kept)
+        # The old columns would be kept whole for the sake of these turns' own tokens.
+        for node in self.node.ancestors():
+            if not node.shares(self._held.columns):
+                break
+            node.own()
+        return columns
 
     def _append(self, context_ids: Sequence[int]) -> Conversation:
         held = self._extendable()
@@ -193,7 +200,7 @@ class Conversation:
             _held=held,
             _num_tokens=self._num_tokens + len(context_ids),
             _num_kept=self._num_tokens,
-            _is_prompted=True,
+            _before=self,
             last=None,
         )
 
@@ -213,7 +220,7 @@ class Conversation:
         Raises:
             ValueError: without a prompt, or when log-probs or versions are missing or short.
         """
-        if not self._is_prompted:
+        if self._before is None:
             raise ValueError("there is no prompt to complete; call with_prompt first.")
         held = self._extendable()
         start = self._num_kept
@@ -223,7 +230,7 @@ class Conversation:
         return self._with(
             _held=held,
             _num_tokens=self._num_tokens + len(token_ids),
-            _is_prompted=False,
+            _before=None,
             node=node,
             last=parsed,
             messages=self.messages if parsed is None else (*self.messages, parsed.message),
@@ -247,16 +254,9 @@ class Conversation:
         return 0 if self.node is None else sum(1 for _ in self.node.ancestors())
 
     @property
-    def turns(self) -> list[Turn]:
-        """Every request and its answer, put together on demand."""
-        if self.node is None:
-            return []
-        turns = []
-        for node in self.node.path():
-            completion_ids = node.completion_ids
-            prompt_ids = node.token_ids()[: node.num_tokens - len(completion_ids)]
-            turns.append(Turn(prompt_ids, completion_ids, node.log_probs, node.versions))
-        return turns
+    def turns(self) -> tuple[TurnNode, ...]:
+        """Every request and its answer, in order; each knows its context and its completion."""
+        return () if self.node is None else tuple(self.node.path())
 
     def tensor_view(self, column: Column) -> torch.Tensor:
         """A column of the held tokens, [num_tokens]: a view that costs what is new since the last one.
@@ -279,22 +279,46 @@ class Conversation:
 
     def __reduce__(self) -> Any:
         # What travels is cloned to its own size: the turns, and the context of a prompt that waits.
-        pending = self._held.columns.token_ids[self._num_kept : self._num_tokens] if self._is_prompted else None
+        pending = None
+        if self._before is not None:
+            context = self._held.columns.token_ids[self._num_kept : self._num_tokens]
+            pending = (self._num_kept, context, self._before.messages, self._before.tools)
         state = (self.renderer, self.mode, self.fork_threshold_tokens, self.messages, self.tools, self.last)
-        return _rebuild, (state, self.node, self._num_kept, pending)
+        return _rebuild, (state, self.node, pending)
+
+    def __deepcopy__(self, memo: object) -> Conversation:
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"Conversation(mode={self.mode!r}, num_turns={self.num_turns}, num_messages={len(self.messages)}, "
+            f"num_tokens={self.num_tokens}, is_prompted={self.is_prompted})"
+        )
 
 
-def _rebuild(state: tuple[Any, ...], node: TurnNode | None, num_kept: int, pending: list[int] | None) -> Conversation:
+def _rebuild(
+    state: tuple[Any, ...], node: TurnNode | None, pending: tuple[int, list[int], Any, Any] | None
+) -> Conversation:
     renderer, mode, fork_threshold_tokens, messages, tools, last = state
     conversation = Conversation.start(renderer, mode=mode, fork_threshold_tokens=fork_threshold_tokens)
     conversation = conversation._with(node=node)
-    builder = conversation._builder()
-    conversation = conversation._with(_held=Ledger(builder.held), _num_tokens=len(builder.held))
+    held = conversation._builder().held
+    conversation = conversation._with(_held=Ledger(held), _num_tokens=len(held))
     if pending is not None:
-        conversation = conversation._with_whole_prompt(builder.held.token_ids[:num_kept] + pending)
+        num_kept, context_ids, messages_before, tools_before = pending
+        conversation = conversation._with(messages=messages_before, tools=tools_before)
+        conversation = conversation._compared(held.token_ids[:num_kept] + context_ids)
     return conversation._with(messages=messages, tools=tools, last=last)
 
 
 def _starts_with(messages: tuple[Message, ...], held: tuple[Message, ...]) -> bool:
-    # Identity first: a history that was only appended to shares its messages.
-    return len(messages) >= len(held) and all(a is b or a == b for a, b in zip(messages, held, strict=False))
+    if len(messages) < len(held):
+        return False
+    if messages[: len(held)] == held:  # by identity first: a history that was only appended to shares its messages
+        return True
+    return all(a is b or _meaning(a) == _meaning(b) for a, b in zip(messages, held, strict=False))
+
+
+def _meaning(message: Message) -> dict[str, Any]:
+    """A message without what says nothing: None, empty text and empty lists count as absent."""
+    return {key: value for key, value in message.items() if value is not None and value != [] and value != ""}

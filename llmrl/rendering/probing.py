@@ -93,6 +93,10 @@ class TemplateProbe:
         text = self.text([_USER], tools=[_TOOL])
         return text is not None and _TOOL_NAME in text
 
+    def is_system_known(self) -> bool:
+        """Whether the template takes a system message."""
+        return self.text([{"role": "system", "content": "s"}, _USER]) is not None
+
     def are_calls_shown(self) -> bool:
         """Whether an assistant's tool calls are rendered."""
         texts = (self.text([_USER, _calling(), *more]) for more in ([_TOOL_RESULT], [_NEXT_USER]))

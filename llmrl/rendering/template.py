@@ -34,8 +34,8 @@ class TemplateRenderer:
     the full rendering. At construction the template is probed: its end-of-turn token is found, `is_history_rewritten`
     is set, and a template for which the delta is not exact is refused.
 
-    A template that does not show tools gets them through the system message, in the Hermes convention
-    (`is_tool_prompt_added`), so that they are never dropped silently.
+    A template that does not show tools gets them through the system message (the first message where it knows no
+    system role), in the Hermes convention (`is_tool_prompt_added`), so that they are never dropped silently.
 
     Args:
         tokenizer: of Hugging Face.
@@ -68,10 +68,12 @@ class TemplateRenderer:
         self._are_arguments_text = False
         self.is_tool_prompt_added = False
         self._are_calls_written = False
+        self._is_system_known = True
         probe = TemplateProbe(self)
         self._are_arguments_text = probe.are_arguments_text()
         self.is_tool_prompt_added = not probe.are_tools_shown()
         self._are_calls_written = not probe.are_calls_shown()
+        self._is_system_known = probe.is_system_known()
         if tool_parser == "auto":
             tool_parser = "hermes" if self.is_tool_prompt_added else choose_tool_call_parser(self.chat_template)
         self.tool_parser = tool_parser
@@ -126,7 +128,7 @@ class TemplateRenderer:
         """
         chat = [self._plain(message) for message in messages]
         if tools and self.is_tool_prompt_added:
-            chat, tools = _with_tool_prompt(chat, tools), None
+            chat, tools = _with_tool_prompt(chat, tools, is_system_known=self._is_system_known), None
         try:
             return self.tokenizer.apply_chat_template(
                 chat,
@@ -232,11 +234,15 @@ def _own_template(tokenizer: Any) -> str:
     return template
 
 
-def _with_tool_prompt(chat: list[dict[str, Any]], tools: Sequence[ToolSchema]) -> list[dict[str, Any]]:
+def _with_tool_prompt(
+    chat: list[dict[str, Any]], tools: Sequence[ToolSchema], *, is_system_known: bool
+) -> list[dict[str, Any]]:
     prompt = _TOOL_PROMPT.format(schemas="\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools))
     if chat and chat[0]["role"] == "system":
         return [{**chat[0], "content": f"{chat[0]['content']}\n\n{prompt}"}, *chat[1:]]
-    return [{"role": "system", "content": prompt}, *chat]
+    if is_system_known or not chat:
+        return [{"role": "system", "content": prompt}, *chat]
+    return [{**chat[0], "content": f"{prompt}\n\n{chat[0]['content']}"}, *chat[1:]]
 
 
 def _with_text_arguments(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,7 +185,8 @@ def reconcile_tree(
                 columns.mark_context(segment.start, segment.start + num_before)
                 num_trained[key] = max(num_trained.get(key, 0), segment.length)
         finished = builder.finish()
-        rows.extend(Row(row.columns, len(rows) + index, row.turn_span) for index, row in enumerate(finished.rows))
+        num_before_leaf = len(rows)
+        rows.extend(Row(row.columns, num_before_leaf + row.row_index, row.turn_span) for row in finished.rows)
         for name, count in finished.counts.items():
             counts[name] = counts.get(name, 0) + count
     return Reconciliation(rows, counts)

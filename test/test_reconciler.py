@@ -1,0 +1,205 @@
+"""The reconciler: small integers, masks by eye."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmrl.data import Turn
+from llmrl.rendering import TurnNode, reconcile, reconcile_tree
+from llmrl.rendering.reconciler import common_prefix_length
+
+
+def turn(prompt, completion, version=0):
+    return Turn(
+        tuple(prompt), tuple(completion), tuple(-token / 100 for token in completion), (version,) * len(completion)
+    )
+
+
+def masks(result):
+    return [[int(trained) for trained in row.columns.is_trained] for row in result.rows]
+
+
+def test_no_turns_give_no_rows():
+    result = reconcile([])
+    assert result.rows == [] and not result.is_trainable
+
+
+def test_clean_turns_make_one_row():
+    result = reconcile([turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6])])
+    assert [row.columns.token_ids for row in result.rows] == [[1, 2, 3, 4, 5, 6]]
+    assert masks(result) == [[0, 0, 1, 1, 0, 1]]
+    assert result.rows[0].turn_span == (0, 2)
+    assert result.counts["num_clean_turns"] == 1
+
+
+def test_realign_overwrites_the_tail_and_keeps_what_stands_before():
+    result = reconcile([turn([1, 2], [3, 4, 5], 7), turn([1, 2, 3, 8, 9], [6], 8)])
+    row = result.rows[0].columns
+    assert row.token_ids == [1, 2, 3, 8, 9, 6]
+    assert masks(result) == [[0, 0, 1, 0, 0, 1]]
+    assert row.log_probs == [0, 0, -0.03, 0, 0, -0.06] and row.versions == [-1, -1, 7, -1, -1, 8]
+    assert result.counts["num_realigned_turns"] == 1 and result.counts["num_realigned_tokens"] == 2
+
+
+@pytest.mark.parametrize(("threshold", "num_rows"), [(3, 1), (2, 2)])
+def test_drift_equal_to_the_threshold_forks(threshold, num_rows):
+    turns = [turn([1], [2, 3, 4]), turn([1, 2, 9], [5])]  # drift 2
+    assert len(reconcile(turns, fork_threshold_tokens=threshold).rows) == num_rows
+
+
+def test_drift_in_an_older_turn_forks():
+    result = reconcile([turn([1], [2, 3]), turn([1, 2, 3, 4], [5]), turn([1, 2, 9, 4, 5, 6], [7])])
+    assert [row.columns.token_ids for row in result.rows] == [[1, 2, 3, 4, 5], [1, 2, 9, 4, 5, 6, 7]]
+    assert masks(result) == [[0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0, 1]]
+    assert [row.turn_span for row in result.rows] == [(0, 2), (2, 3)]
+
+
+def test_drift_in_the_last_context_forks():
+    result = reconcile([turn([1, 2], [3]), turn([1, 9, 3], [4])])
+    assert result.counts["num_forked_turns"] == 1 and len(result.rows) == 2
+
+
+def test_a_realign_that_eats_a_whole_short_answer_is_counted():
+    result = reconcile([turn([1], [2]), turn([1, 9], [3])])
+    assert masks(result) == [[0, 0, 1]]
+    assert result.counts["num_realigned_tokens"] == 1
+
+
+def test_a_row_left_without_trained_tokens_is_dropped_and_flagged():
+    result = reconcile([turn([1], [2]), turn([1, 9], [])])
+    assert not result.is_trainable and result.counts["num_dropped_rows"] == 1
+
+
+def test_long_dropped_reasoning_with_a_short_next_turn_forks_and_trains_both():
+    reasoning = list(range(100, 140))
+    result = reconcile([turn([1], [*reasoning, 2]), turn([1, 2, 3], [4])], fork_threshold_tokens=16)
+    assert masks(result) == [[0] + [1] * 41, [0, 0, 0, 1]]
+
+
+def test_an_empty_completion_leaves_the_row_clean():
+    result = reconcile([turn([1], []), turn([1, 2], [3])])
+    assert masks(result) == [[0, 0, 1]] and result.counts["num_clean_turns"] == 1
+
+
+def test_a_prompt_shorter_than_the_row_is_a_realign_or_a_fork():
+    assert masks(reconcile([turn([1, 2], [3, 4]), turn([1, 2, 3], [5])])) == [[0, 0, 1, 1]]
+    assert masks(reconcile([turn([1, 2], [3]), turn([1], [5])])) == [[0, 0, 1], [0, 1]]
+
+
+def test_a_negative_threshold_is_refused():
+    with pytest.raises(ValueError, match="fork_threshold_tokens"):
+        reconcile([], fork_threshold_tokens=-1)
+
+
+tokens = st.lists(st.integers(0, 3), max_size=8)
+
+
+@st.composite
+def turn_lists(draw):
+    turns, held = [], []
+    for _ in range(draw(st.integers(1, 6))):
+        kept = draw(st.integers(0, len(held)) | st.just(len(held)))
+        prompt = held[:kept] + draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+        turns.append(turn(prompt, draw(tokens), draw(st.integers(0, 5))))
+        held = list(turns[-1].full_ids)
+    return turns
+
+
+@given(turn_lists(), st.integers(0, 6))
+def test_every_sampled_token_is_trained_once_or_counted_as_realigned(turns, threshold):
+    result = reconcile(turns, fork_threshold_tokens=threshold)
+    num_trained = sum(sum(row.columns.is_trained) for row in result.rows)
+    num_sampled = sum(len(each.completion_ids) for each in turns)
+    assert num_trained + result.counts["num_realigned_tokens"] == num_sampled
+    for row in result.rows:
+        columns = row.columns
+        assert len(columns.token_ids) == len(columns.is_trained) == len(columns.log_probs) == len(columns.versions)
+        assert all(
+            v >= 0 if t else v == -1 and p == 0
+            for t, v, p in zip(columns.is_trained, columns.versions, columns.log_probs, strict=True)
+        )
+        last = turns[row.turn_span[1] - 1]
+        if row is result.rows[-1] and row.turn_span[1] == len(turns):
+            assert tuple(columns.token_ids) == last.full_ids
+    kinds = sum(result.counts[f"num_{kind}_turns"] for kind in ("clean", "realigned", "forked"))
+    assert kinds == len(turns) - 1
+
+
+@given(tokens, tokens)
+def test_common_prefix_is_that_of_the_plain_definition(left, right):
+    expected = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+    assert common_prefix_length(left, right) == expected
+
+
+def to_path(turns):
+    node, held = None, []
+    for each in turns:
+        kept = common_prefix_length(held, list(each.prompt_ids))
+        node = TurnNode(node, kept, each.prompt_ids[kept:], each.completion_ids, each.log_probs, each.versions)
+        held = list(each.full_ids)
+    return node
+
+
+@given(turn_lists(), st.integers(0, 6))
+def test_a_path_of_the_tree_gives_the_rows_of_its_turns(turns, threshold):
+    leaf = to_path(turns)
+    flat, tree = (
+        reconcile(turns, fork_threshold_tokens=threshold),
+        reconcile_tree([leaf], fork_threshold_tokens=threshold),
+    )
+    assert flat.counts == tree.counts
+    assert [row.columns.token_ids for row in flat.rows] == [row.columns.token_ids for row in tree.rows]
+    assert masks(flat) == masks(tree)
+    assert tuple(leaf.token_ids()) == turns[-1].full_ids
+
+
+@st.composite
+def trees(draw):
+    """Nodes whose sampled tokens are all different, so that a trained token tells which one it is."""
+    nodes: list[TurnNode] = []
+    fresh = iter(range(1000, 10**6))
+    for _ in range(draw(st.integers(1, 8))):
+        parent = draw(st.sampled_from([None, *nodes]))
+        num_tokens = 0 if parent is None else parent.num_tokens
+        kept = draw(st.integers(0, num_tokens) | st.just(num_tokens))
+        completion = [next(fresh) for _ in range(draw(st.integers(0, 4)))]
+        context = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+        nodes.append(TurnNode(parent, kept, context, completion, [-0.5] * len(completion), [1] * len(completion)))
+    parents = {id(node.parent) for node in nodes}
+    return nodes, [node for node in nodes if id(node) not in parents]
+
+
+@given(trees(), st.integers(0, 6))
+def test_no_token_of_a_tree_is_trained_twice_and_none_is_lost_but_to_a_realign(tree, threshold):
+    nodes, leaves = tree
+    result = reconcile_tree(leaves, fork_threshold_tokens=threshold)
+    trained = [
+        t
+        for row in result.rows
+        for t, is_trained in zip(row.columns.token_ids, row.columns.is_trained, strict=True)
+        if is_trained
+    ]
+    assert len(trained) == len(set(trained))
+    sampled = {token for node in nodes for token in node.completion_ids}
+    assert set(trained) <= sampled
+    if result.counts["num_realigned_tokens"] == 0:
+        assert set(trained) == sampled
+    assert [row.row_index for row in result.rows] == list(range(len(result.rows)))
+
+
+def test_the_tail_that_one_branch_realigned_is_trained_by_the_branch_that_kept_it():
+    root = TurnNode(None, 0, [1], [2, 3], [-0.1, -0.2], [0, 0])
+    leaves = [TurnNode(root, 2, [9], [4], [-0.3], [0]), TurnNode(root, 3, [8], [5], [-0.4], [0])]
+    result = reconcile_tree(leaves)
+    assert [row.columns.token_ids for row in result.rows] == [[1, 2, 9, 4], [1, 2, 3, 8, 5]]
+    assert masks(result) == [[0, 1, 0, 1], [0, 0, 1, 0, 1]]
+
+
+def test_a_node_refuses_to_keep_more_than_its_parent_has():
+    root = TurnNode(None, 0, [1], [2], [-0.1], [0])
+    with pytest.raises(ValueError, match="num_kept_tokens"):
+        TurnNode(root, 3, [], [4], [-0.1], [0])
