@@ -129,7 +129,8 @@ def run() -> dict[str, Any]:
     console.print(f"Stored tokens over final length: {stored:.3f} (goal {GOAL_STORED}).")
     console.print(
         f"Message mode at turn {LAST}, nothing rewritten: {message_share:+.2%} of the time that generating the answer "
-        f"takes at {TOKENS_PER_SECOND:.0f} tokens/s (goal {GOAL_MESSAGE_SHARE:.0%}); rendering afresh: {afresh_share:+.2%}."
+        f"takes at {TOKENS_PER_SECOND:.0f} tokens/s (goal {GOAL_MESSAGE_SHARE:.0%}); "
+        f"rendering afresh: {afresh_share:+.2%}."
     )
     medians |= {
         "stored_tokens_over_length": round(stored, 4),
