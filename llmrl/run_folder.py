@@ -52,7 +52,9 @@ class RunFolder:
                 f"{self.path} holds a run already; continue it with resume=true, or name another folder."
             )
         if resume and not has_run:
-            raise FileNotFoundError(f"{self.path} holds no run to resume; start it without resume=true.")
+            raise FileNotFoundError(
+                f"{self.path} holds no run to resume; name its folder with run.path, or start one without resume=true."
+            )
         self.batches_path.mkdir(parents=True, exist_ok=True)
         self._tensorboard: Any = None
 

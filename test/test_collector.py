@@ -13,7 +13,7 @@ from llmrl.data import RolloutStatus, StopReason
 from llmrl.engines import ScriptedEngine
 from llmrl.envs import ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
-from llmrl.rewards import Rubric, Score
+from llmrl.rewards import RewardFn, Rubric, Score
 from llmrl.transforms import RubricReward
 
 DATASET = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(4)]
@@ -201,6 +201,22 @@ def test_batches_without_anything_to_train_on_warn_then_raise(make_policy, caplo
     with collect_groups(make_policy(max_model_len=16)) as collector, pytest.raises(CollectionStalled, match="too_long"):
         next(iter(collector))
     assert "nothing to train on" in caplog.text
+
+
+def test_an_authors_mistake_is_named_when_nothing_can_be_scored(make_policy):
+    env = DatasetChatEnv(DATASET, repeats=2).append_transform(RubricReward(RewardFn(lambda anwser: 1, name="typo")))
+    with collect_groups(make_policy(), env) as collector, pytest.raises(CollectionStalled, match="anwser"):
+        next(iter(collector))
+
+
+def test_whatever_an_engine_raises_settles_the_rollout(make_policy):
+    policy = make_policy()
+    policy.engine.fail_next(1, ValueError("refused"))
+    with collect_groups(policy) as collector:
+        refused, fine = collector.play(2)
+    assert (refused.status, refused.reason) == (RolloutStatus.ERROR, StopReason.ENGINE_ERROR)
+    assert "refused" in refused.error
+    assert fine.status is RolloutStatus.COMPLETED
 
 
 def test_conversations_do_not_wait_for_each_other(make_policy):

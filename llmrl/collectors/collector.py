@@ -153,12 +153,12 @@ class LLMCollector:
         self._num_empty_batches = 0 if batch is not None else self._num_empty_batches + 1
         if self._num_empty_batches:
             assert self.report is not None
-            dropped = self.report.num_dropped_by_reason
-            logger.warning("nothing to train on in this batch; rollouts dropped by reason: %s", dropped)
+            errors = [rollout.error for rollout in rollouts if rollout.error]
+            why = f"rollouts dropped by reason: {self.report.num_dropped_by_reason}"
+            why += f"; the first error: {errors[0]}" if errors else ""
+            logger.warning("nothing to train on in this batch; %s", why)
             if self._num_empty_batches >= MAX_EMPTY_BATCHES:
-                raise CollectionStalled(
-                    f"{MAX_EMPTY_BATCHES} batches in a row had nothing to train on; dropped by reason: {dropped}."
-                )
+                raise CollectionStalled(f"{MAX_EMPTY_BATCHES} batches in a row had nothing to train on; {why}.")
         return batch
 
     def _collect_steps(self, num_turns: int) -> list[TensorDictBase]:

@@ -81,10 +81,9 @@ class RolloutPlayer:
             async with asyncio.timeout(self.limits.rollout_timeout_seconds):
                 await self._play(element, rollout)
         except TimeoutError:
-            rollout.reason = StopReason.TIMEOUT
-            rollout.status = RolloutStatus.TRUNCATED
-        except EngineError as error:
-            self._fail(rollout, StopReason.ENGINE_ERROR, error)
+            self._end(rollout, StopReason.TIMEOUT)
+        except Exception as error:
+            self._end(rollout, StopReason.ENGINE_ERROR, error)
         finally:
             await self.stepper.release(element)
         rollout.seconds = time.perf_counter() - started
@@ -97,21 +96,20 @@ class RolloutPlayer:
                 conversation = self.policy.prepare(element)
             except Exception as error:
                 # A template that refuses the messages which the environment appended.
-                return self._fail(rollout, StopReason.ENVIRONMENT_ERROR, error)
+                return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
             rollout.conversation, rollout.messages = conversation, conversation.messages
             if conversation.num_tokens > self.max_prompt_tokens:
-                rollout.reason, rollout.status = StopReason.PROMPT_TOO_LONG, RolloutStatus.TRUNCATED
-                return None
+                return self._end(rollout, StopReason.PROMPT_TOO_LONG)
             element.set("conversation", NonTensorData(conversation))
             element = await self._generate(element, rollout)
             element.set(("rollout", "reason"), NonTensorData(rollout.reason))
             try:
                 stepped, root = await self.stepper.step(element)
             except Exception as error:
-                return self._fail(rollout, StopReason.ENVIRONMENT_ERROR, error)
+                return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
             error_text = plain(stepped.get(("next", "env_error"), ""))
             if error_text:
-                return self._fail(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
+                return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
             if self._settle(rollout, stepped):
                 return None
             element = root
@@ -173,11 +171,13 @@ class RolloutPlayer:
         if rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored:
             return
         score = await self.rubric.score(as_scored(rollout))
-        rollout.reward, rollout.breakdown, rollout.is_scored = score.reward, score.breakdown, score.is_scored
+        rollout.reward += score.reward
+        rollout.breakdown, rollout.is_scored = score.breakdown, score.is_scored
         rollout.error = rollout.error or score.error
 
     @staticmethod
-    def _fail(rollout: Rollout, reason: str, error: BaseException | str) -> None:
+    def _end(rollout: Rollout, reason: str, error: BaseException | str = "") -> None:
+        """End a rollout between two steps, with what it had."""
         rollout.reason = reason
         rollout.status = decide_status(is_terminated=False, reason=reason)
         rollout.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"

@@ -40,7 +40,7 @@ class Run:
         self.cfg, self.console = cfg, console
         self.folder = RunFolder(cfg.run.path, resume=cfg.resume)
         self.logged_steps = {row["step"] for row in self.folder.read_metrics()}
-        OmegaConf.save(cfg, self.folder.path / "config.yaml")
+        OmegaConf.save(cfg, self.folder.path / "config.yaml", resolve=True)
         torch.manual_seed(cfg.seed)
         disable_progress_bar()  # the live view owns the terminal
         model_path = str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
