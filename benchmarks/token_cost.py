@@ -97,17 +97,21 @@ def run() -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(ensure_embedded_model())
     renderer = TemplateRenderer(tokenizer)
-    # The same template, treated as one that rewrites history: every prompt is rendered afresh and compared.
-    afresh = copy.copy(renderer)
-    afresh.is_history_rewritten = True
+    # The same template, treated as one that rewrites history, in conversations that it rewrites and that it does not:
+    # with reasoning every prompt is rendered afresh and compared.
+    rewriting = copy.copy(renderer)
+    rewriting.is_history_rewritten = True
+    rewriting._rewriting_features = frozenset({frozenset({"reasoning"})})
+    always = copy.copy(rewriting)
+    always._rewriting_features = frozenset({frozenset()})
     runs: dict[str, list[list[float]]] = {"bridged": [], "message mode": [], "rendered afresh": []}
     stored = 0.0
     for _ in range(NUM_REPEATS):
         seconds, conversation = ours(renderer, "token")
         runs["bridged"].append(seconds)
         stored = stored_ratio(conversation)
-        runs["message mode"].append(ours(renderer, "message")[0])
-        runs["rendered afresh"].append(ours(afresh, "message")[0])
+        runs["message mode"].append(ours(rewriting, "message")[0])
+        runs["rendered afresh"].append(ours(always, "message")[0])
     runs["TorchRL ChatEnv + History"] = [torchrl_history(tokenizer)]
 
     generation_seconds = len(renderer.encode(ANSWER)) / TOKENS_PER_SECOND

@@ -228,6 +228,19 @@ def test_message_mode_renders_nothing_again_when_nothing_was_rewritten(chatml, m
     answer(conversation.with_prompt([*conversation.messages, user("b")]))
 
 
+@pytest.mark.parametrize(("family", "tools"), [("qwen3", TOOLS), ("mistral", None)])
+def test_message_mode_compares_only_conversations_that_the_template_rewrites(model_path, family, tools, monkeypatch):
+    renderer = family_renderer(model_path, family)
+    assert renderer.is_history_rewritten
+    conversation = Conversation.start(renderer, mode="message").with_prompt([user("a")], tools=tools)
+    conversation = answer(conversation, f"b{END_OF_TURN[family]}")
+    with monkeypatch.context() as patched:
+        patched.setattr(renderer, "render", lambda *args, **kwargs: pytest.fail("rendered afresh"))
+        bridged = conversation.with_prompt([*conversation.messages, user("c")], tools=tools)
+    expected = renderer.render(bridged.messages, tools=tools, add_generation_prompt=True)
+    assert renderer.decode(bridged.prompt_ids) == renderer.decode(expected)
+
+
 def test_continuing_a_value_twice_branches(chatml):
     root = answer(Conversation.start(chatml).with_prompt([user("a")]))
     before = root.prompt_ids

@@ -55,6 +55,7 @@ def test_bridging_equals_full_rendering(model_path, family, contents, is_closed)
             held += renderer.stop_token_ids[:1]
         held += renderer.bridge(held, messages[index + 1 : index + 2])
     full = renderer.render(messages, add_generation_prompt=True)
+    assert full == renderer.encode(renderer.render_text(messages, add_generation_prompt=True))
     assert renderer.decode(held) == renderer.decode(full)
     if family == "chatml" and all(content.isascii() for content in contents):
         assert held == full

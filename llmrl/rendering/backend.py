@@ -92,6 +92,10 @@ class PackageRenderer:
         except Exception as error:
             raise RenderingError(f"renderers refuses the messages: {type(error).__name__}: {error}") from error
 
+    def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
+        """Whether some turn may be rendered differently once others follow: the package says it for all or none."""
+        return self.is_history_rewritten
+
     def bridge(
         self,
         token_ids: Sequence[int],

@@ -35,6 +35,10 @@ class Renderer(Protocol):
         """
         ...
 
+    def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
+        """Whether some turn of this conversation may be rendered differently once others follow."""
+        ...
+
     def bridge(
         self,
         token_ids: Sequence[int],

@@ -146,7 +146,7 @@ class Conversation:
                 return self
             return self._before.with_prompt(messages, tools=tools)
         check_messages(messages[len(self.messages) :] if is_kept else messages)
-        is_template_faithful = self.mode == "token" or not self.renderer.is_history_rewritten
+        is_template_faithful = self.mode == "token" or not self.renderer.may_rewrite(messages, tools=tools)
         if self.node is not None and is_kept and is_template_faithful:
             tail = self._held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
             prompted = self._append(self.renderer.bridge(tail, messages[len(self.messages) :], tools=tools))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data import Message
 from llmrl.rendering.base import RenderingError
+from llmrl.rendering.reasoning import CLOSING
 
 if TYPE_CHECKING:
     from llmrl.rendering.template import TemplateRenderer
@@ -42,6 +43,22 @@ def _calling(name: str = _TOOL_NAME, call_id: str = "call00000") -> Message:
         "content": "",
         "tool_calls": [{"type": "function", "id": call_id, "function": function}],
     }
+
+
+def chat_features(messages: Iterable[Message], tools: Sequence[Any] | None) -> frozenset[str]:
+    """What of a conversation makes some templates rewrite its earlier turns.
+
+    Example:
+        >>> sorted(chat_features([{"role": "assistant", "content": "", "reasoning_content": "r"}], tools=None))
+        ['reasoning']
+    """
+    features = {"tools"} if tools else set()
+    for message in messages:
+        if "reasoning_content" in message or CLOSING in (message.get("content") or ""):
+            features.add("reasoning")
+        if message.get("tool_calls"):
+            features.add("tool calls")
+    return frozenset(features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +179,12 @@ class TemplateProbe:
         offset, _, token_id = min(found)
         return offset, token_id
 
-    def is_history_rewritten(self, *, is_reasoning_read: bool) -> bool:
-        """Whether some turn is rendered differently once others follow it."""
-        return any(
-            self._is_rewritten(tools, answer, following, is_reasoning_read)
+    def rewriting_features(self, *, is_reasoning_read: bool) -> frozenset[frozenset[str]]:
+        """The sets of `chat_features` with which some turn is rendered differently once others follow it."""
+        return frozenset(
+            chat_features([answer], tools)
             for tools, answer, following in self._turns()
+            if self._is_rewritten(tools, answer, following, is_reasoning_read)
         )
 
     @staticmethod
@@ -217,7 +235,7 @@ class TemplateProbe:
                     continue  # the template refuses such a conversation anyway
                 full = self.renderer.encode(text)
                 delta = self.renderer.bridge([], [following], tools=tools)
-                if full[-len(delta) :] != delta:
+                if full[-len(delta) :] != delta or self.renderer.encode_turns(text) != full:
                     roles = [message["role"] for message in history]
                     raise RenderingError(
                         f"The chat template writes {following['role']} messages after {roles} differently than after "

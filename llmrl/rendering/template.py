@@ -9,9 +9,12 @@ from typing import Any
 
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.rendering.base import RenderingError
-from llmrl.rendering.probing import ANSWER, Ending, TemplateProbe
+from llmrl.rendering.probing import ANSWER, Ending, TemplateProbe, chat_features
 from llmrl.rendering.reasoning import CLOSING, OPENING, split_reasoning
 from llmrl.rendering.tool_calls import choose_tool_call_parser, find_tool_call_parser
+
+# A few megabytes.
+_NUM_REMEMBERED_TURNS = 4096
 
 TOOL_ROLES = ("tool", "function", "ipython")
 
@@ -90,7 +93,10 @@ class TemplateRenderer:
         endings = [ending for ending in (self._answer_ending, self._call_ending) if ending is not None]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ending.token_id for ending in endings))
         self._end_ids = frozenset({*self.stop_token_ids, getattr(tokenizer, "eos_token_id", None)} - {None})
-        self.is_history_rewritten: bool = probe.is_history_rewritten(is_reasoning_read=reasoning_parser == "think")
+        self._rewriting_features = probe.rewriting_features(is_reasoning_read=reasoning_parser == "think")
+        self.is_history_rewritten: bool = bool(self._rewriting_features)
+        self._end_text = self.decode(self.stop_token_ids[:1])
+        self._turn_ids: dict[str, list[int]] = {}
         probe.check_bridge()
 
     @classmethod
@@ -112,7 +118,8 @@ class TemplateRenderer:
         Raises:
             RenderingError: when the template refuses the messages.
         """
-        return self.encode(self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt))
+        text = self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.encode_turns(text)
 
     def render_text(
         self,
@@ -143,6 +150,17 @@ class TemplateRenderer:
             raise RenderingError(
                 f"The chat template refuses messages with roles {roles}: {type(error).__name__}: {error}"
             ) from error
+
+    def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
+        """Whether some turn of this conversation may be rendered differently once others follow.
+
+        A template that drops earlier reasoning rewrites nothing where there is none, nor one that moves the tools'
+        schemas where there are none: those conversations need no comparison.
+        """
+        if not self.is_history_rewritten:
+            return False
+        features = chat_features(messages, tools)
+        return any(rewriting <= features for rewriting in self._rewriting_features)
 
     def bridge(
         self,
@@ -199,6 +217,23 @@ class TemplateRenderer:
     def encode(self, text: str) -> list[int]:
         """Token ids of templated text; special tokens are recognised, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_turns(self, text: str) -> list[int]:
+        """As `encode`, turn by turn: tokenizing is nine tenths of a rendering, and most turns were rendered before."""
+        token_ids: list[int] = []
+        *turns, rest = text.split(self._end_text)
+        for turn in turns:
+            turn_ids = self._turn_ids.get(turn)
+            if turn_ids is None:
+                turn_ids = self.encode(turn + self._end_text)
+                if len(self._turn_ids) >= _NUM_REMEMBERED_TURNS:
+                    self._turn_ids.clear()
+                self._turn_ids[turn] = turn_ids
+            token_ids += turn_ids
+        return token_ids + self.encode(rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_turn_ids": {}}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
