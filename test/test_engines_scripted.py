@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import statistics
 
 import pytest
+import virtual_time
 
 from llmrl.engines import Engine, EngineError, SamplingConfig, ScriptedEngine
+from llmrl.engines.distributions import answers_of_length, log_normal, with_stragglers
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 
@@ -139,3 +143,134 @@ def test_requests_are_recorded():
     engine = ScriptedEngine([[1]])
     generate(engine, [3, 4], routing_key="group")
     assert engine.requests == [([3, 4], SAMPLING, "group")]
+
+
+# -- on a clock that jumps
+
+
+def test_hours_of_latency_pass_at_once_in_virtual_time():
+    async def run():
+        engine = ScriptedEngine([list(range(4))], latency_s=lambda prompt, answer: 3600.0 * len(answer))
+        await asyncio.gather(*(engine.generate([1], SAMPLING.with_changes(max_new_tokens=n)) for n in (1, 2, 4)))
+        return asyncio.get_running_loop().time(), engine.busy_s
+
+    assert virtual_time.run(run()) == (pytest.approx(4 * 3600.0), pytest.approx(7 * 3600.0))
+
+
+def test_no_more_than_max_num_seqs_are_served_at_once_and_in_order():
+    async def run():
+        engine = ScriptedEngine([[1]], latency_s=1.0, max_num_seqs=2)
+        loop, ends = asyncio.get_running_loop(), []
+
+        async def one(name):
+            await engine.generate([1], SAMPLING, request_id=name)
+            ends.append((name, loop.time()))
+
+        await asyncio.gather(*(one(name) for name in "abcde"))
+        return ends
+
+    ends = virtual_time.run(run())
+    assert [name for name, _ in ends] == list("abcde")
+    assert [end for _, end in ends] == pytest.approx([1, 1, 2, 2, 3])
+
+
+def test_aborted_and_cancelled_requests_leave_their_place():
+    async def run():
+        engine = ScriptedEngine([[1]], latency_s=1.0, max_num_seqs=1)
+        running, queued, aborted, last = (
+            asyncio.create_task(engine.generate([1], SAMPLING, request_id=name)) for name in "abcd"
+        )
+        await asyncio.sleep(0.5)
+        queued.cancel()
+        await engine.abort("c")
+        running.cancel()
+        results = await asyncio.gather(running, queued, aborted, last, return_exceptions=True)
+        return results, asyncio.get_running_loop().time(), engine.num_in_flight
+
+    (running, queued, aborted, last), now_s, num_in_flight = virtual_time.run(run())
+    assert isinstance(running, asyncio.CancelledError)
+    assert isinstance(queued, asyncio.CancelledError)
+    assert (aborted.finish_reason, aborted.token_ids, last.token_ids) == ("abort", [], [1])
+    assert (now_s, num_in_flight) == (pytest.approx(1.5), 0)
+
+
+def test_versions_and_aborted_tokens_follow_the_virtual_clock():
+    async def run():
+        engine = ScriptedEngine([list(range(10))], latency_s=10.0)
+        tasks = [
+            asyncio.create_task(engine.generate([1], SamplingConfig(max_new_tokens=10), request_id=name))
+            for name in "ab"
+        ]
+        await asyncio.sleep(4.5)
+        engine.policy_version = 1
+        await asyncio.sleep(3.0)
+        await engine.abort("a")
+        return await asyncio.gather(*tasks)
+
+    aborted, whole = virtual_time.run(run())
+    assert aborted.versions == [0] * 4 + [1] * 3
+    assert whole.versions == [0] * 4 + [1] * 6
+
+
+@pytest.mark.parametrize(("mode", "num_tokens", "end_s"), [("keep", 10, 110.0), ("abort", 4, 4.5)])
+def test_a_pause_holds_or_ends_what_is_in_flight(mode, num_tokens, end_s):
+    async def run():
+        engine = ScriptedEngine([list(range(10))], latency_s=10.0)
+        task = asyncio.create_task(engine.generate([1], SamplingConfig(max_new_tokens=10)))
+        loop = asyncio.get_running_loop()
+        task.add_done_callback(lambda _: ends.append(loop.time()))
+        ends = []
+        await asyncio.sleep(4.5)
+        engine.pause(mode)
+        late = asyncio.create_task(engine.generate([1], SamplingConfig(max_new_tokens=1)))
+        await asyncio.sleep(100.0)
+        assert not late.done()
+        engine.resume()
+        await late
+        return len((await task).token_ids), ends, loop.time()
+
+    done, ends, now_s = virtual_time.run(run())
+    assert (done, ends, now_s) == (num_tokens, [pytest.approx(end_s)], pytest.approx(114.5))
+
+
+def test_a_pause_may_wait_for_what_is_in_flight():
+    async def run():
+        engine = ScriptedEngine([[1]], latency_s=0.1)
+        task = asyncio.create_task(engine.generate([1], SAMPLING))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.pause, "wait")
+        return task.done() or engine.num_in_flight
+
+    assert asyncio.run(run()) in (True, 0)
+
+
+def test_a_hanging_request_ends_when_it_is_aborted_or_cancelled():
+    async def run():
+        engine = ScriptedEngine([[1, 2]], latency_s=1.0)
+        engine.hang_next(2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.generate([1], SAMPLING), 1e6)
+        task = asyncio.create_task(engine.generate([1], SAMPLING, request_id="a"))
+        await asyncio.sleep(10)
+        await engine.abort("a")
+        return await task, await engine.generate([1], SAMPLING), engine.num_in_flight
+
+    aborted, served, num_in_flight = virtual_time.run(run())
+    assert (aborted.finish_reason, aborted.token_ids, served.token_ids, num_in_flight) == ("abort", [], [1, 2], 0)
+
+
+def test_drawn_latencies_and_lengths_are_as_asked_and_repeat():
+    draws = [log_normal(2.0, 0.5, seed=3) for _ in range(2)]
+    first, again = ([draw() for _ in range(2000)] for draw in draws)
+    assert first == again
+    assert statistics.median(first) == pytest.approx(2.0, rel=0.1)
+    assert statistics.stdev(map(math.log, first)) == pytest.approx(0.5, rel=0.1)
+    straggling = with_stragglers(log_normal(1.0, 0.0), 20.0, one_in=50)
+    values = [straggling() for _ in range(10000)]
+    assert 120 < values.count(20.0) < 280
+    script = answers_of_length(log_normal(0.2, 0.0), end_token_id=9)
+    assert script([1]) == [9]
+    with pytest.raises(ValueError, match="median"):
+        log_normal(0.0)
+    with pytest.raises(ValueError, match="one_in"):
+        with_stragglers(straggling, 1.0, one_in=0)

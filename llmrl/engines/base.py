@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["keep", "wait", "abort"]
+"""What a pause does to requests in flight: they stay, are finished first, or end now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,15 @@
-"""`ScriptedEngine`: an engine whose completions are written down, for tests and for measuring overhead."""
+"""`ScriptedEngine`: an engine whose completions are written down, for tests, simulation and measuring overhead."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig, completion_budget
+from llmrl.engines.base import Completion, EngineError, FinishReason, PauseMode, SamplingConfig, completion_budget
+from llmrl.engines.scripted_flight import Flight
 
 Answer = str | Sequence[int]
 """A completion as text (encoded with the engine's `encode`) or as token ids."""
@@ -18,16 +19,23 @@ Script = Sequence[Answer] | Callable[[list[int]], Answer]
 class ScriptedEngine:
     """Completions from a list (in turn, again from the start at the end) or from a function of the prompt ids.
 
+    It waits on the clock of the event loop that awaits it, so that on a loop of virtual time hours pass in seconds.
+    A script that is a function may raise, which is what its request then raises.
+
     Args:
         script: answers, or a function of the prompt's token ids.
         encode: text to token ids; needed where answers are text.
         log_prob: of every token, or a function of the answer's token ids to `[num_tokens]` values.
         latency_s: of a request, or a function of the prompt's and the answer's token ids to seconds.
         max_model_len: prompt and completion together, in tokens.
+        max_num_seqs: requests served at once, the others wait in order; no limit when not given. With a limit, all
+            requests must come from one event loop.
         stop_token_ids: tokens that end a completion, beside those of a request.
         decode: token ids to text; needed where requests have stop strings.
+        record_requests: keep every request in `requests`; not where there are millions.
 
     Example:
+        >>> import asyncio
         >>> engine = ScriptedEngine([[1, 2, 3]])
         >>> asyncio.run(engine.generate([7], SamplingConfig(max_new_tokens=2))).token_ids
         [1, 2]
@@ -42,7 +50,9 @@ class ScriptedEngine:
         log_prob: float | Callable[[list[int]], Sequence[float]] = -1.0,
         latency_s: float | Callable[[list[int], list[int]], float] = 0.0,
         max_model_len: int = 8192,
+        max_num_seqs: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        record_requests: bool = True,
     ) -> None:
         if not callable(script):
             if isinstance(script, str) or not script:
@@ -51,16 +61,25 @@ class ScriptedEngine:
             self._answer: Callable[[list[int]], Answer] = lambda prompt_ids: next(answers)
         else:
             self._answer = script
+        if max_num_seqs is not None and max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs!r}.")
         self.max_model_len = max_model_len
         self.requests: list[tuple[list[int], SamplingConfig, str]] = []
         """Prompt ids, sampling and routing key ("" for none) of every request so far."""
+        self.busy_s = 0.0
+        """Seconds that requests were being served, all added up, on their loop's clock."""
         self._encode, self._decode, self._log_prob, self._latency_s = encode, decode, log_prob, latency_s
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._max_num_seqs = math.inf if max_num_seqs is None else max_num_seqs
+        self._record_requests = record_requests
         self._policy_version = 0
         self._faults: list[BaseException] = []
-        self._in_flight: dict[str, _Flight] = {}
+        self._num_to_hang = 0
+        self._in_flight: dict[str, Flight] = {}
+        self._queue: OrderedDict[str, Flight] = OrderedDict()
+        self._num_running = 0
         self._ids = itertools.count()
-        self._is_shut_down = False
+        self._is_paused = self._is_shut_down = False
 
     @property
     def policy_version(self) -> int:
@@ -71,8 +90,8 @@ class ScriptedEngine:
     def policy_version(self, version: int) -> None:
         """Tokens of requests in flight that are due later than now get the new version."""
         self._policy_version = version
-        for flight in self._in_flight.values():
-            flight.versions_since.append((time.perf_counter(), version))
+        for flight in list(self._in_flight.values()):
+            flight.add_version(version)
 
     @property
     def is_alive(self) -> bool:
@@ -87,6 +106,31 @@ class ScriptedEngine:
     def fail_next(self, num_requests: int = 1, error: BaseException | None = None) -> None:
         """Make the next requests raise `error`, an `EngineError` when not given."""
         self._faults.extend([error or EngineError("A fault was asked for.")] * num_requests)
+
+    def hang_next(self, num_requests: int = 1) -> None:
+        """Make the next requests wait until they are aborted or cancelled."""
+        self._num_to_hang += num_requests
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop time: requests in flight stay (`keep`), are finished first (`wait`) or end now (`abort`).
+
+        With `wait` it blocks until they have, so it may not be called on their event loop.
+        """
+        self._is_paused = True
+        flights = list(self._in_flight.values())
+        for flight in flights:
+            if mode == "keep":
+                flight.hold()
+            elif mode == "abort":
+                flight.abort()
+        while mode == "wait" and not all(flight.is_done for flight in flights):
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+        for flight in list(self._in_flight.values()):
+            flight.release()
 
     async def generate(
         self,
@@ -109,26 +153,27 @@ class ScriptedEngine:
             raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
         prompt = list(prompt_ids)
         budget = completion_budget(len(prompt), sampling, self.max_model_len)
-        self.requests.append((prompt, sampling, routing_key or ""))
+        if self._record_requests:
+            self.requests.append((prompt, sampling, routing_key or ""))
         if self._faults:
             raise self._faults.pop(0)
         token_ids, finish_reason, stop_string = self._cut(self._token_ids(self._answer(prompt)), sampling, budget)
         latency_s = self._latency_s(prompt, token_ids) if callable(self._latency_s) else self._latency_s
-        flight = _Flight(time.perf_counter(), latency_s, self._policy_version)
-        self._in_flight[request_id] = flight
-        try:
-            if await flight.wait():
-                num_done = flight.num_done(len(token_ids), time.perf_counter())
-                token_ids, finish_reason, stop_string = token_ids[:num_done], "abort", None
-        finally:
-            del self._in_flight[request_id]
+        if self._num_to_hang:
+            self._num_to_hang -= 1
+            latency_s = math.inf
+        flight = Flight(latency_s, self._policy_version)
+        num_tokens = len(token_ids)
+        await self._fly(request_id, flight)
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
+        if flight.is_aborted:
+            token_ids, finish_reason, stop_string = token_ids[: flight.num_done(num_tokens)], "abort", None
         log_prob = self._log_prob
         return Completion(
             token_ids=token_ids,
             log_probs=list(log_prob(token_ids)) if callable(log_prob) else [log_prob] * len(token_ids),
-            versions=flight.versions(len(token_ids)),
+            versions=flight.versions(num_tokens, len(token_ids)),
             finish_reason=finish_reason,
             stop_string=stop_string,
         )
@@ -144,6 +189,31 @@ class ScriptedEngine:
         self._is_shut_down = True
         for flight in list(self._in_flight.values()):
             flight.abort()
+
+    async def _fly(self, request_id: str, flight: Flight) -> None:
+        """Wait for a free sequence, then for the latency; cancelled or not, leave the books right."""
+        self._in_flight[request_id] = flight
+        if self._is_paused:
+            flight.hold()
+        if self._num_running < self._max_num_seqs:
+            self._start(flight)
+        else:
+            self._queue[request_id] = flight
+        try:
+            await flight.wait()
+        finally:
+            del self._in_flight[request_id]
+            if flight.is_started:
+                self.busy_s += flight.elapsed_s
+                self._num_running -= 1
+                if self._queue:
+                    self._start(self._queue.popitem(last=False)[1])
+            else:
+                del self._queue[request_id]
+
+    def _start(self, flight: Flight) -> None:
+        self._num_running += 1
+        flight.start()
 
     def _token_ids(self, answer: Answer) -> list[int]:
         if not isinstance(answer, str):
@@ -173,49 +243,3 @@ class ScriptedEngine:
                 if found is not None:
                     return token_ids[:length], "stop", found
         return token_ids, finish_reason, None
-
-
-class _Flight:
-    """One request: when it started, how long it takes, and which versions it saw since."""
-
-    __slots__ = ("_future", "_latency_s", "_loop", "_start_s", "versions_since")
-
-    def __init__(self, start_s: float, latency_s: float, version: int) -> None:
-        self._start_s, self._latency_s = start_s, latency_s
-        self.versions_since: list[tuple[float, int]] = [(start_s, version)]
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[Any] | None = None
-
-    async def wait(self) -> bool:
-        """Wait for the latency; whether the request was aborted."""
-        if self._latency_s <= 0:
-            return False
-        self._future = self._loop.create_future()
-        try:
-            await asyncio.wait_for(self._future, self._latency_s)
-        except TimeoutError:
-            return False
-        return True
-
-    def abort(self) -> None:
-        """End the wait, from whichever thread."""
-
-        def end() -> None:
-            if self._future is not None and not self._future.done():
-                self._future.set_result(None)
-
-        self._loop.call_soon_threadsafe(end)
-
-    def num_done(self, num_tokens: int, now_s: float) -> int:
-        """Tokens due by `now_s`, were they sampled at a steady pace."""
-        return min(num_tokens, int(num_tokens * (now_s - self._start_s) / self._latency_s))
-
-    def versions(self, num_tokens: int) -> list[int]:
-        """Version of each token: that of the weights when it was due."""
-        if len(self.versions_since) == 1:
-            return [self.versions_since[0][1]] * num_tokens
-        versions = []
-        for index in range(num_tokens):
-            due_s = self._start_s + self._latency_s * (index + 1) / num_tokens
-            versions.append([version for since_s, version in self.versions_since if since_s <= due_s][-1])
-        return versions

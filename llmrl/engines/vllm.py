@@ -10,18 +10,16 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from llmrl.engines.background_loop import BackgroundLoop
-from llmrl.engines.base import Completion, EngineError, SamplingConfig, completion_budget
+from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, completion_budget
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment
 from llmrl.engines.vllm_args import build_engine_args
 from llmrl.engines.vllm_requests import generate_one, sampling_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
-
-PauseMode = Literal["keep", "wait", "abort"]
 
 
 class AsyncVLLM:

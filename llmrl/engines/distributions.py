@@ -1,0 +1,69 @@
+"""Random latencies and lengths for a `ScriptedEngine`, the same at every run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+Draw = Callable[..., float]
+"""A random positive number at each call; arguments are ignored, so that it serves as `latency_s`."""
+
+
+def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
+    """Draw from a log-normal distribution: half lie below `median`, a few far above.
+
+    `sigma` is the standard deviation of the logarithm: with 0.5 one in 43 is above 2.7 times the median.
+
+    Raises:
+        ValueError: when `median` is not positive or `sigma` negative.
+
+    Example:
+        >>> draw = log_normal(2.0, 0.0)
+        >>> round(draw(), 6)
+        2.0
+    """
+    if median <= 0 or sigma < 0:
+        raise ValueError(f"median must be positive and sigma not negative, got {median!r} and {sigma!r}.")
+    generator, location = random.Random(seed), math.log(median)
+
+    def draw(*_: object) -> float:
+        return generator.lognormvariate(location, sigma)
+
+    return draw
+
+
+def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0) -> Draw:
+    """Draw `value` about once in `one_in` calls, from `draw` otherwise.
+
+    Raises:
+        ValueError: when `one_in` is below 1.
+
+    Example:
+        >>> draw = with_stragglers(log_normal(1.0, 0.0), 20.0, one_in=1)
+        >>> draw()
+        20.0
+    """
+    if one_in < 1:
+        raise ValueError(f"one_in must be at least 1, got {one_in!r}.")
+    generator = random.Random(seed)
+
+    def draw_or_straggle(*_: object) -> float:
+        return value if generator.randrange(one_in) == 0 else draw()
+
+    return draw_or_straggle
+
+
+def answers_of_length(draw: Draw, *, token_id: int = 1, end_token_id: int | None = None) -> Callable[..., list[int]]:
+    """A script for a `ScriptedEngine`: answers of drawn length (at least one token), ended by `end_token_id`.
+
+    Example:
+        >>> answers_of_length(log_normal(3.0, 0.0), end_token_id=2)([7, 7])
+        [1, 1, 2]
+    """
+
+    def answer(prompt_ids: list[int]) -> list[int]:
+        num_tokens = max(1, round(draw()))
+        return [token_id] * num_tokens if end_token_id is None else [token_id] * (num_tokens - 1) + [end_token_id]
+
+    return answer

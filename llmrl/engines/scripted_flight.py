@@ -1,0 +1,107 @@
+"""One request to a `ScriptedEngine`: when it is due, and which versions its tokens saw."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+
+class Flight:
+    """Waits out a latency on the clock of the event loop that awaits it, so that a loop of virtual time works.
+
+    Its own time starts with `start` and stands still between `hold` and `release`. Only `wait` and `start` must be
+    called on the loop; the others may come from any thread.
+    """
+
+    __slots__ = ("_end", "_held_s", "_held_since_s", "_start_s", "_versions_since", "is_aborted", "latency_s", "loop")
+
+    def __init__(self, latency_s: float, version: int) -> None:
+        self.latency_s = latency_s
+        self.loop = asyncio.get_running_loop()
+        self.is_aborted = False
+        self._start_s: float | None = None
+        self._held_since_s: float | None = None
+        self._held_s = 0.0
+        self._versions_since: list[tuple[float, int]] = [(0.0, version)]
+        self._end: asyncio.Future[None] = self.loop.create_future()
+
+    def start(self) -> None:
+        """Let its time begin."""
+        self._start_s = self.loop.time()
+        self._check()
+
+    async def wait(self) -> None:
+        """Wait until it is due or aborted."""
+        await self._end
+
+    @property
+    def is_started(self) -> bool:
+        """Whether its time has begun."""
+        return self._start_s is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the wait is over."""
+        return self._end.done()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Its own time so far."""
+        if self._start_s is None:
+            return 0.0
+        now_s = self.loop.time() if self._held_since_s is None else max(self._held_since_s, self._start_s)
+        return now_s - self._start_s - self._held_s
+
+    def hold(self) -> None:
+        """Stop its time."""
+        if self._held_since_s is None:
+            self._held_since_s = self.loop.time()
+
+    def release(self) -> None:
+        """Let its time go on."""
+        if self._held_since_s is not None:
+            if self._start_s is not None:
+                self._held_s += self.loop.time() - max(self._held_since_s, self._start_s)
+            self._held_since_s = None
+            self.loop.call_soon_threadsafe(self._check)
+
+    def abort(self) -> None:
+        """End the wait."""
+        self.is_aborted = True
+        self.loop.call_soon_threadsafe(self._finish)
+
+    def add_version(self, version: int) -> None:
+        """Tokens due from now on have `version`."""
+        self._versions_since.append((self.elapsed_s, version))
+
+    def num_done(self, num_tokens: int) -> int:
+        """Tokens due by now, were they sampled at a steady pace."""
+        if self.latency_s <= 0:
+            return num_tokens
+        if math.isinf(self.latency_s):
+            return 0
+        return min(num_tokens, int(num_tokens * self.elapsed_s / self.latency_s))
+
+    def versions(self, num_tokens: int, num_done: int) -> list[int]:
+        """[num_done] version of each token: that of the weights when it was due."""
+        if len(self._versions_since) == 1:
+            return [self._versions_since[0][1]] * num_done
+        versions = []
+        for index in range(num_done):
+            due_s = self.latency_s * (index + 1) / num_tokens
+            versions.append([version for since_s, version in self._versions_since if since_s <= due_s][-1])
+        return versions
+
+    def _check(self) -> None:
+        # `release` looks again, and so does `start`.
+        if self._end.done() or self._held_since_s is not None or self._start_s is None:
+            return
+        remaining_s = self.latency_s - self.elapsed_s
+        if remaining_s <= 1e-9:  # below the clock's own grain
+            self._finish()
+        elif not math.isinf(remaining_s):
+            self.loop.call_later(remaining_s, self._check)
+
+    def _finish(self) -> None:
+        if not self._end.done():
+            self._end.set_result(None)
