@@ -1,0 +1,130 @@
+"""Admission on demand: how many groups to start so that the next batch comes out exactly full."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class Taken:
+    """What leaves a gate for one batch."""
+
+    group_ids: list[str] = field(default_factory=list)
+    """Delivered, in the order in which they were admitted."""
+    stale_ids: list[str] = field(default_factory=list)
+    """Ready, but too old to be delivered."""
+    staleness: dict[str, int] = field(default_factory=dict)
+    """Versions between a delivered group's start and now."""
+
+
+class DemandGate:
+    """Starts only what a batch that was asked for still lacks, counting what is ready and what is being played.
+
+    What a group holds is counted in units: 1 for a group, its turns, or its tokens. Where a group that was admitted
+    brings nothing (`discard`), exactly one more is admitted: refilled.
+
+    Args:
+        units_per_batch: size of a batch.
+        is_divisible: whether units beyond a batch are kept for the next (turns), or a group stays whole.
+        is_estimated: whether the units of a group are known only when it is ready; its mean is then expected.
+        num_extra: groups started beyond the need, so that the slowest need not be waited for.
+        is_free_running: never wait for demand: a buffer takes whatever comes.
+
+    Raises:
+        ValueError: for a batch of less than one unit.
+
+    Example:
+        >>> gate = DemandGate(2)
+        >>> gate.num_admissible(0)
+        0
+        >>> gate.ask()
+        >>> gate.num_admissible(0)
+        2
+    """
+
+    def __init__(
+        self,
+        units_per_batch: int,
+        *,
+        is_divisible: bool = False,
+        is_estimated: bool = False,
+        num_extra: int = 0,
+        is_free_running: bool = False,
+    ) -> None:
+        if units_per_batch < 1:
+            raise ValueError(f"units_per_batch must be at least 1, got {units_per_batch}.")
+        self.units_per_batch = units_per_batch
+        self.num_extra = num_extra
+        self._is_divisible, self._is_estimated, self._is_free_running = is_divisible, is_estimated, is_free_running
+        self._is_asked = False
+        self._admitted: dict[str, int] = {}  # id: version at admission, in order; being played or ready
+        self._ready: dict[str, int] = {}  # id: units
+        self._ready_units = 0
+        self._credit = 0  # units of divided groups that wait for the next batch
+        self._num_seen, self._num_units_seen = 0, 0
+
+    @property
+    def live_ids(self) -> list[str]:
+        """Groups that are being played or ready, in order of admission."""
+        return list(self._admitted)
+
+    def ask(self) -> None:
+        """The consumer waits for its next batch."""
+        self._is_asked = True
+
+    def num_admissible(self, version: int) -> float:
+        """Groups that may be admitted now."""
+        if self._is_free_running:
+            return math.inf
+        if not self._is_asked:
+            return 0
+        lacking = self.units_per_batch - self._credit - self._ready_units
+        if lacking <= 0:
+            return 0
+        num_open = len(self._admitted) - len(self._ready)
+        if not self._is_estimated:
+            return max(0, lacking + self.num_extra - num_open)
+        if not self._num_seen:  # nothing to estimate by: one after the other until the first is ready
+            return max(0, 1 - num_open)
+        return max(0, math.ceil(lacking / max(1.0, self._num_units_seen / self._num_seen)) - num_open)
+
+    def admit(self, group_id: str, version: int) -> None:
+        """A group was started."""
+        self._admitted[group_id] = version
+
+    def discard(self, group_id: str) -> None:
+        """A group was dropped; its place is free again."""
+        self._admitted.pop(group_id, None)
+        self._ready_units -= self._ready.pop(group_id, 0)
+
+    def ready(self, group_id: str, units: int = 1) -> None:
+        """A group has settled with so many units."""
+        self._ready[group_id] = units
+        self._ready_units += units
+        self._num_seen += 1
+        self._num_units_seen += units
+
+    def take(self, version: int, *, is_last: bool = False) -> Taken | None:
+        """A full batch, or None while there is not enough; with `is_last` whatever there is."""
+        have = self._credit + self._ready_units
+        if have < self.units_per_batch and not (is_last and have):
+            return None
+        taken, units = Taken(), self._credit
+        for group_id in [group_id for group_id in self._admitted if group_id in self._ready]:
+            size = self._ready[group_id]
+            is_full = units >= self.units_per_batch
+            is_too_much = not self._is_divisible and taken.group_ids and units + size > self.units_per_batch
+            if is_full or is_too_much:
+                break
+            units += size
+            taken.group_ids.append(group_id)
+            taken.staleness[group_id] = version - self._admitted[group_id]
+            self.discard(group_id)
+        self._credit = max(0, units - self.units_per_batch) if self._is_divisible else 0
+        self._is_asked = False
+        return taken
+
+    def overdue_ids(self, version: int) -> list[str]:
+        """Groups that can no longer be delivered: none, for demand has no bound on age."""
+        return []

@@ -1,0 +1,175 @@
+"""Groups by counting: a group is ready when all its rollouts have settled; then it is decided what stays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llmrl.data import Rollout
+
+logger = logging.getLogger("llmrl")
+
+
+class DropReason:
+    """Words for why a settled rollout is not delivered; a failed one is dropped by its own reason."""
+
+    UNSCORED = "unscored"
+    NOTHING_TRAINED = "nothing_trained"
+    TRUNCATED = "truncated"
+    FILTERED = "filtered"
+    FAILED_GROUP = "failed_group"
+    TOO_FEW_SURVIVORS = "too_few_survivors"
+    CONSTANT_REWARDS = "constant_rewards"
+    STALE = "stale"
+    OVERSAMPLED = "oversampled"
+
+
+Dropped = tuple[Rollout, str]
+"""A rollout that is not delivered, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """What of a settled group is delivered. Pure: it only reads the rollouts' records.
+
+    Raises:
+        ValueError: when `min_survivors` is below 1.
+
+    Example:
+        >>> rollouts = [Rollout(rollout_id=str(i), group_id="g", sample_index=i, group_size=2, is_scored=i == 0,
+        ...                     num_completion_tokens=3) for i in range(2)]
+        >>> kept, dropped = GroupRules().judge(rollouts)
+        >>> [r.rollout_id for r in kept], [(r.rollout_id, why) for r, why in dropped]
+        (['0'], [('1', 'unscored')])
+    """
+
+    min_survivors: int = 1
+    """Scored rollouts that a group needs."""
+    is_failure_shared: bool = False
+    """Whether one failed rollout takes its whole group along, as it must where a group is scored together."""
+    is_constant_group_dropped: bool = False
+    """Dynamic sampling: groups whose rewards are all equal teach nothing (DAPO, arXiv:2503.14476, equation 11)."""
+    is_truncated_dropped: bool = False
+    """Overlong filtering: rollouts that a limit cut leave batch and baseline (DAPO, section 3.4)."""
+    rollout_filter: Callable[[Rollout], bool] | None = None
+    """Says of each scored rollout whether it is kept."""
+
+    def __post_init__(self) -> None:
+        if self.min_survivors < 1:
+            raise ValueError(f"min_survivors must be at least 1, got {self.min_survivors}.")
+
+    def judge(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Dropped]]:
+        """Divide the settled rollouts of one group into those delivered and those dropped; none gets lost."""
+        reasons = [self._reason(rollout) for rollout in rollouts]
+        kept = [rollout for rollout, reason in zip(rollouts, reasons, strict=True) if not reason]
+        whole = ""
+        if self.is_failure_shared and any(not rollout.status.is_success for rollout in rollouts):
+            whole = DropReason.FAILED_GROUP
+        elif len(kept) < self.min_survivors:
+            whole = DropReason.TOO_FEW_SURVIVORS
+        elif self.is_constant_group_dropped and len({rollout.reward for rollout in kept}) == 1:
+            whole = DropReason.CONSTANT_REWARDS
+        if whole:
+            return [], [(rollout, reason or whole) for rollout, reason in zip(rollouts, reasons, strict=True)]
+        return kept, [(rollout, reason) for rollout, reason in zip(rollouts, reasons, strict=True) if reason]
+
+    def _reason(self, rollout: Rollout) -> str:
+        if not rollout.is_scored:
+            return rollout.reason or DropReason.UNSCORED
+        if not rollout.num_completion_tokens:
+            return rollout.reason or DropReason.NOTHING_TRAINED
+        if self.is_truncated_dropped and rollout.status.name == "TRUNCATED":
+            return DropReason.TRUNCATED
+        if self.rollout_filter is not None and not self.rollout_filter(rollout):
+            return DropReason.FILTERED
+        return ""
+
+
+class GroupCounter:
+    """Counts the settled rollouts of open groups.
+
+    Example:
+        >>> counter = GroupCounter()
+        >>> counter.open("g", 2)
+        >>> first, second = (Rollout(rollout_id=str(i), group_id="g", sample_index=i, group_size=2) for i in (1, 0))
+        >>> counter.settle("g", first) is None
+        True
+        >>> [rollout.sample_index for rollout in counter.settle("g", second)]
+        [0, 1]
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[int, list[Rollout]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, group_id: str, num_rollouts: int) -> None:
+        """Expect so many rollouts of a group.
+
+        Raises:
+            ValueError: when the group is open already, or of no rollout.
+        """
+        if num_rollouts < 1:
+            raise ValueError(f"num_rollouts of group {group_id!r} must be at least 1, got {num_rollouts}.")
+        if group_id in self._open:
+            raise ValueError(f"group {group_id!r} is open already; ids must be unique.")
+        self._open[group_id] = (num_rollouts, [])
+
+    def settle(self, group_id: str, rollout: Rollout) -> list[Rollout] | None:
+        """Count one more; the group's rollouts in order of their samples once all have settled, else None.
+
+        Raises:
+            KeyError: when the group is not open.
+        """
+        num_rollouts, settled = self._open[group_id]
+        settled.append(rollout)
+        if len(settled) < num_rollouts:
+            return None
+        del self._open[group_id]
+        return sorted(settled, key=lambda rollout: rollout.sample_index)
+
+    def abandon(self, group_id: str) -> list[Rollout]:
+        """Expect no more of a group; what of it had settled."""
+        return self._open.pop(group_id, (0, []))[1]
+
+
+class CollectionStalled(RuntimeError):
+    """Group after group came without anything to train on."""
+
+
+class StallWatch:
+    """Warns, then raises, when dropped groups follow each other without one delivered: no silent stall.
+
+    Args:
+        patience: dropped groups in a row after which it warns, and warns again.
+        max_warnings: it raises when it would warn once more.
+
+    Raises:
+        CollectionStalled: on `dropped`.
+    """
+
+    def __init__(self, patience: int, *, max_warnings: int = 7) -> None:
+        self.patience, self.max_warnings = patience, max_warnings
+        self._num_in_row = 0
+        self._reasons: dict[str, int] = {}
+        self._first_error = ""
+
+    def delivered(self) -> None:
+        """A group was delivered: start anew."""
+        self._num_in_row, self._reasons, self._first_error = 0, {}, ""
+
+    def dropped(self, dropped: Sequence[Dropped]) -> None:
+        """A whole group was dropped."""
+        self._num_in_row += 1
+        for rollout, reason in dropped:
+            self._reasons[reason] = self._reasons.get(reason, 0) + 1
+            self._first_error = self._first_error or rollout.error
+        if self._num_in_row % self.patience:
+            return
+        why = f"rollouts dropped by reason: {self._reasons}"
+        why += f"; the first error: {self._first_error}" if self._first_error else ""
+        if self._num_in_row > self.max_warnings * self.patience:
+            raise CollectionStalled(f"{self._num_in_row} groups in a row had nothing to train on; {why}.")
+        logger.warning("%d groups in a row had nothing to train on; %s", self._num_in_row, why)

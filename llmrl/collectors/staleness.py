@@ -1,0 +1,152 @@
+"""Staleness, bounded by admission: how far ahead of the trainer collection may run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from llmrl.collectors.admission import Taken
+
+LatePolicy = Literal["wait", "drop"]
+
+
+class StalenessGate:
+    """Lets collection run ahead of training by at most `max_staleness` versions.
+
+    Batch number `b` (from 0) is trained on at version `b`, one update a batch. A group that starts at version `v` has
+    the deadline `v + max_staleness`: the last batch it may be in. Two rules keep the bound:
+
+    - *admission_is_bounded*: at version `v` at most `(v + max_staleness + 1) * groups_per_batch` groups have been
+      admitted that were or will be delivered, so that there is room for each before its deadline;
+    - *deadlines_stay_feasible* (`late="wait"`): a batch is made of the oldest groups that are ready, and only when
+      the groups that remain can still all meet their deadlines: the `i`-th of them, in order of deadlines, is in batch
+      `b + 1 + i // groups_per_batch` or before. Otherwise the batch waits for the stragglers.
+
+    With `late="drop"` nothing waits: groups past their deadline are dropped and refilled. In both, a group whose
+    start lies more than `max_staleness` true versions back is never delivered, however often weights are updated.
+
+    The trainer's progress is known by two signs: a new version, or its asking for the next batch without one.
+
+    Args:
+        groups_per_batch: groups in a batch.
+        max_staleness: versions between the start of a group and the update it is used for; 0 is on-policy.
+        late: what happens when a group is slower than the bound allows.
+        is_unasked: the consumer never asks: a replay buffer is filled, and only new versions say how far training is.
+
+    Raises:
+        ValueError: for numbers out of range or an unknown `late`.
+
+    Example:
+        >>> gate = StalenessGate(2, max_staleness=0)
+        >>> gate.num_admissible(0)
+        2
+        >>> gate.admit("a", 0); gate.admit("b", 0); gate.num_admissible(0)
+        0
+        >>> gate.ready("a"); gate.ready("b"); gate.take(0).group_ids
+        ['a', 'b']
+        >>> gate.num_admissible(0), gate.num_admissible(1)
+        (0, 2)
+    """
+
+    def __init__(
+        self, groups_per_batch: int, *, max_staleness: int, late: LatePolicy = "wait", is_unasked: bool = False
+    ) -> None:
+        if groups_per_batch < 1:
+            raise ValueError(f"groups_per_batch must be at least 1, got {groups_per_batch}.")
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness must be at least 0 (on-policy), got {max_staleness}.")
+        if late not in ("wait", "drop"):
+            raise ValueError(f"late must be 'wait' or 'drop', got {late!r}.")
+        self.groups_per_batch, self.max_staleness, self.late = groups_per_batch, max_staleness, late
+        self._is_unasked = is_unasked
+        self._num_batches = 0
+        self._progress = 0  # the batch that the trainer needs next, as far as is known
+        self._version: int | None = None
+        self._admitted: dict[str, tuple[int, int]] = {}  # id: (deadline, true version at admission), in order
+        self._ready: set[str] = set()
+        self._open_by_deadline: dict[int, int] = {}
+
+    @property
+    def live_ids(self) -> list[str]:
+        """Groups that are being played or ready, in order of admission."""
+        return list(self._admitted)
+
+    def ask(self) -> None:
+        """The consumer waits for its next batch: it has done with those before, whatever the version."""
+        self._progress = max(self._progress, self._num_batches)
+
+    def _observe(self, version: int) -> None:
+        if self._version is None:
+            self._version = version
+        if version > self._version:
+            self._progress += version - self._version
+            self._version = version
+            if not self._is_unasked:  # several updates a batch are no licence to run further ahead
+                self._progress = min(self._progress, self._num_batches)
+
+    def num_admissible(self, version: int) -> int:
+        """Groups that may be admitted now: *admission_is_bounded*."""
+        self._observe(version)
+        allowed = (self._progress + self.max_staleness + 1) * self.groups_per_batch
+        return max(0, allowed - self._num_batches * self.groups_per_batch - len(self._admitted))
+
+    def admit(self, group_id: str, version: int) -> None:
+        """A group was started."""
+        self._observe(version)
+        deadline = self._progress + self.max_staleness
+        self._admitted[group_id] = (deadline, version)
+        self._open_by_deadline[deadline] = self._open_by_deadline.get(deadline, 0) + 1
+
+    def discard(self, group_id: str) -> None:
+        """A group was dropped; its place is free again."""
+        found = self._admitted.pop(group_id, None)
+        self._ready.discard(group_id)
+        if found is not None:
+            self._open_by_deadline[found[0]] -= 1
+            if not self._open_by_deadline[found[0]]:
+                del self._open_by_deadline[found[0]]
+
+    def ready(self, group_id: str, units: int = 1) -> None:
+        """A group has settled."""
+        self._ready.add(group_id)
+
+    def take(self, version: int, *, is_last: bool = False) -> Taken | None:
+        """A full batch, or None while there is none; with `is_last` whatever there is. Stale groups leave as well."""
+        self._observe(version)
+        stale = [group_id for group_id in self.overdue_ids(version) if group_id in self._ready]
+        for group_id in stale:
+            self.discard(group_id)
+        oldest_first = sorted(
+            (group_id for group_id in self._admitted if group_id in self._ready),
+            key=lambda group_id: self._admitted[group_id][0],
+        )
+        chosen = oldest_first[: self.groups_per_batch]
+        is_full = len(chosen) == self.groups_per_batch
+        if not (is_last and chosen) and not (is_full and (self.late == "drop" or self._is_feasible_without(chosen))):
+            return Taken(stale_ids=stale) if stale else None
+        chosen_ids = set(chosen)
+        group_ids = [group_id for group_id in self._admitted if group_id in chosen_ids]
+        staleness = {group_id: version - self._admitted[group_id][1] for group_id in group_ids}
+        for group_id in group_ids:
+            self.discard(group_id)
+        self._num_batches += 1
+        return Taken(group_ids=group_ids, stale_ids=stale, staleness=staleness)
+
+    def _is_feasible_without(self, chosen: list[str]) -> bool:
+        """*deadlines_stay_feasible*, were these taken as the next batch."""
+        left = dict(self._open_by_deadline)
+        for group_id in chosen:
+            left[self._admitted[group_id][0]] -= 1
+        num_before = 0
+        for deadline in sorted(left):
+            num_before += left[deadline]
+            if left[deadline] and deadline < self._num_batches + 1 + (num_before - 1) // self.groups_per_batch:
+                return False
+        return True
+
+    def overdue_ids(self, version: int) -> list[str]:
+        """Groups, ready or not, that are too old to be delivered."""
+        return [
+            group_id
+            for group_id, (deadline, started) in self._admitted.items()
+            if version - started > self.max_staleness or (self.late == "drop" and deadline < self._num_batches)
+        ]
