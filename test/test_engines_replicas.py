@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import threading
+import time
 
 import pytest
 
@@ -83,3 +86,238 @@ def test_the_version_is_what_all_have_reached_and_the_context_what_all_have():
     assert (engines.policy_version, engines.max_model_len) == (0, 10)
     with pytest.raises(ValueError, match="empty"):
         EngineReplicas([])
+
+
+# -- faults: numbers in are numbers out
+
+
+def scripted(answer, **options):
+    return lambda index=0: ScriptedEngine([[answer]], **options)
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+def test_requests_of_a_dead_replica_are_tried_again_elsewhere_under_new_ids():
+    engines = make(3)
+
+    async def run():
+        tasks = [
+            asyncio.create_task(engines.generate([9], SAMPLING, request_id=f"r{index}", routing_key=f"g{index // 4}"))
+            for index in range(24)
+        ]
+        await asyncio.sleep(0.005)
+        engines[0].shutdown()
+        return await asyncio.gather(*tasks)
+
+    completions = asyncio.run(run())
+    assert len(completions) == 24
+    assert all(completion.token_ids in ([1], [2]) for completion in completions)
+    assert (engines.num_retried, engines.num_deaths, engines.num_restarts) == (8, 1, 0)
+    assert engines.num_in_flight == sum(engines.loads) == 0
+    # Siblings that were together are together again: each group's four went to one replica.
+    again = [request for engine in engines[1:] for request in engine.requests]
+    assert len(again) == 24
+    for group in range(6):
+        assert len({id(e) for e in engines[1:] for *_, key in e.requests if key == f"g{group}"}) == 1
+
+
+def test_a_failure_of_a_living_replica_is_tried_again_on_another_and_then_raised():
+    engines = make(2)
+    engines[0].fail_next()
+    assert asyncio.run(engines.generate([9], SAMPLING)).token_ids == [1]
+    for engine in engines:
+        engine.fail_next(2)
+    with pytest.raises(EngineError, match="asked for"):
+        asyncio.run(engines.generate([9], SAMPLING))
+    assert engines.serving == {0, 1}
+    assert sum(engines.loads) == 0
+
+
+def test_a_dead_replica_is_restarted_and_gets_the_current_weights_before_it_serves():
+    engines = EngineReplicas([scripted(0)(), scripted(1)()], restart=scripted(7))
+    for engine in engines:
+        engine.policy_version = 5
+    may_finish, seen = threading.Event(), []
+
+    def bring_to_version(engine):
+        assert engine is engines[0]
+        seen.append((engine.policy_version, engines.serving))
+        assert may_finish.wait(10)
+        engine.policy_version = 5
+
+    engines.before_serving.append(bring_to_version)
+    engines[0].shutdown()
+    assert asyncio.run(generate_many(engines, [None] * 4)) == [1] * 4
+    wait_until(lambda: seen)
+    assert asyncio.run(generate_many(engines, [None] * 4)) == [1] * 4
+    may_finish.set()
+    wait_until(lambda: engines.serving == {0, 1})
+    completion = asyncio.run(engines.generate([9], SAMPLING))
+    assert (completion.token_ids, completion.versions) == ([7], [5])
+    assert seen == [(0, {1})]
+    assert (engines.num_deaths, engines.num_restarts, engines.policy_version) == (1, 1, 5)
+
+
+def test_requests_wait_where_all_replicas_are_being_restarted():
+    may_start = threading.Event()
+
+    def restart(index):
+        assert may_start.wait(10)
+        return ScriptedEngine([[7 + index]])
+
+    async def run():
+        engines = EngineReplicas([scripted(0, latency_s=5.0)() for _ in range(2)], restart=restart)
+        tasks = [
+            asyncio.create_task(engines.generate([9], SAMPLING, request_id=str(index), routing_key=str(index)))
+            for index in range(6)
+        ]
+        await asyncio.sleep(0.01)
+        for engine in engines:
+            engine.shutdown()
+        await asyncio.sleep(0.05)
+        assert engines.is_alive
+        assert engines.num_in_flight == 6
+        assert sum(engines.loads) == 0
+        tasks[0].cancel()
+        await engines.abort("1")
+        aborted = await asyncio.wait_for(tasks[1], 5)
+        may_start.set()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        return aborted, results, engines
+
+    aborted, results, engines = asyncio.run(run())
+    assert (aborted.finish_reason, aborted.token_ids) == ("abort", [])
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert all(result.token_ids in ([7], [8]) for result in results[2:])
+    assert (engines.num_in_flight, engines.loads, engines.num_restarts) == (0, (0, 0), 2)
+
+
+def test_a_replica_that_was_not_brought_to_the_weights_stays_out_until_it_has_them():
+    engines = EngineReplicas([scripted(0)(), scripted(1)()], restart=scripted(7))
+
+    def fail(engine):
+        raise RuntimeError("the trainer is away")
+
+    engines.before_serving.append(fail)
+    for engine in engines:
+        engine.policy_version = 2
+    engines[0].shutdown()
+    engines.refresh()
+    wait_until(lambda: engines.num_restarts == 1 and not engines._recovering)
+    assert engines.serving == {1}
+    engines[1].shutdown()
+    engines.refresh()
+    wait_until(lambda: engines.num_restarts == 2 and not engines._recovering)
+    with pytest.raises(EngineError, match="without weights of version 2"):
+        asyncio.run(engines.generate([9], SAMPLING))
+    for engine in engines:
+        engine.policy_version = 3  # the next update reaches both
+    assert engines.serving == {0, 1}
+    assert asyncio.run(engines.generate([9], SAMPLING)).versions == [3]
+
+
+def test_a_replica_that_missed_an_update_is_left_out_until_it_has_it():
+    engines = make(2)
+    engines[0].policy_version = 1
+    engines.refresh()
+    assert asyncio.run(generate_many(engines, [None] * 4)) == [0] * 4
+    engines[1].policy_version = 1
+    time.sleep(0.11)
+    assert set(asyncio.run(generate_many(engines, [None] * 4))) == {0, 1}
+
+
+def test_a_replica_that_cannot_be_restarted_is_given_up():
+    attempts = []
+
+    def restart(index):
+        attempts.append(index)
+        raise EngineError("no memory")
+
+    engines = EngineReplicas([scripted(0)()], restart=restart, max_restarts=2)
+    engines[0].shutdown()
+    with pytest.raises(EngineError, match="None of the 1"):
+        asyncio.run(engines.generate([9], SAMPLING))
+    assert attempts == [0, 0]
+    assert not engines.is_alive
+
+
+def test_a_request_that_kills_every_engine_does_not_kill_for_ever():
+    engines = None
+
+    def poison(prompt_ids):
+        for engine in engines:
+            engine.shutdown()
+        raise EngineError("killed by the request")
+
+    engines = EngineReplicas([ScriptedEngine(poison)], restart=lambda index: ScriptedEngine(poison), num_retries=1)
+    with pytest.raises(EngineError, match="killed by"):
+        asyncio.run(engines.generate([9], SAMPLING))
+    assert engines.num_deaths == 2
+
+
+def test_a_cordoned_replica_gets_nothing_more():
+    engines = make(2)
+    engines.cordon(0)
+    assert asyncio.run(generate_many(engines, [None] * 4)) == [1] * 4
+    engines.uncordon(0)
+    assert set(asyncio.run(generate_many(engines, [None] * 4))) == {0, 1}
+
+
+def test_shutdown_ends_engines_that_are_being_started_too():
+    started, may_start = [], threading.Event()
+
+    def restart(index):
+        assert may_start.wait(10)
+        started.append(ScriptedEngine([[1]]))
+        return started[0]
+
+    engines = EngineReplicas([scripted(0)()], restart=restart)
+    engines[0].shutdown()
+    engines.refresh()
+    threading.Timer(0.05, may_start.set).start()
+    engines.shutdown()
+    assert not started[0].is_alive
+    with pytest.raises(EngineError, match="None of the 1"):
+        asyncio.run(engines.generate([9], SAMPLING))
+
+
+def test_a_thousand_requests_through_random_deaths_are_each_answered_once():
+    """Every 3 ms a random replica dies; each comes back after 10 ms with the version that the others have."""
+    generator = random.Random(0)
+
+    def restart(index):
+        time.sleep(0.01)
+        return ScriptedEngine(lambda prompt_ids: prompt_ids, latency_s=0.002)
+
+    engines = EngineReplicas([restart(index) for index in range(4)], restart=restart, num_retries=50, max_restarts=100)
+    engines.before_serving.append(lambda engine: setattr(engine, "policy_version", 1))
+    engines.policy_version = 1
+    slots = asyncio.Semaphore(64)
+
+    async def one(index):
+        async with slots:
+            return await engines.generate([index], SAMPLING, request_id=str(index), routing_key=str(index // 8))
+
+    async def kill():
+        while True:
+            await asyncio.sleep(0.003)
+            engines[generator.randrange(4)].shutdown()
+
+    async def run():
+        killer = asyncio.create_task(kill())
+        completions = await asyncio.gather(*(one(index) for index in range(1000)))
+        killer.cancel()
+        return completions
+
+    completions = asyncio.run(run())
+    assert [completion.token_ids for completion in completions] == [[index] for index in range(1000)]
+    assert {version for completion in completions for version in completion.versions} == {1}
+    assert engines.num_deaths > 3
+    assert engines.num_retried > 10
+    assert (engines.num_in_flight, engines.loads) == (0, (0, 0, 0, 0))
+    engines.shutdown()

@@ -99,6 +99,11 @@ class Engine(Protocol):
         """Version of the weights that a request started now would use."""
         ...
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served; cheap, since it is asked before each."""
+        ...
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

@@ -1,30 +1,41 @@
-"""`EngineReplicas`: several engines with the same weights, as one."""
+"""`EngineReplicas`: several engines with the same weights, as one that survives the death of any of them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llmrl.engines.base import Completion, Engine, EngineError, SamplingConfig
+from llmrl.engines.router import NoReplicaError, Router
 
-MAX_REMEMBERED_KEYS = 65536
-"""Routing keys whose replica is remembered; the oldest are forgotten first."""
+_LOGGER = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 0.1
 
 
 class EngineReplicas(Sequence[Any]):
-    """Sends requests to one of several engines: a routing key to where it went before, others to the least loaded.
+    """Sends requests to one of several engines, as a `Router` chooses, and again to another when that one fails.
 
-    A replica that dies costs its requests an `EngineError` each; later ones go to those that live. As a sequence of
-    engines it can be handed to `sender.init_all_workers_group`.
+    A replica that dies is noticed at once, its requests are tried again elsewhere under new ids, and, where `restart`
+    is given, another engine is started in its place. A replica serves only while it holds the version of the weights
+    that the others hold, so a restarted one serves once the callbacks in `before_serving` have brought it there.
+    As a sequence of engines it can be handed to `sender.init_all_workers_group`.
 
     Args:
         engines: with the same model; their smallest `max_model_len` holds for all.
         max_imbalance: a key leaves its replica when that has so many requests more than the least loaded.
+        num_retries: how often a request that failed with an `EngineError` is tried again.
+        restart: starts the engine that takes a dead one's place, given its index; called in a thread.
+        max_restarts: of one replica without a completion in between; then it stays dead.
 
     Raises:
-        ValueError: when there are no engines.
+        ValueError: when there are no engines, or a number is negative.
 
     Example:
         >>> import asyncio
@@ -32,19 +43,52 @@ class EngineReplicas(Sequence[Any]):
         >>> engines = EngineReplicas([ScriptedEngine([[1]]), ScriptedEngine([[2]])])
         >>> asyncio.run(engines.generate([5], SamplingConfig(), routing_key="group")).token_ids
         [1]
+        >>> engines[0].shutdown()
+        >>> asyncio.run(engines.generate([5], SamplingConfig(), routing_key="group")).token_ids
+        [2]
     """
 
-    def __init__(self, engines: Sequence[Engine], *, max_imbalance: int = 32) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        max_imbalance: int = 32,
+        num_retries: int = 2,
+        restart: Callable[[int], Engine] | None = None,
+        max_restarts: int = 3,
+    ) -> None:
         if not engines:
             raise ValueError("engines must not be empty.")
-        self._engines = list(engines)
-        self._max_imbalance = max_imbalance
-        self._loads = [0] * len(self._engines)
-        self._home: OrderedDict[str, int] = OrderedDict()
-        self._where: dict[str, int] = {}
-        self._ids = itertools.count()
-        self.max_model_len: int = min(engine.max_model_len for engine in self._engines)
+        for name, value in (("num_retries", num_retries), ("max_restarts", max_restarts)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}.")
+        self.before_serving: list[Callable[[Any], None]] = []
+        """Called, in a thread, with an engine that was started in a dead one's place, before it serves."""
+        self.num_deaths = 0
+        """Engines that were found dead."""
+        self.num_restarts = 0
+        """Engines that were started in their place."""
+        self.num_retried = 0
+        """Requests that were sent again after a failure, each time counted."""
+        self.max_model_len: int = min(engine.max_model_len for engine in engines)
         """Prompt and completion together, in tokens."""
+        self._engines = list(engines)
+        self._router = Router(len(engines), max_imbalance=max_imbalance)
+        self._num_retries, self._restart, self._max_restarts = num_retries, restart, max_restarts
+        self._restarts_in_a_row = [0] * len(engines)
+        self._dead: set[int] = set()
+        self._recovering: dict[int, threading.Thread] = {}
+        self._cordoned: set[int] = set()
+        # Restarted, and not seen with the weights of the others yet.
+        self._unproven: set[int] = set()
+        self._version = max(engine.policy_version for engine in engines)
+        self._are_all_open = True
+        self._looked_s = -_LOOK_AGAIN_S
+        self._pending: dict[str, _Pending] = {}
+        self._waiters: list[asyncio.Future[None]] = []
+        self._ids = itertools.count()
+        self._lock = threading.RLock()
+        self._is_shut_down = False
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -53,23 +97,43 @@ class EngineReplicas(Sequence[Any]):
         return self._engines[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._engines)
+        return iter(list(self._engines))
 
     @property
     def policy_version(self) -> int:
         """Version that all living replicas have reached."""
-        living = self._living()
-        return min(self._engines[index].policy_version for index in living or range(len(self._engines)))
+        self.refresh()
+        living = [engine for index, engine in enumerate(self._engines) if index not in self._dead]
+        return min((engine.policy_version for engine in living), default=self._version)
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Count on from `version`: for a resumed run, before its weights are sent."""
+        for engine in self:
+            engine.policy_version = version
+        self.refresh()
 
     @property
     def is_alive(self) -> bool:
-        """Whether any replica serves requests."""
-        return bool(self._living())
+        """Whether any replica serves requests, or will when it has been restarted."""
+        self.refresh()
+        return not self._is_shut_down and bool(self._router.open_replicas or self._recovering)
 
     @property
     def num_in_flight(self) -> int:
         """Requests that have not returned yet."""
-        return sum(self._loads)
+        return len(self._pending)
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Requests on each replica."""
+        return self._router.loads
+
+    @property
+    def serving(self) -> frozenset[int]:
+        """Replicas that take requests now."""
+        self.refresh()
+        return self._router.open_replicas
 
     async def generate(
         self,
@@ -79,58 +143,205 @@ class EngineReplicas(Sequence[Any]):
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """Sample one completion on one of the replicas.
+        """Sample one completion on one of the replicas; waits where all are being restarted.
 
         Raises:
             ValueError: as the replica's own `generate`.
-            EngineError: when the replica died, or none lives; a second try goes elsewhere.
+            EngineError: when it failed on `num_retries` + 1 replicas, or none serves and none is being restarted.
         """
         if request_id is None:
             request_id = f"replicas-{id(self):x}-{next(self._ids)}"
-        elif request_id in self._where:
+        elif request_id in self._pending:
             raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
-        index = self._choose(routing_key)
-        self._where[request_id] = index
-        self._loads[index] += 1
+        pending = self._pending[request_id] = _Pending()
+        failed_on: set[int] = set()
         try:
-            return await self._engines[index].generate(
-                prompt_ids, sampling, request_id=request_id, routing_key=routing_key
-            )
+            for attempt in itertools.count():
+                pending.attempt_id = request_id if attempt == 0 else f"{request_id}/retry-{attempt}"
+                index = await self._assign(pending, routing_key, failed_on)
+                if index is None:
+                    break
+                try:
+                    completion = await pending.engine.generate(
+                        prompt_ids, sampling, request_id=pending.attempt_id, routing_key=routing_key
+                    )
+                    self._restarts_in_a_row[index] = 0
+                    return completion
+                except EngineError:
+                    failed_on.add(index)
+                    self.refresh()
+                    if attempt == self._num_retries or self._is_shut_down:
+                        raise
+                    self.num_retried += 1
+                finally:
+                    pending.engine = None
+                    with self._lock:
+                        self._router.release(pending.attempt_id)
         finally:
-            self._loads[index] -= 1
-            del self._where[request_id]
+            del self._pending[request_id]
+        return Completion([], [], [], "abort")
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has."""
-        index = self._where.get(request_id)
-        if index is not None:
-            await self._engines[index].abort(request_id)
+        """End a request; its `generate` returns what it has, which is nothing while it waits to be tried again."""
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return
+        pending.is_aborted = True
+        if pending.engine is not None:
+            await pending.engine.abort(pending.attempt_id)
+        else:
+            self._wake()
+
+    def cordon(self, index: int) -> None:
+        """Send a replica nothing more, for maintenance; what it has in flight goes on."""
+        with self._lock:
+            self._cordoned.add(index)
+            self.refresh()
+
+    def uncordon(self, index: int) -> None:
+        """Undo `cordon`."""
+        with self._lock:
+            self._cordoned.discard(index)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Look at every replica: who lives, and who holds the current weights. To be called after a weight update.
+
+        Between calls the one that is chosen for a request is looked at, which costs the same however many there are.
+        """
+        with self._lock:
+            self._looked_s = time.monotonic()
+            for index, engine in enumerate(self._engines):
+                if index not in self._dead and not engine.is_alive:
+                    self._bury(index)
+            versions = {i: e.policy_version for i, e in enumerate(self._engines) if i not in self._dead}
+            proven = [version for index, version in versions.items() if index not in self._unproven]
+            version = max(proven, default=self._version)
+            self._unproven = {index for index in self._unproven if versions.get(index, -1) < version}
+            self._version = max((v for i, v in versions.items() if i not in self._unproven), default=version)
+            for index in range(len(self._engines)):
+                is_current = versions.get(index) == self._version
+                if is_current and index not in self._cordoned and index not in self._unproven:
+                    self._router.open(index)
+                else:
+                    self._router.close(index)
+            self._are_all_open = len(self._router.open_replicas) == len(self._engines)
+        self._wake()
 
     def shutdown(self) -> None:
-        """Shut every replica down. May be called twice."""
-        for engine in self._engines:
+        """Shut every replica down, those that are being started too. May be called twice."""
+        self._is_shut_down = True
+        for engine in self:
             engine.shutdown()
+        for thread in list(self._recovering.values()):
+            thread.join(timeout=120)
+        self._wake()
+
+    def __enter__(self) -> EngineReplicas:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""
         first: Any = self._engines[0]
         return first.get_tokenizer()
 
-    def _living(self) -> list[int]:
-        return [index for index, engine in enumerate(self._engines) if getattr(engine, "is_alive", True)]
+    async def _assign(self, pending: _Pending, routing_key: str | None, avoid: set[int]) -> int | None:
+        """Book the request on a replica that lives and is current; `None` when it was aborted meanwhile."""
+        while not pending.is_aborted:
+            if not self._are_all_open and time.monotonic() - self._looked_s > _LOOK_AGAIN_S:
+                self.refresh()
+            with self._lock:
+                try:
+                    index = self._router.assign(pending.attempt_id, routing_key, avoid=avoid)
+                except NoReplicaError as error:
+                    if self._is_shut_down or not self._recovering:
+                        raise EngineError(self._why_none()) from error
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._waiters.append(waiter)
+                else:
+                    engine = self._engines[index]
+                    if engine.is_alive and engine.policy_version == self._version:
+                        pending.engine = engine
+                        return index
+                    self._router.release(pending.attempt_id)
+                    self.refresh()
+                    continue
+            await waiter
+        return None
 
-    def _choose(self, routing_key: str | None) -> int:
-        living = self._living()
-        if not living:
-            raise EngineError(f"None of the {len(self._engines)} engines is running; start new ones.")
-        least = min(living, key=lambda index: (self._loads[index], index))
-        if routing_key is None:
-            return least
-        home = self._home.get(routing_key)
-        if home not in living or self._loads[home] - self._loads[least] > self._max_imbalance:
-            home = least
-        self._home[routing_key] = home
-        self._home.move_to_end(routing_key)
-        if len(self._home) > MAX_REMEMBERED_KEYS:
-            self._home.popitem(last=False)
-        return home
+    def _why_none(self) -> str:
+        if len(self._dead) == len(self._engines) or self._is_shut_down:
+            return f"None of the {len(self._engines)} engines is running; start new ones."
+        return (
+            f"None of the {len(self._engines)} engines may serve: {len(self._dead)} are dead, "
+            f"{len(self._cordoned)} cordoned, {len(self._unproven)} without weights of version {self._version}; "
+            "send the weights again."
+        )
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                waiter.get_loop().call_soon_threadsafe(_set, waiter)
+
+    def _bury(self, index: int) -> None:
+        self.num_deaths += not self._is_shut_down
+        self._dead.add(index)
+        self._unproven.discard(index)
+        self._router.close(index)
+        self._router.forget_homes(index)
+        if self._is_shut_down:
+            return
+        _LOGGER.warning("Engine replica %d died with %d requests.", index, self._router.loads[index])
+        if self._restart is not None and self._restarts_in_a_row[index] < self._max_restarts:
+            thread = threading.Thread(target=self._recover, args=(index,), name=f"llmrl-recover-{index}", daemon=True)
+            self._recovering[index] = thread
+            thread.start()
+
+    def _recover(self, index: int) -> None:
+        """Start an engine in a dead one's place and bring it to the current weights; runs in its own thread."""
+        assert self._restart is not None
+        with contextlib.suppress(Exception):  # it is dead; this only takes away what is left of it
+            self._engines[index].shutdown()
+        engine = None
+        while engine is None and self._restarts_in_a_row[index] < self._max_restarts and not self._is_shut_down:
+            self._restarts_in_a_row[index] += 1
+            try:
+                engine = self._restart(index)
+            except Exception:
+                _LOGGER.exception("Engine replica %d could not be restarted.", index)
+        if engine is not None:
+            self.num_restarts += 1
+            with self._lock:
+                self._engines[index] = engine
+            for hook in list(self.before_serving):
+                try:
+                    hook(engine)
+                except Exception:
+                    _LOGGER.exception("Engine replica %d was restarted without the current weights.", index)
+        with self._lock:
+            del self._recovering[index]
+            if engine is not None:
+                self._dead.discard(index)
+                self._unproven.add(index)
+                if self._is_shut_down:
+                    engine.shutdown()
+        self.refresh()
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """One request of a caller: the attempt that is under way, and where."""
+
+    attempt_id: str = ""
+    engine: Any = None
+    is_aborted: bool = False

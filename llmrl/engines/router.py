@@ -1,0 +1,157 @@
+"""`Router`: the books of which request is on which replica, and the choice of the next. It does nothing else."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+
+MAX_REMEMBERED_KEYS = 65536
+"""Routing keys whose replica is remembered; the oldest are forgotten first."""
+
+
+class NoReplicaError(LookupError):
+    """No replica takes requests."""
+
+
+class Router:
+    """A routing key goes to where it went before (its prefix cache is there), anything else to the least loaded.
+
+    Every request is on exactly one replica from `assign` to `release`, whatever becomes of that replica meanwhile.
+
+    Args:
+        num_replicas: numbered from 0; all are open at first.
+        max_imbalance: a key leaves its replica when that has so many requests more than the least loaded.
+
+    Raises:
+        ValueError: when `num_replicas` is below 1 or `max_imbalance` negative.
+
+    Example:
+        >>> router = Router(2)
+        >>> [router.assign(name, key) for name, key in (("a", "group"), ("b", None), ("c", "group"))]
+        [0, 1, 0]
+        >>> router.loads
+        (2, 1)
+        >>> router.close(0)
+        >>> router.assign("d", "group")
+        1
+    """
+
+    def __init__(self, num_replicas: int, *, max_imbalance: int = 32) -> None:
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, got {num_replicas}.")
+        if max_imbalance < 0:
+            raise ValueError(f"max_imbalance must not be negative, got {max_imbalance}.")
+        self._max_imbalance = max_imbalance
+        self._requests: list[set[str]] = [set() for _ in range(num_replicas)]
+        self._where: dict[str, int] = {}
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._open = set(range(num_replicas))
+        # (load, replica), lazily: an entry whose load is not that of now is skipped when it comes up, so that a
+        # choice among hundreds of replicas costs no more than one among two.
+        self._heap = [(0, replica) for replica in range(num_replicas)]
+
+    @property
+    def open_replicas(self) -> frozenset[int]:
+        """Replicas that take requests."""
+        return frozenset(self._open)
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Requests on each replica."""
+        return tuple(len(requests) for requests in self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests on all replicas."""
+        return len(self._where)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._where
+
+    def replica_of(self, request_id: str) -> int | None:
+        """Where a request is, `None` for one that is not in flight."""
+        return self._where.get(request_id)
+
+    def requests_of(self, replica: int) -> frozenset[str]:
+        """Requests that are on a replica."""
+        return frozenset(self._requests[replica])
+
+    def home_of(self, routing_key: str) -> int | None:
+        """Where requests with this key went last, `None` for a key that is not remembered."""
+        return self._homes.get(routing_key)
+
+    def open(self, replica: int) -> None:
+        """Let a replica take requests."""
+        if replica not in self._open:
+            self._open.add(replica)
+            self._push(replica)
+
+    def close(self, replica: int) -> None:
+        """Let a replica take no more requests; those that are there stay until they are released."""
+        self._open.discard(replica)
+
+    def forget_homes(self, replica: int) -> None:
+        """Send no key to a replica for its prefix cache: the cache is gone."""
+        for key in [key for key, home in self._homes.items() if home == replica]:
+            del self._homes[key]
+
+    def assign(self, request_id: str, routing_key: str | None = None, *, avoid: Collection[int] = ()) -> int:
+        """Choose a replica and book the request there; one of `avoid` only if no other is open.
+
+        Raises:
+            ValueError: for an id that is in flight.
+            NoReplicaError: when no replica is open.
+        """
+        if request_id in self._where:
+            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        replica = self._choose(routing_key, avoid)
+        if routing_key is not None:
+            self._homes[routing_key] = replica
+            self._homes.move_to_end(routing_key)
+            if len(self._homes) > MAX_REMEMBERED_KEYS:
+                self._homes.popitem(last=False)
+        self._where[request_id] = replica
+        self._requests[replica].add(request_id)
+        self._push(replica)
+        return replica
+
+    def release(self, request_id: str) -> None:
+        """Take a request off the books.
+
+        Raises:
+            KeyError: for one that is not on them.
+        """
+        replica = self._where.pop(request_id)
+        self._requests[replica].remove(request_id)
+        self._push(replica)
+
+    def _choose(self, routing_key: str | None, avoid: Collection[int]) -> int:
+        least = self._least_loaded(self._open.difference(avoid)) if avoid else None
+        if least is None:
+            least, avoid = self._least_loaded_open(), ()
+        home = None if routing_key is None else self._homes.get(routing_key)
+        if home is None or home not in self._open or home in avoid:
+            return least
+        is_overloaded = len(self._requests[home]) - len(self._requests[least]) > self._max_imbalance
+        return least if is_overloaded else home
+
+    def _least_loaded(self, replicas: Iterable[int]) -> int | None:
+        return min(replicas, key=lambda replica: (len(self._requests[replica]), replica), default=None)
+
+    def _least_loaded_open(self) -> int:
+        heap = self._heap
+        while heap:
+            load, replica = heap[0]
+            if replica in self._open and load == len(self._requests[replica]):
+                return replica
+            heapq.heappop(heap)
+        raise NoReplicaError(f"None of the {len(self._requests)} replicas takes requests.")
+
+    def _push(self, replica: int) -> None:
+        if replica not in self._open:
+            return
+        heapq.heappush(self._heap, (len(self._requests[replica]), replica))
+        if len(self._heap) > 8 * len(self._requests) + 64:
+            self._heap = [(len(self._requests[one]), one) for one in self._open]
+            heapq.heapify(self._heap)
