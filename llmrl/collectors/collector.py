@@ -106,10 +106,8 @@ class LLMCollector:
         self.total_dialog_turns, self.postproc = total_dialog_turns, postproc
         self.max_concurrent_rollouts = max_concurrent_rollouts
         self.weight_sync_senders = dict(weight_sync_senders or {})
-        self._stepper = EnvStepper(self.env, timeout_seconds=step_timeout_seconds)
-        self._player = RolloutPlayer(
-            self._stepper, self.policy, limits=limits or RolloutLimits(), keep_steps=groups_per_batch is None
-        )
+        self._stepper = EnvStepper(self.env, timeout_seconds=step_timeout_seconds, keep_steps=groups_per_batch is None)
+        self._player = RolloutPlayer(self._stepper, self.policy, limits=limits or RolloutLimits())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llmrl-collector", daemon=True)
         self._thread.start()

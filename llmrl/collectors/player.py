@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
-from llmrl.data.tensordicts import plain
-from llmrl.engines import EngineError
+from llmrl.data.tensordicts import non_tensor, plain
+from llmrl.engines import Completion, EngineError, completion_budget
 from llmrl.policies import LLMWrapperBase
-from llmrl.rewards import Rubric, ScoredRollout
-from llmrl.transforms import dataset_columns, find_rubric_reward
+from llmrl.rewards import Rubric, ScoredRollout, UnknownRewardInput
+from llmrl.transforms.reward import dataset_columns, find_rubric_reward, write_score
 
 _SOLO_IDS = itertools.count()
 
@@ -52,31 +51,30 @@ class RolloutPlayer:
         stepper: the environment, stepped in batches.
         policy: generates.
         limits: what may end a rollout early.
-        keep_steps: whether a rollout keeps one TensorDict a turn.
+        is_open: turns wait while it is not set: a pause between turns.
     """
 
     def __init__(
-        self, stepper: EnvStepper, policy: LLMWrapperBase, *, limits: RolloutLimits, keep_steps: bool = False
+        self,
+        stepper: EnvStepper,
+        policy: LLMWrapperBase,
+        *,
+        limits: RolloutLimits,
+        is_open: asyncio.Event | None = None,
     ) -> None:
-        self.stepper, self.policy, self.limits, self.keep_steps = stepper, policy, limits, keep_steps
+        self.stepper, self.policy, self.limits = stepper, policy, limits
+        self._is_open = is_open
         rubric_reward = find_rubric_reward(stepper.env)
         self.rubric: Rubric | None = None if rubric_reward is None else rubric_reward.rubric
+        self._is_scored_here = self.rubric is not None and self.rubric.is_async
         self.max_prompt_tokens = min(
             limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
         )
 
     async def play(self, element: TensorDictBase) -> Rollout:
         """Play one conversation from its reset (`element`, batch shape `[]`) to its end; never raises for its sake."""
-        group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
-        sample_index = int(element.get(("rollout", "sample_index"), torch.tensor(0)))
-        rollout = Rollout(
-            rollout_id=f"{group_id}/{sample_index}",
-            group_id=group_id,
-            sample_index=sample_index,
-            group_size=int(element.get(("rollout", "group_size"), torch.tensor(1))),
-            columns=dataset_columns(element),
-        )
-        started = time.perf_counter()
+        rollout = self._opened(element)
+        started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self.limits.rollout_timeout_seconds):
                 await self._play(element, rollout)
@@ -86,11 +84,25 @@ class RolloutPlayer:
             self._end(rollout, StopReason.ENGINE_ERROR, error)
         finally:
             await self.stepper.release(element)
-        rollout.seconds = time.perf_counter() - started
         await self._score_unscored(rollout)
+        rollout.seconds = asyncio.get_running_loop().time() - started
         return rollout
 
+    @staticmethod
+    def _opened(element: TensorDictBase) -> Rollout:
+        group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
+        sample_index = int(element.get(("rollout", "sample_index"), 0))
+        return Rollout(
+            rollout_id=f"{group_id}/{sample_index}",
+            group_id=group_id,
+            sample_index=sample_index,
+            group_size=int(element.get(("rollout", "group_size"), 1)),
+            columns=dataset_columns(element),
+        )
+
     async def _play(self, element: TensorDictBase, rollout: Rollout) -> None:
+        if self._is_scored_here:
+            element.set(("rollout", "is_scored_later"), non_tensor(True))
         while True:
             try:
                 conversation = self.policy.prepare(element)
@@ -100,9 +112,10 @@ class RolloutPlayer:
             rollout.conversation, rollout.messages = conversation, conversation.messages
             if conversation.num_tokens > self.max_prompt_tokens:
                 return self._end(rollout, StopReason.PROMPT_TOO_LONG)
-            element.set("conversation", NonTensorData(conversation))
-            element = await self._generate(element, rollout)
-            element.set(("rollout", "reason"), NonTensorData(rollout.reason))
+            completion = await self._complete(conversation.prompt_ids, rollout)
+            self.policy.respond(element, conversation, completion)
+            self._count_turn(element, completion, rollout)
+            element.set(("rollout", "reason"), non_tensor(rollout.reason))
             try:
                 stepped, root = await self.stepper.step(element)
             except Exception as error:
@@ -114,27 +127,53 @@ class RolloutPlayer:
                 return None
             element = root
 
-    async def _generate(self, element: TensorDictBase, rollout: Rollout) -> TensorDictBase:
-        for attempt in range(self.limits.num_engine_retries + 1):
-            request_id = f"{rollout.rollout_id}/{rollout.num_turns}/{attempt}"
+    async def _complete(self, prompt_ids: list[int], rollout: Rollout) -> Completion:
+        """One completion, whatever becomes of its requests.
+
+        A failed one is tried again, under a new id. One that was aborted, by an update of the weights, goes on after
+        its last token: a partial rollout whose tokens carry the versions that sampled them.
+        """
+        engine, sampling = self.policy.engine, self.policy.sampling
+        budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
+        parts: list[Completion] = []
+        num_sampled, num_fruitless = 0, 0
+        for attempt in itertools.count():
+            if self._is_open is not None:
+                await self._is_open.wait()
+            sampled = [token for part in parts for token in part.token_ids]
             try:
-                element = await self.policy.generate(element, request_id=request_id, routing_key=rollout.group_id)
-                break
+                part = await engine.generate(
+                    prompt_ids + sampled if sampled else prompt_ids,
+                    sampling if not sampled else sampling.with_changes(max_new_tokens=budget - num_sampled),
+                    request_id=f"{rollout.rollout_id}/{rollout.num_turns}/{attempt}",
+                    routing_key=rollout.group_id,
+                )
             except EngineError:
-                if attempt == self.limits.num_engine_retries:
+                num_fruitless += 1
+                if num_fruitless > self.limits.num_engine_retries:
                     raise
+                continue
+            parts.append(part)
+            num_sampled += len(part.token_ids)
+            num_fruitless = 0 if part.token_ids else num_fruitless + 1
+            if part.finish_reason != "abort" or num_fruitless > self.limits.num_engine_retries:
+                break
+            if num_sampled >= budget:
+                parts[-1] = replace(part, finish_reason="length")
+                break
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _count_turn(self, element: TensorDictBase, completion: Completion, rollout: Rollout) -> None:
         rollout.num_turns += 1
         conversation = plain(element.get("conversation"))
         rollout.conversation, rollout.messages = conversation, conversation.messages
-        rollout.num_completion_tokens += conversation.node.num_completion_tokens
-        finish_reason = plain(element.get("finish_reason"))
-        if finish_reason == "length":
+        rollout.num_completion_tokens += len(completion.token_ids)
+        if completion.finish_reason == "length":
             rollout.reason = StopReason.LENGTH
-        elif finish_reason == "abort":
+        elif completion.finish_reason == "abort":
             rollout.reason = StopReason.ABORTED
         elif self.limits.max_turns is not None and rollout.num_turns >= self.limits.max_turns:
             rollout.reason = StopReason.MAX_TURNS
-        return element
 
     def _settle(self, rollout: Rollout, stepped: TensorDictBase) -> bool:
         """Take over what the step gave; true when the rollout has ended."""
@@ -151,29 +190,35 @@ class RolloutPlayer:
             rollout.breakdown = {
                 key: float(value) for key, value in step.get("reward_breakdown").items() if not value.isnan().any()
             }
-        elif self.rubric is not None:
+        elif self.rubric is not None and not self._is_scored_here:
             rollout.error = plain(step.get("score_error"))
         if rollout.status is RolloutStatus.COMPLETED:
             rollout.reason = StopReason.NONE
         elif rollout.status.is_settled:
             step.set("truncated", torch.ones(1, dtype=torch.bool))
             step.set("done", torch.ones(1, dtype=torch.bool))
-        if self.keep_steps:
+        if self.stepper.keep_steps:
             rollout.steps.append(stepped)
         return rollout.status.is_settled
 
     async def _score_unscored(self, rollout: Rollout) -> None:
-        """Score a rollout that ended where no step could: a limit before its first turn, a time-out, a failure."""
+        """Score a rollout that no step scored: its judge takes time, or it ended between two steps."""
         if self.rubric is None:
             rollout.is_scored = rollout.status.is_success  # its reward is what its environment gave
             return
         is_scoring_failed = rollout.status.is_success and bool(rollout.error)
         if rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored:
             return
-        score = await self.rubric.score(as_scored(rollout))
+        try:
+            scoring = self.rubric.score(as_scored(rollout))
+            score = await (self.stepper.run_slowly(scoring) if self._is_scored_here else scoring)
+        except UnknownRewardInput as error:
+            score = self.rubric.failed(f"{type(error).__name__}: {error}")
         rollout.reward += score.reward
         rollout.breakdown, rollout.is_scored = score.breakdown, score.is_scored
         rollout.error = rollout.error or score.error
+        if rollout.steps:
+            write_score(rollout.steps[-1].get("next"), score, self.rubric.names)
 
     @staticmethod
     def _end(rollout: Rollout, reason: str, error: BaseException | str = "") -> None:
@@ -187,3 +232,13 @@ class RolloutPlayer:
 def as_scored(rollout: Rollout) -> ScoredRollout:
     """The rollout as reward functions see it."""
     return ScoredRollout(rollout.messages, rollout.columns, rollout.status, rollout.reason)
+
+
+def _joined(parts: list[Completion]) -> Completion:
+    """The parts of one completion as one; how it ended is what the last says."""
+    return replace(
+        parts[-1],
+        token_ids=[token for part in parts for token in part.token_ids],
+        log_probs=[log_prob for part in parts for log_prob in part.log_probs],
+        versions=[version for part in parts for version in part.versions],
+    )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torchrl.envs import EnvBase, TransformedEnv
-from torchrl.envs.utils import step_mdp
+from torchrl.envs import Compose, EnvBase, TransformedEnv
 
+from llmrl.engines.background_loop import BackgroundLoop
 from llmrl.envs import ChatEnv
+
+# What the policy wrote for a turn; the next turn's root is without it.
+_TURN_KEYS = frozenset(("next", "tokens", "log_probs", "masks", "policy_versions", "finish_reason"))
+_UNRESPONSIVE_SECONDS = 0.5
 
 
 class EnvStepper:
@@ -20,21 +24,28 @@ class EnvStepper:
     While a batch is stepped, further conversations gather for the next: Python's cost per turn falls as load grows,
     and the event loop goes on serving the engine. The environment must not be batch-locked.
 
+    What is slow in a step (tools, services) an environment or a transform does in `async def before_step(element)`,
+    for one conversation: it is awaited on a loop of its own, all conversations in parallel, before the batched step.
+
     Args:
         env: a `ChatEnv` or a transformed one, without a fixed batch size.
-        timeout_seconds: limit of one batched step; past it the batch fails and a fresh thread takes over.
+        timeout_seconds: limit of one step, its `before_step` and its batched part each; past it the step fails and
+            a fresh thread takes over.
+        keep_steps: whether a stepped conversation stays as it is, because somebody keeps it.
 
     Raises:
         ValueError: when the environment is batch-locked.
     """
 
-    def __init__(self, env: EnvBase, *, timeout_seconds: float | None = None) -> None:
+    def __init__(self, env: EnvBase, *, timeout_seconds: float | None = None, keep_steps: bool = False) -> None:
         if env.batch_locked:
             raise ValueError(
                 f"env has the fixed batch size {tuple(env.batch_size)}; a collector plays any number of conversations: "
                 "build the environment without batch_size."
             )
-        self.env, self.timeout_seconds = env, timeout_seconds
+        self.env, self.timeout_seconds, self.keep_steps = env, timeout_seconds, keep_steps
+        self._slow_parts = _slow_parts(env)
+        self._slow_loop: BackgroundLoop | None = None
         self._waiting: list[tuple[TensorDictBase, asyncio.Future[Any]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._thread = self._new_thread()
@@ -56,17 +67,44 @@ class EnvStepper:
         return await self.call(reset)
 
     async def step(self, element: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Step one conversation: it with its `next`, and the root of its next turn.
+        """Step one conversation: it with its `next`, and the root of its next turn (the same object, unless kept).
 
         Raises:
             Exception: whatever the environment raised for this conversation.
             TimeoutError: when the step took too long.
         """
+        for before_step in self._slow_parts:
+            await self.run_slowly(before_step(element), self.timeout_seconds)
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((element, future))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         return await future
+
+    async def run_slowly(self, coroutine: Any, timeout_seconds: float | None = None) -> Any:
+        """Await a tool's or a judge's coroutine on a loop of its own; what blocks there does not hold up the engine.
+
+        Raises:
+            Exception: whatever the coroutine raised.
+            TimeoutError: when it took too long.
+        """
+        loop = self._slow_loop
+        if loop is None:
+            loop = self._slow_loop = BackgroundLoop("llmrl-slow-steps")
+        try:
+            return await asyncio.wait_for(loop.wait(coroutine), timeout_seconds)
+        except TimeoutError:
+            await self._replace_if_blocked(loop)
+            raise TimeoutError(f"a tool or a judge took more than {timeout_seconds} s.") from None
+
+    async def _replace_if_blocked(self, loop: BackgroundLoop) -> None:
+        """A coroutine that blocks its thread would time out all others: leave the thread behind."""
+        try:
+            await asyncio.wait_for(loop.wait(asyncio.sleep(0)), _UNRESPONSIVE_SECONDS)
+        except TimeoutError:
+            if self._slow_loop is loop:
+                self._slow_loop = None
+            loop.loop.call_soon_threadsafe(loop.loop.stop)
 
     async def release(self, element: TensorDictBase) -> None:
         """Let the environment let go of a conversation that has ended."""
@@ -104,21 +142,46 @@ class EnvStepper:
     def _step_batch(self, elements: list[TensorDictBase]) -> list[Any]:
         if len(elements) == 1:
             return [self._step_one(elements[0])]
+        for element in elements:
+            element.pop("next", None)
         try:
-            stepped = self.env.step(lazy_stack([element.copy() for element in elements], 0))
-            roots = step_mdp(stepped)
+            self.env.step(lazy_stack(elements, 0))  # writes `next` into the elements themselves
         except Exception:
             # One conversation's failure must not take the others along.
             return [self._step_one(element) for element in elements]
-        return list(zip(stepped.unbind(0), roots.unbind(0), strict=True))
+        return [(element, self._next_root(element)) for element in elements]
 
     def _step_one(self, element: TensorDictBase) -> Any:
         try:
-            stepped = self.env.step(element.copy())
-            return stepped, step_mdp(stepped)
+            element.pop("next", None)
+            self.env.step(element)
+            return element, self._next_root(element)
         except Exception as error:
             return error
 
+    def _next_root(self, element: TensorDictBase) -> TensorDictBase:
+        """What `step_mdp` gives, without rebuilding what nobody keeps."""
+        following = element.get("next")
+        changes = {key: value for key, value in following.items() if key != "reward"}
+        if not self.keep_steps:
+            for key, value in changes.items():
+                element.set(key, value)
+            return element
+        kept = {key: value for key, value in element.items() if key not in _TURN_KEYS and key not in changes}
+        return TensorDict({**kept, **changes}, batch_size=())
+
     def shutdown(self) -> None:
-        """Let the environment's thread end."""
+        """Let the environment's threads end."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._slow_loop is not None:
+            self._slow_loop.close()
+
+
+def _slow_parts(env: EnvBase) -> list[Callable[[TensorDictBase], Awaitable[None]]]:
+    """The `before_step` of the environment and of its transforms, innermost first."""
+    holders: list[Any] = []
+    while isinstance(env, TransformedEnv):
+        transforms = list(env.transform) if isinstance(env.transform, Compose) else [env.transform]
+        holders = [*transforms, *holders]
+        env = env.base_env
+    return [part for holder in [env, *holders] if (part := getattr(holder, "before_step", None)) is not None]

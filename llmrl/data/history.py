@@ -10,6 +10,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass
 from torchrl.data import Composite, NonTensor
 
 from llmrl.data.message import Message, check_messages, text_of
+from llmrl.data.tensordicts import container_of, non_tensor
 
 
 class History(TensorClass["nocast"]):  # type: ignore[name-defined]
@@ -38,7 +39,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """
         if is_conversation(chats):
             messages = check_messages(chats) if check else tuple(chats)
-            return cls(messages=NonTensorData(messages), batch_size=())
+            return container_of(cls, {"messages": non_tensor(messages)})
         elements = [cls.from_chats(chat, check=check) for chat in chats]
         return torch.stack(elements, 0) if elements[0].batch_size else stack_histories(elements)
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
-from llmrl.data.tensordicts import plain
+from llmrl.data.tensordicts import container_of, plain, tensordict_of
 
 InputMode = Literal["history", "text", "tokens"]
 
@@ -135,20 +135,14 @@ class ChatEnv(EnvBase):
                 f"step needs {(self.input_mode, 'full')}, which a policy writes; got entries "
                 f"{sorted(map(str, tensordict.keys(True)))}."
             )
-        container = {"history": ChatHistory, "text": Text, "tokens": Tokens}[self.input_mode]
         if self.input_mode == "text":
-            full = plain(full)
-        step = TensorDict(
-            {
-                self.input_mode: container(prompt=full, batch_size=()),
-                "reward": torch.zeros(1, 1),
-                **_flags(False),
-            },
-            batch_size=(),
-        )
+            turn: Any = Text(prompt=plain(full), batch_size=())
+        else:
+            turn = container_of(ChatHistory if self.input_mode == "history" else Tokens, {"prompt": full})
+        step = tensordict_of({self.input_mode: turn, "reward": torch.zeros(1, 1), **_flags(False)})
         conversation = tensordict.get("conversation", None)
         if conversation is not None:
-            step.set("conversation", NonTensorData(plain(conversation)))
+            step.set("conversation", conversation)
         return step
 
     def release(self, element: TensorDictBase) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor, Unbounded
 
+from llmrl.data.tensordicts import non_tensor, tensordict_of
 from llmrl.envs.chat import ChatEnv
+
+Drawn = tuple[Mapping[str, Any], str, int]
+"""An item, its group id and its index in the group."""
 
 
 class EndOfData(Exception):
@@ -57,35 +63,56 @@ class PromptSampler:
         self.items, self.num_samples, self.shuffle = items, num_samples, shuffle
         self.seed, self.num_epochs, self.name = seed, num_epochs, name
         self._position = 0
+        self._again: deque[int] = deque()
         self._order_epoch = -1
         self._order: list[int] = []
 
-    def draw(self) -> tuple[Mapping[str, Any], str, int]:
+    def upcoming(self, count: int) -> list[int]:
+        """Positions of the next `count` draws, fewer where the data ends; nothing is drawn."""
+        again = list(itertools.islice(self._again, count))
+        stop = self._position + count - len(again)
+        if self.num_epochs is not None:
+            stop = min(stop, self.num_epochs * len(self.items) * self.num_samples)
+        return again + list(range(self._position, stop))
+
+    def draw(self) -> Drawn:
         """The next item, its group id and its index in the group.
 
         Raises:
             EndOfData: after the last epoch.
         """
-        group, sample_index = divmod(self._position, self.num_samples)
-        epoch, place = divmod(group, len(self.items))
-        if self.num_epochs is not None and epoch >= self.num_epochs:
+        positions = self.upcoming(1)
+        if not positions:
             raise EndOfData(f"all {self.num_epochs} epochs of {len(self.items)} prompts are drawn.")
+        if self._again:
+            self._again.popleft()
+        else:
+            self._position += 1
+        return self.at(positions[0])
+
+    def at(self, position: int) -> Drawn:
+        """What a draw at a position gives; nothing is drawn."""
+        group, sample_index = divmod(position, self.num_samples)
+        epoch, place = divmod(group, len(self.items))
         if epoch != self._order_epoch:
             self._order = list(range(len(self.items)))
             if self.shuffle:
                 random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
             self._order_epoch = epoch
-        self._position += 1
         index = self._order[place]
         return self.items[index], f"{self.name}/{epoch}/{index}", sample_index
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, in samples drawn."""
-        return {"position": self._position}
+    def state_dict(self, *, unfinished: Sequence[int] = ()) -> dict[str, Any]:
+        """The position, in samples drawn, and the positions that are to be drawn again first.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        `unfinished` are positions that were drawn and whose rollouts will not outlive this process.
+        """
+        return {"position": self._position, "again": [*unfinished, *self._again]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position."""
         self._position = state["position"]
+        self._again = deque(state["again"])
 
 
 class DatasetChatEnv(ChatEnv):
@@ -163,37 +190,37 @@ class DatasetChatEnv(ChatEnv):
         shape = self.batch_size if tensordict is None or self.batch_locked else tensordict.batch_size
         # A partial reset keeps the running conversations: only the marked ones draw a new prompt.
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        drawn = [
-            self._draw() if mask is None or bool(mask.reshape(-1)[index]) else self._placeholder()
-            for index in range(shape.numel())
-        ]
+        drawn = self._open_all(
+            [
+                self.prompts.draw() if mask is None or bool(mask.reshape(-1)[index]) else None
+                for index in range(shape.numel())
+            ]
+        )
         if not shape:
             return drawn[0]
         return lazy_stack(drawn, 0).reshape(shape) if len(shape) > 1 else lazy_stack(drawn, 0)
 
-    def _draw(self) -> TensorDictBase:
-        item, group_id, sample_index = self.prompts.draw()
-        query = item[self.data_key] if self._prepare is None else self._prepare(item)
-        return self._opened(item, query, group_id, sample_index)
+    def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
+        """Open a conversation for each draw; where there is none, the place of one that goes on."""
+        placeholder = (self.prompts.items[0], "", 0)
+        return [
+            self._opened(*(placeholder if one is None else one), query="" if one is None else self._query(one[0]))
+            for one in drawn
+        ]
 
-    def _placeholder(self) -> TensorDictBase:
-        item = self.prompts.items[0]
-        return self._opened(item, "", "", 0)
+    def _query(self, item: Mapping[str, Any]) -> Any:
+        return item[self.data_key] if self._prepare is None else self._prepare(item)
 
-    def _opened(self, item: Mapping[str, Any], query: Any, group_id: str, sample_index: int) -> TensorDictBase:
+    def _opened(self, item: Mapping[str, Any], group_id: str, sample_index: int, *, query: Any) -> TensorDictBase:
         # Non-tensor wrapping keeps lists, numbers and None columns as they are.
-        step = TensorDict({key: NonTensorData(value) for key, value in item.items()}, batch_size=())
-        step.set(self.data_key, NonTensorData(query))
-        step.set(
-            "rollout",
-            TensorDict(
-                {
-                    "group_id": NonTensorData(group_id),
-                    "sample_index": torch.tensor(sample_index),
-                    "group_size": torch.tensor(self.prompts.num_samples),
-                }
-            ),
-        )
+        step = tensordict_of({key: non_tensor(value) for key, value in item.items()})
+        step.set(self.data_key, non_tensor(query))
+        rollout = {
+            "group_id": non_tensor(group_id),
+            "sample_index": torch.tensor(sample_index),
+            "group_size": torch.tensor(self.prompts.num_samples),
+        }
+        step.set("rollout", tensordict_of(rollout))
         return step.update(self._open(step, step.batch_size))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

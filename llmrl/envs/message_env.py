@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor
 
 from llmrl.data import History, Message, check_messages, run_sync
-from llmrl.data.tensordicts import batch_elements, plain
-from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.data.tensordicts import batch_elements, non_tensor, plain
+from llmrl.envs.dataset import DatasetChatEnv, Drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +100,47 @@ class MessageChatEnv(DatasetChatEnv):
         observation_spec["env_error"] = NonTensor(shape=tuple(shape), example_data="")
         self.observation_spec = Composite(observation_spec, shape=shape)
 
-    def _opened(self, item: Mapping[str, Any], query: Any, group_id: str, sample_index: int) -> TensorDictBase:
-        message_env = self._factory(item)
-        messages = check_messages(run_sync(message_env.init()), argument="messages from init")
-        step = super()._opened(item, messages, group_id, sample_index)
-        step.set("message_env", NonTensorData(message_env))
-        step.set("env_error", NonTensorData(""))
-        return step
+    def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
+        message_envs = [None if one is None else self._factory(one[0]) for one in drawn]
+
+        async def init_all() -> list[Sequence[Message]]:
+            return list(await asyncio.gather(*(env.init() for env in message_envs if env is not None)))
+
+        openings = iter(run_sync(init_all()))
+        steps = []
+        for one, message_env in zip(drawn, message_envs, strict=True):
+            if one is None:
+                step = self._opened(self.prompts.items[0], "", 0, query="")
+            else:
+                step = self._opened(*one, query=check_messages(next(openings), argument="messages from init"))
+            step.set("message_env", non_tensor(message_env))
+            step.set("env_error", non_tensor(""))
+            steps.append(step)
+        return steps
+
+    async def before_step(self, element: TensorDictBase) -> None:
+        """Have the conversation's own environment answer, which may take long, before the batched step."""
+        try:
+            answer: Any = await self._answer(element)
+        except Exception as error:
+            answer = error
+        element.set("env_answer", non_tensor(answer))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict)
 
-        async def answer_all() -> list[Any]:
-            return list(await asyncio.gather(*map(self._answer, elements), return_exceptions=True))
+        async def answer_all() -> None:
+            await asyncio.gather(*(self.before_step(element) for element in elements if "env_answer" not in element))
 
+        if any("env_answer" not in element for element in elements):
+            run_sync(answer_all())
         steps = []
-        for element, answer in zip(elements, run_sync(answer_all()), strict=True):
+        for element in elements:
+            answer = plain(element.pop("env_answer"))
             step = super()._step(element)
             failed = isinstance(answer, BaseException)
             # A failure ends this conversation alone; the others of the batch go on.
-            step.set("env_error", NonTensorData(f"{type(answer).__name__}: {answer}" if failed else ""))
+            step.set("env_error", non_tensor(f"{type(answer).__name__}: {answer}" if failed else ""))
             if not failed:
                 self._write(step, answer)
             steps.append(step)
@@ -150,5 +171,5 @@ class MessageChatEnv(DatasetChatEnv):
     def release(self, element: TensorDictBase) -> None:
         """Close the environment of a conversation that has ended."""
         message_env = plain(element.get("message_env", None))
-        if message_env is not None:
+        if message_env is not None and type(message_env).close is not MessageEnv.close:
             run_sync(message_env.close())

@@ -9,11 +9,11 @@ from dataclasses import fields
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 
 from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens, run_sync
-from llmrl.data.tensordicts import batch_elements, plain
+from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig
 from llmrl.rendering import Conversation, Renderer, make_renderer
 
@@ -156,23 +156,24 @@ class LLMWrapperBase(TensorDictModuleBase):
         log_probs = conversation.tensor_view("log_probs")
         versions = conversation.tensor_view("versions")
         is_trained = conversation.tensor_view("is_trained")
-        element.set("conversation", NonTensorData(conversation))
-        element.set("finish_reason", NonTensorData(completion.finish_reason))
+        element.set("conversation", non_tensor(conversation))
+        element.set("finish_reason", non_tensor(completion.finish_reason))
+        spans = {"prompt": slice(num_prompt_tokens), "response": slice(num_prompt_tokens, None), "full": slice(None)}
+        element.set("tokens", container_of(Tokens, {name: token_ids[span] for name, span in spans.items()}))
         element.set(
-            "tokens",
-            Tokens(prompt=token_ids[:num_prompt_tokens], response=token_ids[num_prompt_tokens:], full=token_ids),
+            "log_probs", container_of(LogProbs, {name: log_probs[spans[name]] for name in ("response", "full")})
         )
-        element.set("log_probs", LogProbs(response=log_probs[num_prompt_tokens:], full=log_probs))
-        attention_mask = torch.ones_like(is_trained)
-        element.set("masks", Masks(all_attention_mask=attention_mask, all_assistant_mask=is_trained))
-        element.set("policy_versions", TensorDict({"full": versions}))
+        masks = {"all_attention_mask": torch.ones_like(is_trained), "all_assistant_mask": is_trained}
+        element.set("masks", container_of(Masks, masks))
+        element.set("policy_versions", tensordict_of({"full": versions}))
         if self.input_mode == "history":
             prompt: History = element.get(("history", "prompt"))
             assert conversation.last is not None
             message = conversation.last.message
             response = History.from_chats([message], check=False)
             full = History.from_chats((*prompt.chats, message), check=False)
-            element.set("history", ChatHistory(prompt=prompt, response=response, full=full))
+            history = container_of(ChatHistory, {"prompt": prompt, "response": response, "full": full})
+            element.set("history", history)
         elif self.input_mode == "text":
             assert self.renderer is not None
             text_prompt = plain(element.get(("text", "prompt")))

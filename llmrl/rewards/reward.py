@@ -72,6 +72,8 @@ class RewardFn:
         if not weight >= 0:
             raise ValueError(f"weight of {name!r} must be non-negative, got {weight!r}.")
         self.function, self.name, self.weight = function, name, weight
+        # A function, or an object whose call is a coroutine.
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         parameters = inspect.signature(function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

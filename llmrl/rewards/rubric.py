@@ -74,6 +74,11 @@ class Rubric:
         return [fn.name for fn in self.reward_fns]
 
     @property
+    def is_async(self) -> bool:
+        """Whether scoring may take long: a reward function awaits something, a judge say."""
+        return any(fn.is_async for fn in self.reward_fns)
+
+    @property
     def is_group_scored(self) -> bool:
         """Whether the rollouts of a group are scored together, once all have settled."""
         return type(self).score_group is not Rubric.score_group

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
+from tensordict import TensorDictBase, is_non_tensor, lazy_stack
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
 from llmrl.data import Message, StopReason, decide_status, run_sync
-from llmrl.data.tensordicts import batch_elements, plain
+from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
 from llmrl.rewards import RewardFn, Rubric, Score, ScoredRollout
 
 
@@ -25,8 +25,8 @@ class RubricReward(Transform):
     transforms that answer the policy.
 
     Adds the score to `("next", "reward")` `[1, 1]`, and writes `("next", "reward_breakdown", NAME)` `[1]` (NaN where
-    not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. A rubric that scores groups together is
-    left to the collector.
+    not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. A rubric that scores groups together, or
+    that awaits a judge (a collector writes `("rollout", "is_scored_later")`), is left to the collector.
 
     Args:
         rubric: a `Rubric`, a `RewardFn`, or a function.
@@ -73,6 +73,8 @@ class RubricReward(Transform):
                 next_element.set(key, torch.ones(1, dtype=torch.bool))
         if not reason and not is_terminated and next_element.get("truncated").any():
             reason = StopReason.ENVIRONMENT_TRUNCATED
+        if plain(element.get(("rollout", "is_scored_later"), False)):
+            return None
         status = decide_status(is_terminated=is_terminated, reason=reason)
         return ScoredRollout(messages, dataset_columns(element), status, reason) if status.is_settled else None
 
@@ -102,11 +104,10 @@ def write_score(next_element: TensorDictBase, score: Score | None, names: Sequen
     # The environment's own reward of this turn stays; a score adds to it.
     if score is not None:
         next_element.set("reward", next_element.get("reward") + score.reward)
-    next_element.set(
-        "reward_breakdown", TensorDict({name: torch.tensor([raw.get(name, float("nan"))]) for name in names})
-    )
+    breakdown = {name: torch.tensor([raw.get(name, float("nan"))]) for name in names}
+    next_element.set("reward_breakdown", tensordict_of(breakdown))
     next_element.set("is_scored", torch.tensor([score is not None and score.is_scored]))
-    next_element.set("score_error", NonTensorData("" if score is None else score.error))
+    next_element.set("score_error", non_tensor("" if score is None else score.error))
 
 
 def dataset_columns(element: TensorDictBase) -> dict[str, Any]:
