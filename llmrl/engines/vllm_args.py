@@ -15,6 +15,11 @@ SHARED_MEMORY_BACKEND = "llmrl_shared_memory"
 """The weight-transfer backend that llmrl registers in vLLM's workers, for engines on CPU."""
 DOUBLE_BUFFER_BACKEND = "llmrl_double_buffer"
 """The one that goes through files, for engines on other hosts and on any device."""
+GLOO_BACKEND = "llmrl_gloo"
+"""The one that goes through a network, for engines on CPU on other hosts."""
+LLMRL_BACKENDS = (SHARED_MEMORY_BACKEND, DOUBLE_BUFFER_BACKEND, GLOO_BACKEND)
+VLLM_VERSION = "0.32"
+"""Whose weight-update API the tests ran with; it has no promise of stability."""
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "llmrl_weight_transfer"
 
 _GIB = 1 << 30
@@ -54,13 +59,15 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
 
     Raises:
         EngineError: when llmrl's backend is wanted and vLLM's processes could not find it.
+        ImportError: when vLLM is of another version than the tests ran with.
     """
     from llmrl.engines.base import EngineError
 
     if weight_transfer is False:
         return None
     backend = (SHARED_MEMORY_BACKEND if is_cpu else "nccl") if weight_transfer is True else weight_transfer
-    if backend in (SHARED_MEMORY_BACKEND, DOUBLE_BUFFER_BACKEND):
+    require_vllm_version()
+    if backend in LLMRL_BACKENDS:
         installed = importlib.metadata.entry_points(group=PLUGIN_GROUP)
         if PLUGIN_NAME not in {point.name for point in installed}:
             raise EngineError(
@@ -68,6 +75,21 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
                 "package; install llmrl (pip install -e .) or pass weight_transfer=False."
             )
     return backend
+
+
+def require_vllm_version() -> None:
+    """Refuse a vLLM whose weight-update API may be another one.
+
+    Raises:
+        ImportError: naming the version found and the one needed.
+    """
+    import vllm
+
+    if not vllm.__version__.startswith(f"{VLLM_VERSION}."):
+        raise ImportError(
+            f"llmrl updates the weights of vLLM {VLLM_VERSION}, found {vllm.__version__}: its update API may differ. "
+            f"Install vllm=={VLLM_VERSION}.* or start engines with weight_transfer=False."
+        )
 
 
 def default_kv_cache_memory() -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from llmrl.weight_sync.receiver import VLLMWeightReceiver
+from llmrl.weight_sync.receiver import VLLMDoubleBufferWeightReceiver, VLLMWeightReceiver
 from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 from llmrl.weight_sync.sender import VLLMWeightSender
 from llmrl.weight_sync.source import get_model_metadata
-from llmrl.weight_sync.transport import VLLMCollectiveTransport
+from llmrl.weight_sync.transport import VLLMCollectiveTransport, VLLMDoubleBufferTransport
 
 __all__ = [
     "VLLMCollectiveTransport",
     "VLLMDoubleBufferSyncScheme",
+    "VLLMDoubleBufferTransport",
+    "VLLMDoubleBufferWeightReceiver",
     "VLLMWeightReceiver",
     "VLLMWeightSender",
     "VLLMWeightSyncScheme",

@@ -1,4 +1,4 @@
-"""Two folders of weights and a pointer to the whole one."""
+"""Two files of weights and a pointer to the whole one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 import zlib
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
+
+from llmrl.weight_sync.packing import PackedLayout
 
 POINTER_NAME = "current.json"
 FILE_NAME = "model.safetensors"
@@ -23,6 +26,8 @@ class BufferPointer:
     """0 or 1."""
     serial: int
     """Counts writes, from 1."""
+    version: int
+    """Policy version of the weights."""
     num_bytes: int
     checksum: int
     """CRC-32 of the file."""
@@ -31,14 +36,15 @@ class BufferPointer:
 class DoubleBuffer:
     """Weights on a file system: written beside the current ones, which stay whole until the pointer moves.
 
-    A reader that follows the pointer gets whole weights or an error, however the writer died.
+    A reader that follows the pointer gets whole weights or an error, however the writer died. Each buffer is a folder
+    with one safetensors file; there are never more than two.
 
     Example:
         >>> import tempfile
         >>> buffer = DoubleBuffer(tempfile.mkdtemp())
         >>> buffer.write({"weight": torch.ones(2)}).serial
         1
-        >>> buffer.read(buffer.pointer())["weight"]
+        >>> buffer.read(buffer.pointer()).tensors()["weight"]
         tensor([1., 1.])
     """
 
@@ -59,8 +65,11 @@ class DoubleBuffer:
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"the pointer {path} is damaged: {error}") from error
 
-    def write(self, weights: dict[str, torch.Tensor]) -> BufferPointer:
-        """Write contiguous `weights` into the buffer that is not current and move the pointer to it."""
+    def write(self, weights: dict[str, torch.Tensor], version: int | None = None) -> BufferPointer:
+        """Write contiguous `weights` into the buffer that is not current and move the pointer to it.
+
+        The version is the next one, unless given.
+        """
         from safetensors.torch import save_file
 
         current = self.pointer()
@@ -71,43 +80,95 @@ class DoubleBuffer:
         pointer = BufferPointer(
             slot=slot,
             serial=1 if current is None else current.serial + 1,
+            version=version if version is not None else 1 if current is None else current.version + 1,
             num_bytes=path.stat().st_size,
-            checksum=file_checksum(path),
+            checksum=_file_checksum(path),
         )
         self.point_to(pointer)
         return pointer
 
-    def point_to(self, pointer: BufferPointer) -> None:
-        """Move the pointer, whole or not at all."""
-        part = self.folder / f"{POINTER_NAME}.{os.getpid()}.part"
+    def point_to(self, pointer: BufferPointer | None) -> None:
+        """Move the pointer, whole or not at all; `None` takes it away."""
+        path = self.folder / POINTER_NAME
+        if pointer is None:
+            path.unlink(missing_ok=True)
+            return
+        # One name, so that writers that were killed leave one file at most.
+        part = self.folder / f"{POINTER_NAME}.part"
         with part.open("w") as file:
             json.dump(asdict(pointer), file)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(self.folder / POINTER_NAME)
+        part.replace(path)
 
-    def read(self, pointer: BufferPointer | None) -> dict[str, torch.Tensor]:
-        """The weights that `pointer` names.
+    def read(self, pointer: BufferPointer | None) -> FileWeights:
+        """The weights that `pointer` names, in memory of their own: what the writer does next cannot reach them.
 
         Raises:
             ValueError: when there are none, or they are not those that were written.
         """
-        from safetensors.torch import load_file
-
         if pointer is None:
             raise ValueError(f"nothing was written to {self.folder} yet.")
         path = self.path(pointer.slot)
-        if not path.is_file() or path.stat().st_size != pointer.num_bytes or file_checksum(path) != pointer.checksum:
+        buffer = torch.empty(pointer.num_bytes, dtype=torch.uint8)
+        try:
+            with path.open("rb", buffering=0) as file:
+                num_read, checksum = _read_into(memoryview(buffer.numpy()), file)
+        except FileNotFoundError:
+            num_read, checksum = 0, 0
+        if num_read != pointer.num_bytes or checksum != pointer.checksum:
             raise ValueError(f"{path} does not hold the weights of write {pointer.serial}: size or checksum differ.")
-        return load_file(path)
+        return FileWeights.of(buffer)
 
     def path(self, slot: int) -> Path:
         """The file of a buffer."""
         return self.folder / str(slot) / FILE_NAME
 
 
-def file_checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+@dataclass(frozen=True)
+class FileWeights:
+    """A safetensors file in memory."""
+
+    layout: PackedLayout
+    buffer: torch.Tensor
+    """[num_bytes] uint8, of the whole file."""
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> FileWeights:
+        """Read the header of a file ([num_bytes] uint8)."""
+        header_size = int.from_bytes(bytes(buffer[:8].tolist()), "little")
+        header = json.loads(bytes(buffer[8 : 8 + header_size].numpy()))
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        layout = PackedLayout(
+            names=tuple(name for name, _ in entries),
+            dtypes=tuple(_DTYPES[entry["dtype"]] for _, entry in entries),
+            shapes=tuple(tuple(entry["shape"]) for _, entry in entries),
+            offsets=tuple(8 + header_size + entry["data_offsets"][0] for _, entry in entries),
+            num_bytes=buffer.numel(),
+        )
+        return cls(layout, buffer)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, as views of the buffer."""
+        return dict(self.layout.views(self.buffer))
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def _read_into(view: memoryview, file: FileIO) -> tuple[int, int]:
+    """Fill `view`; number of bytes read and their CRC-32."""
+    end, checksum = 0, 0
+    while end < len(view) and (num_bytes := file.readinto(view[end : end + _CHUNK])):
+        checksum = zlib.crc32(view[end : end + num_bytes], checksum)
+        end += num_bytes
+    return end, checksum
+
+
+def _file_checksum(path: Path) -> int:
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -6,74 +6,88 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
 from llmrl.engines.vllm_args import DOUBLE_BUFFER_BACKEND
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
+from llmrl.weight_sync.packing import PackedLayout
 
 
 @dataclass
 class DoubleBufferTrainerInitInfo(TrainerInitInfo):
-    """The folder as the trainer sees it, and as the workers do."""
+    """The folder as the workers see it."""
 
     backend: ClassVar[str] = DOUBLE_BUFFER_BACKEND
 
-    folder: str
     worker_folder: str
 
 
+class StagedFile(WeightSource):
+    """A snapshot of a `WeightSource` in a double buffer's files: cast, written, and kept until the next but one."""
+
+    def __init__(self, source: Any, folder: str) -> None:
+        self._source = source
+        self._buffer = DoubleBuffer(folder)
+        self._before: BufferPointer | None = None
+        self._held_before: BufferPointer | None = None
+        self.pointer: BufferPointer | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there are weights to send."""
+        return self.pointer is not None
+
+    def close(self) -> None:
+        """The files stay."""
+
+    def stage(self, version: int | None) -> None:
+        """Write the weights, as they are now, into the buffer that is not current, and make it the current one."""
+        self._buffer.folder.mkdir(parents=True, exist_ok=True)
+        self._before, self._held_before, self.pointer = self._buffer.pointer(), self.pointer, None
+        self.pointer = self._buffer.write({name: tensor.contiguous() for name, tensor in self._source}, version)
+
+    def take_back(self) -> None:
+        """Make the buffer before the current one again: no engine took this one."""
+        self._buffer.point_to(self._before)
+        self.pointer = self._held_before
+
+    @property
+    def layout(self) -> PackedLayout:
+        """Names, dtypes and shapes, for engines to check."""
+        return PackedLayout.of((meta.name, meta.dtype, meta.shape) for meta in self._source.metadata())
+
+    @property
+    def folder(self) -> Path:
+        """As the trainer sees it."""
+        return self._buffer.folder
+
+    def metadata(self) -> list[Any]:
+        """Of the weights that are staged next."""
+        return self._source.metadata()
+
+    def __iter__(self) -> Any:
+        return iter(self._buffer.read(self.pointer).tensors().items())
+
+
 class DoubleBufferTrainerEngine(TrainerWeightTransferEngine[DoubleBufferTrainerInitInfo]):
-    """Writes the weights while the engines generate; `send_weights` makes them load."""
+    """Tells the workers which buffer to load."""
 
     init_info_cls = DoubleBufferTrainerInitInfo
-
-    def __init__(self, *, client: Any, source: Any, is_sender: bool, folder: str) -> None:
-        super().__init__(client=client, source=source, is_sender=is_sender)
-        self._buffer = DoubleBuffer(folder)
-        self._staged: BufferPointer | None = None
-        self._loaded: BufferPointer | None = None
+    source: StagedFile
 
     @classmethod
     def trainer_init(cls, init_info: DoubleBufferTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Make the folder and let every worker look for it."""
-        if source is None:
-            raise ValueError("the double buffer needs a WeightSource.")
-        if init_info.is_sender:
-            Path(init_info.folder).mkdir(parents=True, exist_ok=True)
-            client.init_weight_transfer_engine({"folder": init_info.worker_folder})
-        return cls(client=client, source=source, is_sender=init_info.is_sender, folder=init_info.folder)
-
-    def stage(self) -> None:
-        """Write the weights, cast to what the engine wants, into the buffer that is not current."""
-        weights = {name: tensor.contiguous() for name, tensor in self.source if self.is_sender}
-        if self.is_sender:
-            self._staged = self._buffer.write(weights)
+        """Let every worker look for the folder."""
+        if not isinstance(source, StagedFile):
+            raise ValueError(f"the double buffer needs a StagedFile as its source, got {type(source).__name__}.")
+        source.folder.mkdir(parents=True, exist_ok=True)
+        client.init_weight_transfer_engine({"folder": init_info.worker_folder, "layout": source.layout.to_plain()})
+        return cls(client=client, source=source, is_sender=init_info.is_sender)
 
     def send_weights(self) -> None:
-        """Make the engines load what was staged, staging now if nothing was."""
-        if self._staged is None:
-            self.stage()
-        if not self.is_sender or self._staged is None:
-            return
-        staged, self._staged = self._staged, None
-        self._send({"pointer": asdict(staged)})
-        self.client.finish_weight_update()
-        self._loaded = staged
-
-    def restore(self, version: int) -> bool:
-        """After a failed update, load the other buffer again; false when it does not hold those weights."""
-        self._staged = None
-        if self._loaded is None and version != 0:
-            return False
-        if self._loaded is not None:
-            self._buffer.point_to(self._loaded)
-        self._send({"pointer": asdict(self._loaded)} if self._loaded is not None else {"is_checkpoint": True})
-        self.client.finish_weight_update(str(version))
-        return True
-
-    def shutdown(self) -> None:
-        """The files stay."""
-
-    def _send(self, update_info: dict[str, Any]) -> None:
+        """Make the workers load what is staged."""
+        if self.source.pointer is None:
+            raise RuntimeError("no weights are staged.")
         self.client.start_weight_update()
-        self.client.update_weights(update_info)
+        self.client.update_weights({"pointer": asdict(self.source.pointer)})
+        self.client.finish_weight_update()

@@ -5,25 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
-from llmrl.weight_sync.reloading_worker import ReloadingWorkerEngine
+from llmrl.weight_sync.packing import PackedLayout
+from llmrl.weight_sync.reloading_worker import ReloadingUpdateInfo, ReloadingWorkerEngine
 
 
 @dataclass
 class DoubleBufferInitInfo(WeightTransferInitInfo):
-    """Where this host sees the folder."""
+    """Where this host sees the folder, and the layout of the weights that will come, when it is known."""
 
     folder: str
+    layout: dict[str, list] | None = None
 
 
 @dataclass
-class DoubleBufferUpdateInfo(WeightTransferUpdateInfo):
-    """Which buffer to load; with `is_checkpoint`, the weights that the engine started with."""
+class DoubleBufferUpdateInfo(ReloadingUpdateInfo):
+    """Which buffer to load."""
 
     pointer: dict[str, Any] = field(default_factory=dict)
-    is_checkpoint: bool = False
 
 
 class DoubleBufferWorkerEngine(ReloadingWorkerEngine):
@@ -33,11 +35,18 @@ class DoubleBufferWorkerEngine(ReloadingWorkerEngine):
     update_info_cls = DoubleBufferUpdateInfo
 
     def init_transfer_engine(self, init_info: DoubleBufferInitInfo) -> None:
-        """Look for the folder."""
+        """Look for the folder.
+
+        Raises:
+            ValueError: when it is not there, or the model is another one.
+        """
         self._buffer = DoubleBuffer(init_info.folder)
         if not self._buffer.folder.is_dir():
             raise ValueError(f"the worker does not see the folder {init_info.folder}; give local_addr as it sees it.")
+        if init_info.layout is not None:
+            self.plan_for(PackedLayout.from_plain(**init_info.layout))
 
-    def load(self, update_info: DoubleBufferUpdateInfo) -> None:
-        """Load from the file."""
-        self.model.load_weights(self._buffer.read(BufferPointer(**update_info.pointer)).items())
+    def take(self, update_info: DoubleBufferUpdateInfo) -> tuple[PackedLayout, torch.Tensor]:
+        """Read the file."""
+        weights = self._buffer.read(BufferPointer(**update_info.pointer))
+        return weights.layout, weights.buffer

@@ -59,6 +59,20 @@ class PackedLayout:
             size = torch.Size(shape).numel() * dtype.itemsize
             yield name, buffer[offset : offset + size].view(dtype).view(shape)
 
+    @classmethod
+    def from_plain(
+        cls, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> PackedLayout:
+        """The layout that `to_plain` described.
+
+        Example:
+            >>> layout = PackedLayout.of([("a", torch.float32, (3,))])
+            >>> PackedLayout.from_plain(**layout.to_plain()) == layout
+            True
+        """
+        dtypes = [getattr(torch, name) for name in dtype_names]
+        return cls.of(zip(names, dtypes, shapes, strict=True))
+
     def to_plain(self) -> dict[str, list]:
         """As lists that travel through JSON or msgpack."""
         return {

@@ -2,44 +2,88 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from llmrl.engines.base import EngineError
+from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
+from llmrl.weight_sync.link import EngineLink
 
 if TYPE_CHECKING:
     import torch
 
-    from llmrl.weight_sync.scheme import VLLMWeightSyncScheme
+    from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
+
+logger = logging.getLogger(__name__)
 
 
 class VLLMWeightReceiver:
     """Drives the control plane of one engine, or of several as one.
 
-    It has the methods of vLLM's `VLLMWeightSyncClient`, so vLLM's trainer-side engines drive it too. An engine is an
-    `AsyncVLLM` or anything with its methods (a Ray actor's handle wrapped in blocking calls).
+    An engine is an `AsyncVLLM` or anything with its methods (a Ray actor's handle wrapped in blocking calls). Of
+    several, those that died are left out of an update; a sequence is read again at each update, so that engines
+    started in their place come in. An update has two steps: all engines take the weights, then all load them; what
+    fails in the first leaves every engine as it was.
+
+    Raises:
+        ValueError: when there are no engines, or one cannot take the weights of the others, or none at all.
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme, engine: Any | Sequence[Any]) -> None:
         self._scheme = scheme
-        self.engines: list[Any] = list(engine) if isinstance(engine, Sequence) else [engine]
-        if not self.engines:
+        self._group: Any = engine if isinstance(engine, Sequence) else [engine]
+        if not len(self._group):
             raise ValueError("engine must be an engine or a non-empty sequence of engines, got an empty sequence.")
-        backends = {one.weight_transfer_backend for one in self.engines}
-        if len(backends) != 1 or None in backends:
-            raise ValueError(
-                f"engines must share one weight-transfer backend, got {sorted(map(str, backends))}; start them with "
-                "weight_transfer=True."
-            )
-        self.backend: str = backends.pop()
-        self._pool = ThreadPoolExecutor(len(self.engines), thread_name_prefix="llmrl-weight-sync")
+        self._links: dict[int, EngineLink] = {}
+        self._mixed: set[EngineLink] = set()
+        self._pool = ThreadPoolExecutor(max(4, len(self._group)), thread_name_prefix="llmrl-weight-sync")
+        self._lock = threading.RLock()
+        self.backend: str = self.links()[0].engine.weight_transfer_backend
+
+    @property
+    def engines(self) -> list[Any]:
+        """Those that live now."""
+        return [engine for engine in self._group if getattr(engine, "is_alive", True)]
+
+    def links(self) -> list[EngineLink]:
+        """To the engines that live now, each the same as before as long as its engine is.
+
+        Raises:
+            EngineError: when none lives.
+            ValueError: when one cannot take the weights.
+        """
+        with self._lock:
+            engines = self.engines
+            if not engines:
+                raise EngineError("none of the engines is running; start new ones.")
+            for engine in engines:
+                _require_alike(engine, engines[0])
+            links = [self.link_to(engine) for engine in engines]
+            # A link holds its engine, so that no other one can have its id.
+            self._links = {id(link.engine): link for link in links}
+            return links
+
+    def link_to(self, engine: Any) -> EngineLink:
+        """To one engine, which may be new."""
+        with self._lock:
+            if id(engine) not in self._links:
+                self._links[id(engine)] = EngineLink(engine)
+            return self._links[id(engine)]
 
     @property
     def policy_version(self) -> int:
-        """Version that all engines have reached."""
-        return min(engine.policy_version for engine in self.engines)
+        """Version that all living engines have reached."""
+        return min(engine.policy_version for engine in self.engines or self._group)
+
+    @property
+    def next_version(self) -> int:
+        """Version of the next update: the one after the engines' highest."""
+        return max(engine.policy_version for engine in self.engines or self._group) + 1
 
     @property
     def num_workers(self) -> int:
@@ -49,73 +93,117 @@ class VLLMWeightReceiver:
     @property
     def model_dtype(self) -> torch.dtype:
         """dtype that weights are sent in."""
-        return self.engines[0].model_dtype
+        return self._group[0].model_dtype
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop stepping and go on afterwards, but not with weights that are neither old nor new (`stay_paused`)."""
-        self._stay_paused = False
-        self._each(lambda engine: engine.pause(self._scheme.pause_mode, clear_cache=False))
+    def paused(self, links: list[EngineLink]) -> Iterator[None]:
+        """Stop stepping and go on afterwards; not an engine whose weights are neither old nor new."""
+        self.each(links, lambda link: link.engine.pause(self._scheme.pause_mode, clear_cache=False))
         try:
             yield
         finally:
-            if not self._stay_paused:
-                self._each(lambda engine: engine.resume())
+            self.each([link for link in links if link not in self._mixed], lambda link: link.engine.resume())
 
-    def stay_paused(self) -> None:
-        """Leave the engines paused: they must not generate before a further update."""
-        self._stay_paused = True
+    def abandon(self, links: list[EngineLink], *, are_mixed: bool) -> None:
+        """End what an update began; `are_mixed` when weights may have been loaded: those engines stay paused."""
+        self.each(links, lambda link: link.abandon(can_discard=not are_mixed))
+        if are_mixed:
+            self._mixed.update(links)
 
-    def reset_prefix_cache(self) -> None:
-        """Drop key-value blocks of the old weights.
+    def commit(self, links: list[EngineLink], version: int) -> None:
+        """Let every engine load what it took, and drop the key-value blocks of the old weights.
 
         Raises:
-            EngineError: when blocks of old weights would stay in the cache for later requests.
+            EngineError: when an engine that lives did not: it stays paused; the others serve the new weights.
         """
-        reset = self._scheme.reset_running_requests
-        results = self._each(lambda engine: engine.reset_prefix_cache(reset_running_requests=reset))
-        if reset and not all(results):
-            raise EngineError("vLLM did not reset its prefix cache; key-value blocks of old weights may be used.")
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Open every engine's end; in a collective group each engine's workers follow those of the one before."""
-        offset = init_info.get("rank_offset", 0)
-        infos = []
-        for engine in self.engines:
-            infos.append(init_info if "rank_offset" not in init_info else {**init_info, "rank_offset": offset})
-            offset += engine.num_workers
-        futures = [
-            self._pool.submit(engine.init_weight_transfer_engine, info)
-            for engine, info in zip(self.engines, infos, strict=True)
-        ]
-        for future in futures:
-            future.result()
+        def finish(link: EngineLink) -> None:
+            try:
+                link.commit(version)
+                self._reset_prefix_cache(link.engine)
+            except Exception:
+                self._mixed.add(link)
+                raise
+            self._mixed.discard(link)
 
-    def start_weight_update(self) -> None:
-        """Make every engine ready."""
-        self._each(lambda engine: engine.start_weight_update())
+        self.each(links, finish)
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Let every engine take the weights."""
-        self._each(lambda engine: engine.update_weights(update_info))
+    def each(self, links: list[EngineLink], action: Callable[[EngineLink], Any]) -> None:
+        """Run `action` for all engines at once; all have ended before an error of an engine that lives is raised.
 
-    def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Put the weights to use; the version is the next one after the engines' highest, unless given."""
-        if weight_version is None:
-            weight_version = max(engine.policy_version for engine in self.engines) + 1
-        self._each(lambda engine: engine.finish_weight_update(weight_version))
-        return int(weight_version)
+        Raises:
+            EngineError: when all of them died.
+        """
+        futures = [self._pool.submit(action, link) for link in links]
+        errors = [(link, error) for link, future in zip(links, futures, strict=True) if (error := future.exception())]
+        living = [error for link, error in errors if link.is_alive]
+        if living:
+            raise living[0]
+        for _, error in errors:
+            logger.warning("an engine died during a weight update and is left out: %s", error)
+        if links and len(errors) == len(links):
+            raise EngineError(f"every engine died during the weight update: {errors[0][1]}") from errors[0][1]
 
     def shutdown(self) -> None:
         """Release threads; the engines stay."""
         self._pool.shutdown(wait=False)
 
-    def _each(self, action: Callable[[Any], Any]) -> list[Any]:
-        """Run `action` for all engines at once; all have ended before the first error is raised."""
-        if len(self.engines) == 1:
-            return [action(self.engines[0])]
-        futures = [self._pool.submit(action, engine) for engine in self.engines]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]
+    def _reset_prefix_cache(self, engine: Any) -> None:
+        reset = self._scheme.reset_running_requests
+        if not engine.reset_prefix_cache(reset_running_requests=reset) and reset:
+            raise EngineError("vLLM did not reset its prefix cache; key-value blocks of old weights may be used.")
+
+
+class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
+    """The end of engines that read a double buffer, told by the trainer or by themselves."""
+
+    _scheme: VLLMDoubleBufferSyncScheme
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, engine: Any | Sequence[Any]) -> None:
+        super().__init__(scheme, engine)
+        self._applied: BufferPointer | None = None
+
+    def poll_and_apply(self) -> int | None:
+        """Load the current buffer if it is another than at the last call; its version, or `None`.
+
+        Raises:
+            EngineError: when the buffer is not whole, or does not fit; the engines keep the weights that they have.
+        """
+        folder = self._scheme.local_addr or self._scheme.remote_addr
+        pointer = DoubleBuffer(folder).pointer()
+        if pointer is None or pointer == self._applied:
+            return None
+        links = self.links()
+        with self.paused(links):
+            try:
+                self.each(links, lambda link: _take_file(link, folder, pointer))
+            except Exception:
+                self.abandon(links, are_mixed=False)
+                raise
+            self.commit(links, pointer.version)
+        self._applied = pointer
+        return pointer.version
+
+
+def _take_file(link: EngineLink, folder: str, pointer: BufferPointer) -> None:
+    link.init_weight_transfer_engine({"folder": folder})
+    link.start_weight_update()
+    link.update_weights({"pointer": asdict(pointer)})
+
+
+def _require_alike(engine: Any, first: Any) -> None:
+    backend = engine.weight_transfer_backend
+    if backend is None:
+        raise ValueError("an engine was started with weight_transfer=False; start it with weight_transfer=True.")
+    quantization = getattr(engine, "quantization", None)
+    if quantization is not None:
+        raise ValueError(
+            f"an engine is quantised ({quantization}): the trainer's weights are not, and would have to be quantised "
+            "again at each update, which no test covers; start the engine without quantization."
+        )
+    for name, own, other in (
+        ("weight-transfer backend", backend, first.weight_transfer_backend),
+        ("dtype", engine.model_dtype, first.model_dtype),
+    ):
+        if own != other:
+            raise ValueError(f"engines that are to hold the same weights must share one {name}, got {own} and {other}.")

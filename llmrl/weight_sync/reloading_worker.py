@@ -1,72 +1,113 @@
-"""Inside vLLM's worker processes: weights taken all at once, whole or not at all."""
+"""Inside vLLM's worker processes: weights taken in two steps, so that what fails leaves the old ones in force."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, is_deferred_attention_layer
 
+from llmrl.weight_sync.load_plan import LoadPlan, make_load_plan
+from llmrl.weight_sync.packing import PackedLayout
+
+
+@dataclass
+class ReloadingUpdateInfo(WeightTransferUpdateInfo):
+    """What an update brings; with `is_discarded`, nothing: what was taken before is forgotten."""
+
+    is_discarded: bool = False
+
 
 class ReloadingWorkerEngine(WeightTransferEngine):
-    """Loads a whole checkpoint's weights into the running model.
+    """Takes a whole checkpoint's weights into a flat buffer and checks them; loads them when the update is finished.
 
-    All of the weights come in one update. What is wrong with it is found before it is finished: then the model can
-    still be generated from, as a mixture of layers, and a further update (the previous weights) makes it whole.
+    `update_weights` changes nothing of the model: a transfer that breaks, weights of another model and weights that
+    are missing are found there, on every worker, before any worker loads.
     """
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._tied_heads = find_tied_heads(model)
+        self._taken: tuple[PackedLayout, torch.Tensor, Any] | None = None
+        self._layout: PackedLayout | None = None
+        self._plan: LoadPlan | None = None
 
     @abstractmethod
-    def load(self, update_info: Any) -> None:
-        """Pass the weights that `update_info` describes to `self.model.load_weights`."""
+    def take(self, update_info: Any) -> tuple[PackedLayout, torch.Tensor]:
+        """The weights that `update_info` describes: their layout and a flat buffer ([num_bytes] uint8) of this host."""
+
+    def require_intact(self, update_info: Any) -> None:
+        """Raise `ValueError` when the buffer was overwritten since `take`; most cannot be."""
 
     def start_weight_update(self) -> None:
-        """Make every layer expect its weights in the checkpoint's format."""
-        initialize_layerwise_reload(self.model)
+        """Forget what an update before took and did not finish."""
+        self._taken = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load all of the weights."""
+        """Take all of the weights."""
         # The base class would also wait for an accelerator, which this backend does not have.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load all of the weights.
+        """Take all of the weights.
 
         Raises:
-            ValueError: when they are not those that were announced, or some are missing; nothing stays half loaded.
+            ValueError: when they are not those that were announced, do not fit the model, or some are missing.
         """
-        try:
-            if update_info.is_checkpoint:
-                self.model.load_weights(self._checkpoint())
-            else:
-                self.load(update_info)
-            self._require_complete()
-        except BaseException:
-            self._abandon()
-            raise
+        self._taken = None
+        if update_info.is_discarded:
+            return
+        layout, buffer = self.take(update_info)
+        self.plan_for(layout)
+        self._taken = layout, buffer, update_info
+
+    def plan_for(self, layout: PackedLayout) -> None:
+        """Check that the weights fit, and find the way for them.
+
+        Raises:
+            ValueError: when they do not fit the model, or some are missing.
+        """
+        if layout != self._layout:
+            with set_current_vllm_config(self.vllm_config):
+                self._plan = make_load_plan(self.model, layout, self._tied_heads)
+            self._layout = layout
 
     def finish_weight_update(self) -> None:
-        """Put the loaded weights to use."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        """Load what was taken.
+
+        Raises:
+            ValueError: when it was overwritten meanwhile; the model then holds a mixture.
+        """
+        if self._taken is None:
+            return
+        (layout, buffer, update_info), self._taken = self._taken, None
+        if self._plan is not None:
+            self._plan.load(buffer)
+        else:
+            self._reload(layout, buffer)
         self._renew_tied_heads()
+        self.require_intact(update_info)
 
     def shutdown(self) -> None:
         """Nothing stays open between updates."""
 
-    def _checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
-        from vllm.model_executor.model_loader import get_model_loader
-
-        loader: Any = get_model_loader(self.vllm_config.load_config)
-        return loader.get_all_weights(self.model_config, self.model)
+    def _reload(self, layout: PackedLayout, buffer: torch.Tensor) -> None:
+        """By vLLM's layerwise reload: for any device and model."""
+        initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(layout.views(buffer))
+            self._require_complete()
+        except BaseException:
+            self._abandon()
+            raise
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def _require_complete(self) -> None:
         heads = {id(head) for head, _ in self._tied_heads}
@@ -102,6 +143,7 @@ class ReloadingWorkerEngine(WeightTransferEngine):
                 head.weight = embedding.weight
             if self.device.type == "cpu":
                 dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+                embedding.cpu_linear = head.cpu_linear
 
 
 def find_tied_heads(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmrl.engines.base import EngineError
 
 if TYPE_CHECKING:
-    from llmrl.weight_sync.receiver import VLLMWeightReceiver
+    from llmrl.weight_sync.receiver import VLLMDoubleBufferWeightReceiver, VLLMWeightReceiver
     from llmrl.weight_sync.sender import VLLMWeightSender
-    from llmrl.weight_sync.transport import VLLMCollectiveTransport
+    from llmrl.weight_sync.transport import WeightTransport
 
 
 class WeightSyncError(EngineError):
@@ -24,15 +23,16 @@ class VLLMWeightSyncScheme:
     """How weights travel, and what happens to requests in flight meanwhile.
 
     The backend is the engine's own (`AsyncVLLM.weight_transfer_backend`): on CPU llmrl's shared memory, which copies
-    the weights once, while the engine still generates, and makes it load them from there; on GPU vLLM's NCCL.
+    the weights once, while the engine still generates, and makes it load them from there (or gloo, for an engine on
+    another host); on GPU vLLM's NCCL, or CUDA IPC for an engine started with `weight_transfer="ipc"`.
 
     Args:
-        master_address, master_port: rendezvous of the NCCL group; a free port when not given.
+        master_address, master_port: where trainer and workers meet (NCCL, gloo); by default a free port of this host.
+            A fixed port serves one engine only with gloo.
         pause_mode: requests in flight stay and go on with the new weights (`keep`), are finished first (`wait`) or
             end with what they have (`abort`).
         reset_running_requests: drop the key-value blocks of kept requests too, so that no block of old weights is
             used; without it they go on from old blocks, faster and off by that.
-        keep_previous: hold the last weights sent in memory too, so that a failed update can be undone (shared memory).
         rank: of this trainer process; 0 sends, the others only help to gather sharded weights.
 
     Raises:
@@ -50,7 +50,6 @@ class VLLMWeightSyncScheme:
     master_port: int | None = None
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     reset_running_requests: bool = True
-    keep_previous: bool = True
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -71,20 +70,18 @@ class VLLMWeightSyncScheme:
 
         return VLLMWeightReceiver(self, engine)
 
-    def create_transport(self, receiver: VLLMWeightReceiver, source: Any) -> VLLMCollectiveTransport:
-        """What moves the bytes from `source` to the workers of `receiver`."""
+    def create_transport(self, backend: str | None, source: Any) -> WeightTransport:
+        """What moves the bytes from `source` to workers with this weight-transfer backend."""
         from llmrl.weight_sync.transport import VLLMCollectiveTransport
 
-        return VLLMCollectiveTransport(self, receiver, source)
+        return VLLMCollectiveTransport(self, backend, source)
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Address and port where trainer and workers meet."""
-        address = self.master_address or "127.0.0.1"
-        if self.master_port is not None:
-            return address, self.master_port
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return address, probe.getsockname()[1]
+    def rendezvous(self, own_address: Callable[[], str]) -> tuple[str, int]:
+        """Address and port where trainer and workers meet; `own_address` is asked when none was given."""
+        from llmrl.weight_sync.gloo import free_port
+
+        address = self.master_address if self.master_address is not None else own_address()
+        return address, self.master_port if self.master_port is not None else free_port()
 
 
 @dataclass(kw_only=True)
@@ -92,7 +89,9 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     """Weights through files: two buffers, of which one is always whole, and a pointer with a checksum.
 
     For engines on other hosts with a shared file system, on any device. The engine is started with
-    `weight_transfer="llmrl_double_buffer"`; sender and receiver are used as those of `VLLMWeightSyncScheme`.
+    `weight_transfer="llmrl_double_buffer"`; sender and receiver are used as those of `VLLMWeightSyncScheme`. Where
+    the trainer cannot call the engine, its sender is given none and only writes; a receiver beside the engine reads:
+    `scheme.create_receiver(engine).poll_and_apply()`.
 
     Args:
         remote_addr: the folder, as the trainer sees it.
@@ -101,3 +100,15 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
     remote_addr: str
     local_addr: str | None = None
+
+    def create_receiver(self, engine: Any | Sequence[Any]) -> VLLMDoubleBufferWeightReceiver:
+        """The end of one engine, or of several that are to hold the same weights."""
+        from llmrl.weight_sync.receiver import VLLMDoubleBufferWeightReceiver
+
+        return VLLMDoubleBufferWeightReceiver(self, engine)
+
+    def create_transport(self, backend: str | None, source: Any) -> WeightTransport:
+        """What writes `source` and tells workers with this weight-transfer backend, if there are any."""
+        from llmrl.weight_sync.transport import VLLMDoubleBufferTransport
+
+        return VLLMDoubleBufferTransport(self, backend, source)

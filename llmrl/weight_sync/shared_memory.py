@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 
+UNREACHABLE = "the worker cannot open the trainer's memory"
+"""How the refusal of a worker starts that runs on another host, or as another user."""
+
 
 class SharedBuffer:
     """A flat buffer of bytes that other processes of the same user on this host open by `path`.

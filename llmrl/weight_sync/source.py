@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 # Wrappers put these into names; a checkpoint has none of them.
-_WRAPPER_PARTS = re.compile(r"^module\.|(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPER_PARTS = re.compile(
+    r"^module\.|^base_model\.model\.|(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 
 ModelMetadata = dict[str, tuple[torch.dtype, torch.Size]]
 
@@ -32,7 +35,7 @@ def get_model_metadata(model: torch.nn.Module, dtype: torch.dtype | None = None)
         dtype: that floating-point weights are sent in; their own when not given.
 
     Raises:
-        TypeError: for something without parameters, or a model with unmerged adapters.
+        TypeError: for something without parameters, or with adapters that cannot be merged on the way.
 
     Example:
         >>> get_model_metadata(torch.nn.Linear(2, 1), dtype=torch.bfloat16)["weight"]
@@ -42,10 +45,19 @@ def get_model_metadata(model: torch.nn.Module, dtype: torch.dtype | None = None)
 
 
 def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each weight, gathered when it is sharded (a collective: every rank iterates), in its own dtype."""
+    """Each weight, gathered when it is sharded (a collective: every rank iterates), in its own dtype.
+
+    Weights come one by one, so that no more than one of them is gathered at a time. An adapted layer's is its base
+    weight with its adapters added.
+    """
     for name, tensor in _named_weights(model):
-        full_tensor = getattr(tensor, "full_tensor", None)
-        yield name, (full_tensor() if callable(full_tensor) else tensor).detach()
+        yield name, (tensor.merged() if isinstance(tensor, _AdaptedWeight) else _whole(tensor)).detach()
+
+
+def is_sharded(model: torch.nn.Module | Mapping[str, torch.Tensor] | None) -> bool:
+    """Whether weights lie in parts on several processes (FSDP2's `DTensor`)."""
+    tensors = model.parameters() if isinstance(model, torch.nn.Module) else (model or {}).values()
+    return any(callable(getattr(tensor, "full_tensor", None)) for tensor in tensors)
 
 
 def make_weight_source(
@@ -74,18 +86,68 @@ def make_weight_source(
     return CastingSource()
 
 
-def _named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+@dataclass(frozen=True)
+class _AdaptedWeight:
+    """The weight of a layer with adapters that are not merged into it."""
+
+    layer: Any
+    weight: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    def is_floating_point(self) -> bool:
+        return self.weight.is_floating_point()
+
+    @torch.no_grad()
+    def merged(self) -> torch.Tensor:
+        whole = _whole(self.weight)
+        for adapter in self.layer.active_adapters:
+            if adapter in self.layer.lora_A:
+                whole = whole + _whole(self.layer.get_delta_weight(adapter)).to(whole.dtype)
+        return whole
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    full_tensor = getattr(tensor, "full_tensor", None)
+    return full_tensor() if callable(full_tensor) else tensor
+
+
+def _named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
     if isinstance(model, Mapping):
         named: Any = model.items()
     elif isinstance(model, torch.nn.Module):
-        if getattr(model, "peft_config", None):
-            raise TypeError("model has adapters; merge them first (model.merge_and_unload()).")
-        named = model.named_parameters()
+        named = _with_adapters(model) if getattr(model, "peft_config", None) else model.named_parameters()
     else:
         raise TypeError(f"model must be a torch.nn.Module or a mapping of tensors, got {type(model).__name__}.")
     for name, tensor in named:
         yield checkpoint_name(name), tensor
 
 
-def _sent_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, config in model.peft_config.items():
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+            raise TypeError(f"adapter {name!r} is {config.peft_type}; only LoRA adapters are merged on the way.")
+        if getattr(config, "bias", "none") != "none" or getattr(config, "modules_to_save", None):
+            raise TypeError(f"adapter {name!r} trains biases or whole modules beside LoRA; merge it yourself.")
+    layers = dict(model.named_modules())
+    for name, tensor in model.named_parameters():
+        prefix, _, kind = name.rpartition(".base_layer.")
+        if not prefix:
+            if ".lora_" not in name:
+                yield name, tensor
+            continue
+        layer = layers[prefix]
+        is_adapted = kind == "weight" and not layer.merged
+        if is_adapted and any(layer.use_dora.values()):
+            raise TypeError("DoRA adapters are not merged on the way; merge them first (model.merge_and_unload()).")
+        yield f"{prefix}.{kind}", _AdaptedWeight(layer, tensor) if is_adapted else tensor
+
+
+def _sent_dtype(tensor: Any, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -1,83 +1,187 @@
-"""`VLLMCollectiveTransport`: the trainer's end of vLLM's weight-transfer plug-in point."""
+"""Transports: the trainer's end of vLLM's weight-transfer plug-in point."""
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from llmrl.engines.vllm_args import DOUBLE_BUFFER_BACKEND, SHARED_MEMORY_BACKEND
+from llmrl.engines.base import EngineError
+from llmrl.engines.vllm_args import DOUBLE_BUFFER_BACKEND, GLOO_BACKEND, SHARED_MEMORY_BACKEND
+from llmrl.weight_sync.gloo import own_address
+from llmrl.weight_sync.link import EngineLink, LinkGroup
+from llmrl.weight_sync.shared_memory import UNREACHABLE
 
 if TYPE_CHECKING:
     from llmrl.weight_sync.receiver import VLLMWeightReceiver
-    from llmrl.weight_sync.scheme import VLLMWeightSyncScheme
+    from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
+
+logger = logging.getLogger(__name__)
 
 
-class VLLMCollectiveTransport:
-    """Builds vLLM's trainer engine for the receivers' backend and drives it.
+class WeightTransport(ABC):
+    """Stages weights while engines generate, then lets each engine take them through a vLLM trainer engine."""
 
-    Raises:
-        ValueError: for a backend that this scheme cannot drive.
-    """
+    can_retract = True
+    """Whether engines keep their old weights until they are told to load."""
 
-    def __init__(self, scheme: VLLMWeightSyncScheme, receiver: VLLMWeightReceiver, source: Any) -> None:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    def __init__(self, staged: Any) -> None:
+        self.staged = staged
+        self._trainers: dict[EngineLink, Any] = {}
 
-        from llmrl.weight_sync.plugin import register
+    @abstractmethod
+    def open_one(self, link: EngineLink) -> Any:
+        """A vLLM trainer engine that reaches one engine."""
 
-        register()
-        self._trainer: Any = WeightTransferTrainerFactory.trainer_init(
-            trainer_init_info(scheme, receiver.backend, receiver.num_workers), client=receiver, source=source
-        )
-
-    def stage(self) -> None:
+    def stage(self, version: int | None) -> None:
         """Do what can be done while the engines still generate."""
-        stage = getattr(self._trainer, "stage", None)
-        if stage is not None:
-            stage()
+        self.staged.stage(version)
 
-    def send(self) -> None:
-        """Start, transfer and finish the update; the engines are paused."""
-        self._trainer.send_weights()
+    def open(self, receiver: VLLMWeightReceiver, links: list[EngineLink]) -> None:
+        """Reach the engines that were not reached yet.
 
-    def restore(self, version: int) -> bool:
-        """Undo a failed update; false when this backend cannot."""
-        restore = getattr(self._trainer, "restore", None)
-        return restore is not None and restore(version)
+        Raises:
+            EngineError: when a worker cannot be reached, or its model is another one.
+        """
+        for link in self._trainers.keys() - links:
+            self._trainers.pop(link).shutdown()
+
+        def reach(link: EngineLink) -> None:
+            self._trainers[link] = self.open_one(link)
+
+        receiver.each([link for link in links if link not in self._trainers], reach)
+
+    def send(self, receiver: VLLMWeightReceiver, links: list[EngineLink]) -> None:
+        """Let the engines take the staged weights; they do not use them yet (where `can_retract`)."""
+        try:
+            receiver.each(links, lambda link: self._trainers[link].send_weights())
+        except BaseException:
+            self.close_all()  # a broadcast that broke leaves its group in an unknown state
+            raise
+
+    @property
+    def can_catch_up(self) -> bool:
+        """Whether the weights that the engines took last are held here."""
+        return self.staged.is_held
+
+    def take_back(self) -> None:
+        """The staged weights did not come into use."""
+        self.staged.take_back()
+
+    def close_all(self) -> None:
+        """Give up what `open` opened."""
+        while self._trainers:
+            self._trainers.popitem()[1].shutdown()
 
     def shutdown(self) -> None:
         """Release memory and communicators."""
-        self._trainer.shutdown()
+        self.close_all()
+        self.staged.close()
 
 
-def trainer_init_info(scheme: VLLMWeightSyncScheme, backend: str, num_workers: int) -> Any:
-    """vLLM's description of the trainer's end for `backend`.
+class VLLMCollectiveTransport(WeightTransport):
+    """Moves weights through memory or a network, by the way that the engines' backend has.
+
+    - `llmrl_shared_memory` (CPU, one host): the workers map what is staged. Those on another host cannot; their
+      engine gets the weights by broadcast instead.
+    - `llmrl_gloo` (CPU): always by broadcast, in one gloo group an engine: a replica that dies breaks only its own.
+    - `nccl` (GPU): vLLM's packed broadcast to all engines at once; `ipc` (GPU): vLLM's CUDA handles, for engines on
+      the trainer's own devices. Both stream into the model: half an update cannot be taken back.
 
     Raises:
         ValueError: for a backend that this scheme cannot drive.
     """
-    from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme
 
-    is_double_buffer = isinstance(scheme, VLLMDoubleBufferSyncScheme)
-    if is_double_buffer != (backend == DOUBLE_BUFFER_BACKEND):
-        raise ValueError(
-            f"{type(scheme).__name__} does not fit an engine with the weight-transfer backend {backend!r}: "
-            f"VLLMDoubleBufferSyncScheme and weight_transfer={DOUBLE_BUFFER_BACKEND!r} go together."
-        )
-    if isinstance(scheme, VLLMDoubleBufferSyncScheme):
-        from llmrl.weight_sync.double_buffer_trainer import DoubleBufferTrainerInitInfo
+    def __init__(self, scheme: VLLMWeightSyncScheme, backend: str | None, source: Any) -> None:
+        from llmrl.weight_sync.staging import StagedWeights, StreamedWeights
 
-        worker_folder = scheme.local_addr or scheme.remote_addr
-        return DoubleBufferTrainerInitInfo(rank=scheme.rank, folder=scheme.remote_addr, worker_folder=worker_folder)
-    if backend == SHARED_MEMORY_BACKEND:
-        from llmrl.weight_sync.shared_memory_trainer import SharedMemoryTrainerInitInfo
+        self._scheme, self._backend = scheme, backend
+        self.can_retract = backend in (SHARED_MEMORY_BACKEND, GLOO_BACKEND)
+        if not self.can_retract and backend not in ("nccl", "ipc"):
+            raise ValueError(
+                f"the engine's weight-transfer backend is {backend!r}; {type(scheme).__name__} drives "
+                f"{SHARED_MEMORY_BACKEND!r}, {GLOO_BACKEND!r}, 'nccl' and 'ipc'."
+            )
+        super().__init__(StagedWeights(source) if self.can_retract else StreamedWeights(source))
 
-        return SharedMemoryTrainerInitInfo(rank=scheme.rank, keep_previous=scheme.keep_previous)
-    if backend == "nccl":
+    def open(self, receiver: VLLMWeightReceiver, links: list[EngineLink]) -> None:
+        """Reach the engines; vLLM's own backends have one trainer engine for all, made anew when they change."""
+        if self.can_retract:
+            super().open(receiver, links)
+        elif set(self._trainers) != set(links):
+            self.close_all()
+            trainer = self._open_group(LinkGroup(links, receiver.each))
+            self._trainers = dict.fromkeys(links, trainer)
+
+    def send(self, receiver: VLLMWeightReceiver, links: list[EngineLink]) -> None:
+        """Let the engines take the staged weights."""
+        if self.can_retract:
+            super().send(receiver, links)
+        else:
+            self._trainers[links[0]].send_weights()
+
+    def open_one(self, link: EngineLink) -> Any:
+        """By shared memory where the workers see it, else by gloo."""
+        from llmrl.weight_sync.memory_trainer import GlooTrainerInitInfo, SharedMemoryTrainerInitInfo
+
+        if self._backend == SHARED_MEMORY_BACKEND:
+            try:
+                return make_trainer(SharedMemoryTrainerInitInfo(rank=0), link, self.staged)
+            except EngineError as error:
+                if UNREACHABLE not in str(error):
+                    raise
+                logger.info("an engine does not see this host's memory; its weights are broadcast: %s", error)
+        address, port = self._scheme.rendezvous(own_address)
+        world_size = 1 + link.num_workers
+        info = GlooTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=world_size)
+        return make_trainer(info, link, self.staged)
+
+    def _open_group(self, group: LinkGroup) -> Any:
+        if self._backend == "ipc":
+            import torch
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                raise ValueError("the 'ipc' backend takes weights from a trainer of one process; use 'nccl'.")
+            return make_trainer(IPCTrainerInitInfo(rank=0, packed=True), group, self.staged)
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        address, port = scheme.rendezvous()
-        return NCCLTrainerInitInfo(
-            master_address=address, master_port=port, world_size=1 + num_workers, rank=scheme.rank
-        )
-    raise ValueError(
-        f"the engine's weight-transfer backend is {backend!r}; this scheme drives {SHARED_MEMORY_BACKEND!r} and 'nccl'."
-    )
+        address, port = self._scheme.rendezvous(lambda: "127.0.0.1")
+        world_size = 1 + group.num_workers
+        info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=world_size)
+        return make_trainer(info, group, self.staged)
+
+
+class VLLMDoubleBufferTransport(WeightTransport):
+    """Moves weights through two files of a folder, of which one is always whole.
+
+    Raises:
+        ValueError: for engines that were not started with this backend.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, backend: str | None, source: Any) -> None:
+        from llmrl.weight_sync.double_buffer_trainer import StagedFile
+
+        if backend not in (None, DOUBLE_BUFFER_BACKEND):
+            raise ValueError(
+                f"{type(scheme).__name__} needs engines started with weight_transfer={DOUBLE_BUFFER_BACKEND!r}; "
+                f"theirs is {backend!r}."
+            )
+        super().__init__(StagedFile(source, scheme.remote_addr))
+        self._worker_folder = scheme.local_addr or scheme.remote_addr
+
+    def open_one(self, link: EngineLink) -> Any:
+        """Let the workers look for the folder."""
+        from llmrl.weight_sync.double_buffer_trainer import DoubleBufferTrainerInitInfo
+
+        return make_trainer(DoubleBufferTrainerInitInfo(rank=0, worker_folder=self._worker_folder), link, self.staged)
+
+
+def make_trainer(init_info: Any, client: EngineLink | LinkGroup, source: Any) -> Any:
+    """vLLM's trainer engine for the backend that `init_info` is of."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from llmrl.weight_sync.plugin import register
+
+    register()
+    return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)

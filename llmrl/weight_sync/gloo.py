@@ -1,0 +1,55 @@
+"""A gloo group of the trainer and one engine's workers: the way to engines on CPU on other hosts."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+CHUNK_SIZE = 1 << 26
+"""Bytes broadcast at once."""
+TIMEOUT = timedelta(seconds=120)
+"""Of opening a group, and of each chunk. A peer that dies is noticed at once; this is for one that hangs."""
+
+
+def open_group(address: str, port: int, *, rank: int, world_size: int) -> Any:
+    """Meet the others; rank 0 listens at `port`."""
+    from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+    return stateless_init_torch_distributed_process_group(
+        address, port, rank=rank, world_size=world_size, backend="gloo", timeout=TIMEOUT
+    )
+
+
+def broadcast(group: Any, buffer: torch.Tensor) -> None:
+    """From rank 0's `buffer` ([num_bytes] uint8) into everyone's.
+
+    Raises:
+        RuntimeError: when a peer is gone.
+    """
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, TIMEOUT
+    for chunk in buffer.split(CHUNK_SIZE):
+        group.broadcast([chunk], options).wait()
+
+
+def close_group(group: Any) -> None:
+    """Leave; whoever waits for us gets an error."""
+    group.shutdown()
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def own_address() -> str:
+    """Where other hosts reach this one; the loopback's without a network."""
+    from vllm.utils.network_utils import get_ip
+
+    address = get_ip()
+    return "127.0.0.1" if address == "0.0.0.0" else address

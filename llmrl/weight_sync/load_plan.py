@@ -1,0 +1,243 @@
+"""How a flat buffer of checkpoint weights gets into a model that vLLM has processed for its CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+from llmrl.weight_sync.packing import PackedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A strided part of a parameter or of the buffer; the offset counts elements."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_contiguous: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Region:
+        """Where a view lies in its storage."""
+        return cls(tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_contiguous())
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return torch.Size(self.size).numel()
+
+    def of_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The region of a flat buffer ([num_bytes] uint8), as a view."""
+        num_bytes = buffer.numel() // self.dtype.itemsize * self.dtype.itemsize
+        return buffer[:num_bytes].view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(slots=True)
+class ParameterPlan:
+    """One parameter in the checkpoint's format, and the copies that fill it."""
+
+    layer: torch.nn.Module
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    copies: list[tuple[Region, Region | None]]
+    """Pairs of target and source; without a source the target is filled with zeros."""
+
+    @property
+    def num_loaded(self) -> int:
+        """Elements that the copies write."""
+        return sum(target.numel for target, _ in self.copies)
+
+    def as_one_view(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """The whole parameter as a view of the buffer, if its parts lie there as they do in the parameter."""
+        copies = sorted(self.copies, key=lambda copy: copy[0].offset)
+        first, end = copies[0][1], 0
+        for target, source in copies:
+            if (
+                source is None
+                or first is None
+                or source.dtype != self.dtype
+                or not (target.is_contiguous and source.is_contiguous)
+                or target.offset != end
+                or source.offset != first.offset + end
+            ):
+                return None
+            end += target.numel
+        assert first is not None
+        whole = Region(first.offset, tuple(self.shape), _contiguous_stride(self.shape), self.dtype, True)
+        return whole.of_buffer(buffer)
+
+    def fill(self, parameter: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """Write into a contiguous tensor of the parameter's shape."""
+        for target, source in self.copies:
+            part = parameter.as_strided(target.size, target.stride, target.offset + parameter.storage_offset())
+            if source is None:
+                part.zero_()
+            else:
+                part.copy_(source.of_buffer(buffer))
+        return parameter
+
+
+class LoadPlan:
+    """Which bytes of the buffer belong where in the model: found once, then followed at each update.
+
+    vLLM's own loaders say it: they run over weights without data, and each copy that they ask for is noted. An update
+    then writes straight into the parameters; a linear layer is packed for its kernel straight from the buffer where
+    its parts lie side by side. vLLM's layerwise reload, which does the same for any model and quantisation,
+    allocates, fills and copies each layer once more.
+    """
+
+    def __init__(self, parameters: list[ParameterPlan], heads: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
+        self._parameters = parameters
+        # A head that shares its embedding's weight is packed for both, once.
+        self._unpacked = {id(embedding) for _, embedding in heads}
+
+    @torch.no_grad()
+    def load(self, buffer: torch.Tensor) -> None:
+        """Put the weights of `buffer` ([num_bytes] uint8) to use; none of them refers to it afterwards."""
+        for plan in self._parameters:
+            layer = plan.layer
+            method: Any = getattr(layer, "quant_method", None)
+            own = layer._parameters[plan.name]
+            assert own is not None
+            is_weight = plan.name == "weight" and method is not None
+            if own.shape == plan.shape:
+                plan.fill(own.data, buffer)
+                if is_weight and id(layer) not in self._unpacked:
+                    method.process_weights_after_loading(layer)
+                continue
+            loaded = plan.as_one_view(buffer)
+            if loaded is None:
+                loaded = plan.fill(torch.empty(plan.shape, dtype=plan.dtype), buffer)
+            layer._parameters[plan.name] = torch.nn.Parameter(loaded, requires_grad=False)
+            method.process_weights_after_loading(layer)
+            layer._parameters[plan.name] = own
+
+
+def make_load_plan(
+    model: torch.nn.Module, layout: PackedLayout, heads: list[tuple[torch.nn.Module, torch.nn.Module]]
+) -> LoadPlan | None:
+    """The plan for a model on CPU; `None` when its loaders do more than copy, or its layers more than pack.
+
+    Args:
+        heads: pairs of an output head and the embedding whose weight it shares.
+
+    Raises:
+        ValueError: when the weights do not fit the model, or some are missing.
+    """
+    source = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
+    with _checkpoint_format(model) as parameters:
+        recorder = _CopyRecorder(source, {_storage(tensor): plan for plan, tensor in parameters})
+        try:
+            with recorder:
+                model.load_weights(layout.views(source))
+        except (KeyError, ValueError, AssertionError, IndexError, AttributeError) as error:
+            raise ValueError(f"the engine's model does not take these weights: {_first_line(error)}") from error
+        except (NotImplementedError, RuntimeError):  # a loader that looks at the data
+            return None
+    if not recorder.is_copying_only:
+        return None
+    tied = {id(head) for head, _ in heads}
+    missing, wanted = [], []
+    names = {id(module): name for name, module in model.named_modules()}
+    for plan, _ in parameters:
+        if id(plan.layer) in tied or is_deferred_attention_layer(plan.layer):
+            continue
+        if plan.num_loaded < plan.shape.numel():
+            missing.append(f"{names[id(plan.layer)]}.{plan.name}")
+        wanted.append(plan)
+    if missing:
+        raise ValueError(f"the update lacks weights for {len(missing)} parameters, among them {missing[:3]}.")
+    return LoadPlan(wanted, heads) if all(map(_is_plain, wanted)) else None
+
+
+def _is_plain(plan: ParameterPlan) -> bool:
+    own = plan.layer._parameters.get(plan.name)
+    method = getattr(plan.layer, "quant_method", None)
+    if own is None or own.device.type != "cpu" or type(method) not in _PLAIN_METHODS:
+        return False
+    if own.shape == plan.shape:
+        return own.is_contiguous()
+    # vLLM drops a weight that it packed.
+    return own.numel() == 0 and plan.name == "weight" and method is not None
+
+
+_PLAIN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+@contextmanager
+def _checkpoint_format(model: torch.nn.Module) -> Iterator[list[tuple[ParameterPlan, torch.Tensor]]]:
+    """Give every layer its parameters as a checkpoint has them, without data; the list fills on entering."""
+    held: list[tuple[torch.nn.Module, dict, dict, set[str]]] = []
+    parameters: list[tuple[ParameterPlan, torch.Tensor]] = []
+    try:
+        for layer in model.modules():
+            held.append((layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set)))
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+            for name, parameter in layer._parameters.items():
+                if parameter is not None:
+                    if hasattr(parameter, "weight_loader"):
+                        parameter.weight_loader = _get_original_loader(parameter)
+                    plan = ParameterPlan(layer, name, parameter.shape, parameter.dtype, [])
+                    parameters.append((plan, parameter))
+        yield parameters
+    finally:
+        for layer, own_parameters, own_buffers, non_persistent in held:
+            layer._parameters.clear()
+            layer._parameters.update(own_parameters)
+            layer._buffers.clear()
+            layer._buffers.update(own_buffers)
+            layer._non_persistent_buffers_set = non_persistent
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Notes copies into the parameters instead of making them."""
+
+    def __init__(self, source: torch.Tensor, plans: dict[int, ParameterPlan]) -> None:
+        super().__init__()
+        self._source, self._plans = _storage(source), plans
+        self.is_copying_only = True
+        """Whether every parameter was written with weights as they came."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plan = self._plans.get(_storage(args[0])) if args and isinstance(args[0], torch.Tensor) else None
+        if plan is None or not function._schema.is_mutable:
+            return function(*args, **(kwargs or {}))
+        target = Region.of(args[0])
+        if function is torch.ops.aten.copy_.default and _storage(args[1]) == self._source:
+            if args[1].shape != args[0].shape:
+                raise ValueError(f"{plan.name} takes {tuple(args[0].shape)}, got {tuple(args[1].shape)}")
+            plan.copies.append((target, Region.of(args[1])))
+        elif function is torch.ops.aten.zero_.default or (
+            function is torch.ops.aten.fill_.Scalar and float(args[1]) == 0.0
+        ):
+            if target.numel:
+                plan.copies.append((target, None))
+        else:
+            self.is_copying_only = False
+        return args[0]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _first_line(error: Exception, limit: int = 300) -> str:
+    text = f"{type(error).__name__} {error}".partition("\n")[0]
+    return text if len(text) <= limit else f"{text[:limit]} […]"
