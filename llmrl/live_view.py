@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console, Group
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from llmrl.data import Rollout, text_of
+from llmrl.data import Message, Rollout, text_of
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -38,6 +38,15 @@ def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> st
     """
     span = (high - low) or 1.0
     return "".join(_SPARKS[round(min(max((value - low) / span, 0.0), 1.0) * (len(_SPARKS) - 1))] for value in values)
+
+
+def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
+    """A conversation in a frame."""
+    text = Text()
+    for message in messages:
+        text.append(f"{message['role']}: ", style="bold")
+        text.append(text_of(message.get("content")).strip() + "\n")
+    return Panel(text, title=title, title_align="left")
 
 
 class LiveView:
@@ -90,11 +99,8 @@ class LiveView:
 
     def show_sample(self, rollout: Rollout) -> None:
         """Show one conversation with its reward."""
-        text = Text()
-        for message in rollout.messages:
-            text.append(f"{message['role']}: ", style="bold")
-            text.append(text_of(message.get("content")).strip() + "\n")
-        self._sample = Panel(text, title=f"{rollout.rollout_id}  reward {rollout.reward:.2f}", title_align="left")
+        title = f"{rollout.rollout_id}  reward {rollout.reward:.2f}"
+        self._sample = conversation_panel(rollout.messages, title)
         if self._live is None:
             self.console.print(self._sample)
 

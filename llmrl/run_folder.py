@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from llmrl.token_log import TokenLog
+
 
 def write_atomically(path: Path, write: Any) -> None:
     """Write a file so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename."""
@@ -22,7 +24,7 @@ def write_atomically(path: Path, write: Any) -> None:
 
 
 class RunFolder:
-    """A folder with `metrics.csv`, TensorBoard events, `rollouts.jsonl`, `batches/`, `checkpoint.pt` and `model/`.
+    """A folder with `metrics.csv`, `tensorboard/`, `rollouts.jsonl`, `tokens/`, `batches/`, `checkpoint.pt`, `model/`.
 
     Recovery is by replay: each step's training rows are written (they are small) before the optimizer uses them, the
     large model and optimizer states only now and then. A resumed run loads the last checkpoint and trains again on
@@ -46,6 +48,8 @@ class RunFolder:
         self.curve_path = self.path / "curve.png"
         self.batches_path = self.path / "batches"
         self.summary_path = self.path / "summary.json"
+        self.tokenizer_path = self.path / "tokenizer"
+        self.tokens = TokenLog(self.path / "tokens")
         has_run = self.batches_path.exists()
         if has_run and not resume:
             raise FileExistsError(
@@ -109,6 +113,10 @@ class RunFolder:
             for record in records:
                 line = {"step": step, "split": split, **record}
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+    def save_tokenizer(self, tokenizer: Any) -> None:
+        """Keep the tokenizer, so that a viewer can name tokens while the run goes on."""
+        tokenizer.save_pretrained(self.tokenizer_path)
 
     # Recovery
 

@@ -1,0 +1,7 @@
+"""`python -m llmrl`: the command line where its script is not on the path."""
+
+from __future__ import annotations
+
+from llmrl.cli.app import app
+
+app()

@@ -1,0 +1,1 @@
+"""The command line: `llmrl doctor`, `eval`, `view`, `demo`."""

@@ -1,0 +1,135 @@
+"""The commands and their options; what they do is in the modules beside this one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="llmrl",
+    help="Reinforcement learning of language models the TensorDict way.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+
+
+def _fail(message: object) -> typer.Exit:
+    """Print an error as a person reads it; its exit code is that of a wrong use."""
+    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {message}", highlight=False, soft_wrap=True)
+    return typer.Exit(2)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from llmrl import __version__
+
+        console.print(f"llmrl {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """What every command shares."""
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine: versions, CPU, GPUs, vLLM, Ray, model cache; what is wrong, and what mends it.
+
+    Exits with 1 when something that llmrl cannot do without is wrong.
+    """
+    from llmrl.cli.doctor import examine, print_findings
+
+    findings = examine()
+    print_findings(findings, console)
+    raise typer.Exit(any(finding.state == "wrong" for finding in findings))
+
+
+@app.command()
+def view(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.", exists=True, file_okay=False)],
+    out: Annotated[Path | None, typer.Option(help="The page's file; RUN/view.html by default.")] = None,
+    terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Show it here, and write no page.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Draw the curves as RUN/curve.png, and write no page.")] = False,
+    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Only the last so many rollouts.")] = None,
+) -> None:
+    """Turn a run into one HTML page: curves, conversations, and every token with what is known of it."""
+    from llmrl.viewer import print_run, read_run, write_page
+
+    try:
+        data = read_run(run, max_rollouts=max_rollouts)
+    except FileNotFoundError as error:
+        raise _fail(error) from None
+    if terminal:
+        print_run(data, console=console)
+    elif png:
+        from llmrl.report import plot_curve
+
+        plot_curve(data.metrics, run / "curve.png")
+        console.print(run / "curve.png", highlight=False, soft_wrap=True)
+    else:
+        path = write_page(data, out or run / "view.html")
+        console.print(f"{path}  [dim]open it in a browser; it needs no network[/dim]", highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def evaluate(
+    env: Annotated[str, typer.Option("--env", "-e", help="Environment; `llmrl eval --list` names them.")] = "addition",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
+    ] = "embedded",
+    data: Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")] = None,
+    split: Annotated[str, typer.Option(help="Of the environment's data.")] = "test",
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many problems.")] = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Answers a problem.")] = 4,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
+    max_model_len: Annotated[int, typer.Option(min=16, help="Tokens of prompt and answer.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Save rollouts and results into this folder.")] = None,
+    list_environments: Annotated[bool, typer.Option("--list", help="Name the environments and stop.")] = False,
+) -> None:
+    """Measure a model in an environment: pass@1, pass@k, confidence intervals, what each reward gave."""
+    from llmrl.cli import evaluate as command
+
+    if list_environments:
+        for name, line in command.environments().items():
+            console.print(f"[bold]{name:16}[/bold]{line}", highlight=False)
+        return
+    try:
+        settings = command.EvaluationSettings(
+            env=env,
+            model=model,
+            data=data,
+            split=split,
+            limit=limit,
+            num_samples=samples,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            max_model_len=max_model_len,
+            seed=seed,
+            out=out,
+        )
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        raise _fail(error) from None
+    command.run(settings, console)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """Post-train the embedded model on one-digit sums; what follows goes to the script (`seed=1`, …)."""
+    script = Path(__file__).parents[2] / "sota-implementations/grpo/grpo-sync.py"
+    if not script.exists():
+        raise _fail("the demo's script is not beside this package; get a checkout of llmrl, and run `make demo` in it.")
+    raise typer.Exit(subprocess.call([sys.executable, str(script), *context.args]))

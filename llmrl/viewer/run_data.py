@@ -1,0 +1,105 @@
+"""`read_run`: a run folder as one value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmrl.run_folder import RunFolder
+from llmrl.token_log import TokenRow
+
+
+@dataclass(slots=True)
+class RunData:
+    """What a run left behind, for reading."""
+
+    name: str
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """One entry a step."""
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    """Records (`Rollout.to_record`) with `step` and `split`, in the order they were played."""
+    rows: dict[tuple[int, str], list[TokenRow]] = field(default_factory=dict)
+    """Training rows by step and rollout id, where their tokens were kept."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
+    """The run's configuration, as text."""
+    token_texts: dict[int, str] = field(default_factory=dict)
+    """What each token id that occurs stands for; empty when no tokenizer was found."""
+
+
+def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
+    """Read a run folder; a line that a kill cut short is left out.
+
+    Args:
+        path: the folder.
+        max_rollouts: keep only the last so many.
+
+    Raises:
+        FileNotFoundError: when the folder holds neither metrics nor rollouts.
+        ValueError: when `max_rollouts` is not positive.
+    """
+    if max_rollouts is not None and max_rollouts < 1:
+        raise ValueError(f"max_rollouts must be at least 1, got {max_rollouts}.")
+    path = Path(path)
+    try:
+        folder = RunFolder(path, resume=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} holds no run; give the folder that the training script named (run.path in its configuration)."
+        ) from None
+    config = path / "config.yaml"
+    rollouts = list(_records(folder.rollouts_path))
+    if max_rollouts is not None:
+        rollouts = rollouts[-max_rollouts:]
+    wanted = {(record["step"], record["rollout_id"]) for record in rollouts}
+    rows: dict[tuple[int, str], list[TokenRow]] = {}
+    for step in folder.tokens.steps():
+        for row in folder.tokens.read(step):
+            if (step, row.rollout_id) in wanted:
+                rows.setdefault((step, row.rollout_id), []).append(row)
+    used = {token_id for of_rollout in rows.values() for row in of_rollout for token_id in row.token_ids}
+    return RunData(
+        name=path.resolve().name,
+        metrics=folder.read_metrics(),
+        rollouts=rollouts,
+        rows=rows,
+        summary=folder.read_summary(),
+        config=config.read_text() if config.exists() else "",
+        token_texts=_texts(used, _tokenizer(folder)),
+    )
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """A step that was logged twice (before and after a kill) counts once."""
+    if not path.exists():
+        return
+    seen = set()
+    with path.open() as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # cut short by a kill
+            key = record["step"], record["split"], record["rollout_id"]
+            if key not in seen:
+                seen.add(key)
+                yield record
+
+
+def _tokenizer(folder: RunFolder) -> Any:
+    path = folder.tokenizer_path if folder.tokenizer_path.exists() else folder.model_path
+    if not path.exists():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _texts(token_ids: set[int], tokenizer: Any) -> dict[int, str]:
+    if tokenizer is None:
+        return {}
+    decode: Callable[..., str] = tokenizer.decode
+    return {token_id: decode([token_id], skip_special_tokens=False) for token_id in sorted(token_ids)}

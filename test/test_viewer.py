@@ -1,0 +1,205 @@
+"""A run folder becomes one page that opens without a network, and a table on the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+
+import pytest
+import torch
+from rich.console import Console
+from tensordict import TensorDict
+
+from llmrl.collectors import LLMCollector
+from llmrl.engines import ScriptedEngine
+from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+from llmrl.policies import LLMWrapperBase
+from llmrl.run_folder import RunFolder
+from llmrl.transforms import RubricReward
+from llmrl.viewer import print_run, read_run, write_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def right(completion, answer):
+    return float(answer in completion)
+
+
+def write_run(path, env, renderer, tokenizer, *, num_steps=2):
+    folder = RunFolder(path)
+    folder.save_tokenizer(tokenizer)
+    engine = ScriptedEngine(["it is 2<|im_end|>", "it is 3<|im_end|>"], encode=renderer.encode)
+    with LLMCollector(env, policy=LLMWrapperBase(engine, renderer=renderer), groups_per_batch=4) as collector:
+        for step, batch in zip(range(1, num_steps + 1), collector, strict=False):
+            trainer = [row.get(("log_probs", "full")) + 0.25 for row in batch.unbind(0)]
+            folder.tokens.write(step, batch, trainer)
+            folder.log_rollouts(step, "train", [rollout.to_record() for rollout in collector.rollouts])
+            folder.log_metrics(step, {"reward_mean": collector.report.mean_reward, "odd": float("nan")})
+    folder.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_path(tmp_path_factory, renderer, tokenizer):
+    sums = [{"query": f"1 + {b} =", "answer": str(1 + b)} for b in (1, 2)]
+    env = DatasetChatEnv(sums, repeats=4).append_transform(RubricReward(right))
+    path = tmp_path_factory.mktemp("run")
+    write_run(path, env, renderer, tokenizer)
+    return path
+
+
+def test_tokens_come_back_as_they_were_trained_on(run_path):
+    run = read_run(run_path)
+    assert len(run.rollouts) == 32 and len(run.rows) == 32
+    [row] = run.rows[1, run.rollouts[0]["rollout_id"]]
+    texts = [run.token_texts[token_id] for token_id in row.token_ids]
+    sampled = "".join(text for text, is_trained in zip(texts, row.is_trained, strict=True) if is_trained)
+    assert sampled.removesuffix("<|im_end|>") == run.rollouts[0]["messages"][-1]["content"]
+    differences = [b - a for a, b in zip(row.log_probs, row.trainer_log_probs, strict=True)]
+    assert differences == pytest.approx([0.25] * len(differences), abs=1e-5)
+    assert {v for v, is_trained in zip(row.versions, row.is_trained, strict=True) if is_trained} == {0}
+
+
+def test_trainer_log_probs_are_one_a_token(tmp_path, run_path):
+    rows = TensorDict({"tokens": TensorDict({"full": torch.arange(3)[None]}, [1])}, [1])
+    with pytest.raises(ValueError, match=r"shape \(2,\) for a row of 3"):
+        RunFolder(tmp_path / "run").tokens.write(1, rows, [torch.zeros(2)])
+
+
+def test_what_a_kill_cut_short_or_repeated_is_read_once(tmp_path, run_path):
+    shutil.copytree(run_path, tmp_path / "run")
+    path = tmp_path / "run" / "rollouts.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, lines[0], lines[1][:40]]))
+    assert len(read_run(tmp_path / "run").rollouts) == len(lines)
+    assert len(read_run(tmp_path / "run", max_rollouts=3).rollouts) == 3
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        read_run(tmp_path)
+    with pytest.raises(ValueError, match="at least 1"):
+        read_run(tmp_path, max_rollouts=0)
+
+
+def test_the_terminal_shows_curves_statuses_and_conversations(run_path):
+    console = Console(file=io.StringIO(), width=100)
+    print_run(read_run(run_path), console=console)
+    text = console.file.getvalue()
+    assert "reward_mean" in text and "completed" in text and "1 + 1 =" in text and "train: 32" in text
+
+
+def test_the_page_needs_nothing_from_elsewhere(run_path, tmp_path):
+    text = write_page(read_run(run_path), tmp_path / "page.html").read_text()
+    assert "http:" not in text and "https:" not in text and "src=" not in text
+    assert "</script>" not in text.partition('id="head">')[2].partition("</script>")[0]
+
+
+class Echo(MessageEnv):
+    """Calls a tool in its first turn; its answers hold what would break a careless page."""
+
+    async def init(self):
+        return [{"role": "user", "content": "<script>document.title = 'broken'</script> & more"}]
+
+    async def step(self, message):
+        return MessageStep([{"role": "tool", "content": "</script> result"}], rewards={"right": 1.0}, done=False)
+
+
+@pytest.fixture(scope="module")
+def page(run_path, tmp_path_factory):
+    """The page in headless Chromium."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = write_page(read_run(run_path), tmp_path_factory.mktemp("page") / "page.html")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1300, "height": 900})
+        errors = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(path.as_uri())
+        page.wait_for_selector("body[data-ready]")
+        yield page
+        assert not errors
+        browser.close()
+
+
+def test_filters_narrow_the_list(page):
+    assert "32 found" in page.inner_text("#found")
+    page.fill("#reward-from", "1")
+    assert "16 found, mean reward 1" in page.inner_text("#found")
+    page.fill("#step-from", "2")
+    assert "8 found" in page.inner_text("#found")
+    page.fill("#search", "nothing like it")
+    assert "None found" in page.inner_text("#found")
+    page.evaluate("document.getElementById('filters').reset()")
+    page.dispatch_event("#filters", "input")
+    assert "32 found" in page.inner_text("#found")
+
+
+def test_a_rollout_opens_and_its_tokens_say_what_is_known(page):
+    page.click(".item >> nth=0")
+    page.wait_for_selector("#rollout h2")
+    assert "1 + 1 =" in page.inner_text("#rollout")
+    assert page.locator(".siblings button").count() == 4
+    page.click("#rollout .tabs >> text=tokens")
+    trained = page.locator(".token.trained")
+    assert "".join(trained.all_inner_texts()).startswith("it is")
+    trained.first.hover()
+    tip = page.inner_text("#tip")
+    assert "log-prob" in tip and "importance ratio 1.284" in tip and "policy version 0" in tip
+    page.locator(".token.context").first.hover()
+    assert "not trained" in page.inner_text("#tip")
+    for mode in ("log-prob", "importance ratio", "advantage", "policy version"):
+        page.click(f"#rollout .tabs >> text={mode}")
+        assert page.locator(f'[role=tab][aria-selected=true] >> text="{mode}"').count() == 1
+    page.click("#rollout .tabs >> text=importance ratio")
+    assert "color-mix" in page.locator(".token.trained").first.get_attribute("style")
+
+
+def test_the_arrow_keys_go_through_the_list(page):
+    page.click(".item >> nth=0")
+    first = page.inner_text("#rollout h2")
+    page.focus("#list")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("first => document.querySelector('#rollout h2').innerText !== first", arg=first)
+
+
+def test_a_narrow_window_has_no_sideways_scroll(page):
+    page.set_viewport_size({"width": 390, "height": 800})
+    try:
+        page.click(".item >> nth=0")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    finally:
+        page.set_viewport_size({"width": 1300, "height": 900})
+
+
+def test_hostile_content_is_shown_as_text(tmp_path, renderer, tokenizer, page):
+    env = MessageChatEnv(lambda item: Echo())
+    write_run(tmp_path / "run", env, renderer, tokenizer, num_steps=1)
+    path = write_page(read_run(tmp_path / "run"), tmp_path / "page.html")
+    other = page.context.new_page()
+    other.goto(path.as_uri())
+    other.wait_for_selector("body[data-ready]")
+    other.click(".item >> nth=0")
+    other.wait_for_selector(".message.tool")
+    assert other.title() == "run" and "<script>" in other.inner_text(".message.user")
+    other.close()
+
+
+def test_ten_thousand_rollouts_open_fast_and_draw_few(tmp_path, run_path, page):
+    shutil.copytree(run_path, tmp_path / "run")
+    lines = (run_path / "rollouts.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    with (tmp_path / "run" / "rollouts.jsonl").open("w") as file:
+        for copy in range(10_000 // len(records) + 1):
+            for record in records:
+                file.write(json.dumps({**record, "rollout_id": f"{copy}/{record['rollout_id']}"}) + "\n")
+    path = write_page(read_run(tmp_path / "run"), tmp_path / "page.html")
+    other = page.context.new_page()
+    other.goto(path.as_uri())
+    other.wait_for_selector("body[data-ready]", timeout=10_000)
+    assert "10,0" in other.inner_text("#counts")
+    assert other.locator(".item").count() < 60
+    other.close()
