@@ -21,7 +21,7 @@ from llmrl.objectives import (
     kl_estimate,
     sequence_log_ratio,
     train_step,
-    truncated_importance,
+    importance_weights,
 )
 from llmrl.policies.transformers_wrapper import TransformersWrapper
 
@@ -262,7 +262,7 @@ def test_without_old_log_probs_an_importance_cap_makes_the_ratio_one_and_truncat
     mask = torch.cat([row["masks", "all_assistant_mask"] for row in batch.unbind(0)])
     sampled = torch.cat([row["log_probs", "full"] for row in batch.unbind(0)])
     advantage = torch.cat([row["advantage"].reshape(1).expand(len(row["tokens", "full"])) for row in batch.unbind(0)])
-    weight = truncated_importance(policy.log_probs, sampled, 1.1)
+    weight = importance_weights(policy.log_probs, sampled, torch.zeros(len(sampled), dtype=torch.int64), cap=1.1)
     assert float(output.loss_objective) == pytest.approx(float(-(weight * advantage)[mask].mean()), rel=1e-5)
 
 

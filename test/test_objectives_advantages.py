@@ -87,7 +87,7 @@ def test_groups_without_signal_are_left_out_unless_asked_for() -> None:
 
 
 def test_rows_that_disagree_on_their_rollouts_reward_are_refused() -> None:
-    with pytest.raises(ValueError, match="different rewards"):
+    with pytest.raises(ValueError, match="different values"):
         MCAdvantage()(_batch(_row("g", 0, 1.0), _row("g", 0, 0.5)))
 
 
@@ -96,9 +96,9 @@ def test_a_replay_buffer_receives_complete_groups_and_keeps_their_advantages() -
     buffer = ReplayBuffer(storage=LazyStackStorage(16), batch_size=4)
     buffer.append_transform(transform)
     buffer.extend(_batch(_row("a", 0, 0.0), _row("b", 0, 4.0, num_tokens=7)))
-    assert len(buffer) == 0 and transform.num_waiting_groups == 2
+    assert len(buffer) == 0 and transform.queue.num_waiting == 2
     buffer.extend(_batch(_row("b", 1, 0.0)))
-    assert len(buffer) == 2 and transform.num_waiting_groups == 1
+    assert len(buffer) == 2 and transform.queue.num_waiting == 1
     assert {abs(value) for value in _advantages(buffer.sample())} == {2.0}
 
 
@@ -112,15 +112,15 @@ def test_a_failed_rollout_completes_its_group() -> None:
 def test_a_replay_buffer_receives_nothing_of_a_group_without_signal() -> None:
     transform = MCAdvantage(grpo_size=2)
     assert transform.inv(_batch(_row("a", 0, 1.0), _row("a", 1, 1.0))) is None
-    assert transform.num_waiting_groups == 0
+    assert transform.queue.num_waiting == 0
 
 
 def test_incomplete_groups_are_not_kept_for_ever() -> None:
     transform = MCAdvantage(grpo_size=2, max_num_waiting_groups=2)
     transform.inv(_batch(_row("a", 0, 0.0), _row("b", 0, 0.0)))
-    with pytest.warns(UserWarning, match="group 'a'"):
+    with pytest.warns(UserWarning, match="Group 'a'"):
         transform.inv(_batch(_row("c", 0, 0.0)))
-    assert transform.num_waiting_groups == 2 and transform.num_abandoned_groups == 1
+    assert transform.queue.num_waiting == 2 and transform.queue.num_abandoned == 1
 
 
 def test_bad_arguments_are_named() -> None:

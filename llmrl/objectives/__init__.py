@@ -1,37 +1,64 @@
 """Losses, advantages and training steps."""
 
-from llmrl.objectives.advantages import MCAdvantage, group_advantages
+from llmrl.objectives.advantages import MCAdvantage, batch_normalized, group_advantages
 from llmrl.objectives.aggregation import aggregation_weights
+from llmrl.objectives.base import LLMLoss
 from llmrl.objectives.clipping import clipped_importance, clipped_surrogate
+from llmrl.objectives.distillation import DistillationLoss
 from llmrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
 from llmrl.objectives.kl import kl_estimate
-from llmrl.objectives.outputs import CISPOLossOutput, DAPOLossOutput, GRPOLossOutput, LLMLossOutput
+from llmrl.objectives.kl_penalty import KLPenalty
+from llmrl.objectives.outputs import (
+    CISPOLossOutput,
+    DAPOLossOutput,
+    DistillationLossOutput,
+    GRPOLossOutput,
+    LLMLossOutput,
+    SFTLossOutput,
+)
 from llmrl.objectives.ratios import (
     effective_sample_size,
+    importance_weights,
     sequence_log_ratio,
     token_log_ratio,
-    truncated_importance,
 )
+from llmrl.objectives.scoring import write_log_probs
+from llmrl.objectives.selectors import MCAdvantageSelector, TopKRewardSelector
+from llmrl.objectives.sft import SFTLoss
 from llmrl.objectives.training import TrainStepReport, train_step
+from llmrl.objectives.variants import DrGRPOLoss, GSPOLoss, RLOOLoss
 
 __all__ = [
     "DAPO",
     "CISPOLoss",
     "CISPOLossOutput",
     "DAPOLossOutput",
+    "DistillationLoss",
+    "DistillationLossOutput",
+    "DrGRPOLoss",
     "GRPOLoss",
     "GRPOLossOutput",
+    "GSPOLoss",
+    "KLPenalty",
+    "LLMLoss",
     "LLMLossOutput",
     "MCAdvantage",
+    "MCAdvantageSelector",
+    "RLOOLoss",
+    "SFTLoss",
+    "SFTLossOutput",
+    "TopKRewardSelector",
     "TrainStepReport",
     "aggregation_weights",
+    "batch_normalized",
     "clipped_importance",
     "clipped_surrogate",
     "effective_sample_size",
     "group_advantages",
+    "importance_weights",
     "kl_estimate",
     "sequence_log_ratio",
     "token_log_ratio",
     "train_step",
-    "truncated_importance",
+    "write_log_probs",
 ]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal, get_args
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
-from llmrl.data.ragged import flat_batch, has_entry, value_column
+from llmrl.data.ragged import flat_batch, has_entry
+from llmrl.objectives.grouping import GroupKeys, GroupQueue, split_by_group, stack_rows
+from llmrl.objectives.selectors import MCAdvantageSelector
 
-Normalization = Literal["std", "mean", "leave_one_out"]
+Normalization = Literal["std", "mean", "leave_one_out", "none"]
 
 
 def group_advantages(rewards: Sequence[float], normalization: Normalization = "std") -> list[float]:
@@ -22,9 +22,10 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
 
     - `std`: `(r - mean) / std` (GRPO, arXiv:2402.03300, section 4.1.2), the unbiased standard deviation;
     - `mean`: `r - mean` (Dr. GRPO, arXiv:2503.20783, section 3.2);
-    - `leave_one_out`: `r` minus the mean of the others (RLOO, arXiv:2402.14740, section 3.3).
+    - `leave_one_out`: `r` minus the mean of the others (RLOO, arXiv:2402.14740, section 3.3);
+    - `none`: `r`, for a baseline of the whole batch, see `batch_normalized`.
 
-    A group whose rewards are all equal, or of one rollout, has no signal: zeros.
+    But for `none`, a group whose rewards are all equal, or of one rollout, has no signal: zeros.
 
     Raises:
         ValueError: for an unknown normalization.
@@ -35,6 +36,8 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
     """
     if normalization not in get_args(Normalization):
         raise ValueError(f"normalization must be one of {list(get_args(Normalization))}, got {normalization!r}.")
+    if normalization == "none":
+        return [float(reward) for reward in rewards]
     num_rollouts = len(rewards)
     if num_rollouts < 2 or max(rewards) == min(rewards):
         return [0.0] * num_rollouts
@@ -47,6 +50,19 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
     return centred.tolist()
 
 
+def batch_normalized(advantages: Sequence[float]) -> list[float]:
+    """`(A - mean) / std` over the rollouts of a batch (REINFORCE++, arXiv:2501.03262, section 3).
+
+    Example:
+        >>> [round(value, 4) for value in batch_normalized([0.0, 0.0, 3.0])]
+        [-0.5774, -0.5774, 1.1547]
+    """
+    if len(advantages) < 2:
+        return [0.0] * len(advantages)
+    values = torch.tensor(advantages, dtype=torch.float64)
+    return ((values - values.mean()) / values.std().clamp(min=1e-6)).tolist()
+
+
 class MCAdvantage(Transform):
     """Writes `"advantage"`, `[1, 1]` a row: the rollout's reward relative to its group.
 
@@ -56,19 +72,31 @@ class MCAdvantage(Transform):
 
     As a transform of a collector (`forward`) the groups are complete in the batch; a batch that has advantages, such
     as one sampled from a replay buffer, is left alone. Appended to a replay buffer (`inv`, on `extend`) it holds rows
-    back until `grpo_size` rollouts of their group have come; without `grpo_size` every group is taken as complete.
+    back until all rollouts of their group have come; without `grpo_size` every group is taken as complete.
+
+    REINFORCE++ is `normalization="none", is_batch_normalized=True`, its variant with a group baseline
+    `normalization="mean", is_batch_normalized=True` (arXiv:2501.03262).
 
     Args:
-        grpo_size: rollouts in a group, scored or not.
+        grpo_size: rollouts in a group, scored or not; with candidates, those that are trained on.
         normalization: see `group_advantages`.
-        is_constant_group_dropped: leave out groups whose rewards are all equal (DAPO, arXiv:2503.14476, equation 11).
+        is_batch_normalized: then also normalize over the batch, see `batch_normalized`; only for whole batches.
+        component_weights: weights of entries of `("reward_breakdown", NAME)`. Each component is normalized in its
+            group by itself, so that none drowns the others, and then weighted and summed (GDPO, arXiv:2601.05242).
+            By default the reward is taken as it is.
+        candidate_group_size: rollouts that a group is sampled with, of which `candidate_selector` chooses `grpo_size`.
+        candidate_selector: how.
+        keep_return_bounds: groups whose mean return is not strictly within are dropped (dynamic sampling, DAPO).
+        is_constant_group_dropped: leave out groups without signal (DAPO, arXiv:2503.14476, equation 11); with
+            `normalization="none"` a constant group has signal and stays.
         max_num_waiting_groups: beyond it the oldest incomplete group is dropped, with a warning.
         group_key, rollout_key, is_scored_key, rewards_key, advantage_key: entries read and written.
 
     Raises:
-        ValueError: for an unknown normalization, or sizes below one.
+        ValueError: for an unknown normalization, sizes below one, or fewer candidates than `grpo_size`.
 
     Example:
+        >>> from tensordict import TensorDict, lazy_stack
         >>> rows = [TensorDict({"rollout": {"group_id": "g", "rollout_id": str(i)}, "next": {"reward": [[float(i)]]}})
         ...         for i in range(2)]
         >>> MCAdvantage(normalization="mean")(lazy_stack(rows))["advantage"].flatten().tolist()
@@ -80,6 +108,11 @@ class MCAdvantage(Transform):
         grpo_size: int | None = None,
         *,
         normalization: Normalization = "std",
+        is_batch_normalized: bool = False,
+        component_weights: Mapping[str, float] | None = None,
+        candidate_group_size: int | None = None,
+        candidate_selector: MCAdvantageSelector | None = None,
+        keep_return_bounds: tuple[float, float] | None = None,
         is_constant_group_dropped: bool = True,
         max_num_waiting_groups: int = 1024,
         group_key: NestedKey = ("rollout", "group_id"),
@@ -93,27 +126,37 @@ class MCAdvantage(Transform):
         for name, value in (("grpo_size", grpo_size), ("max_num_waiting_groups", max_num_waiting_groups)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        self.grpo_size = grpo_size
+        if candidate_group_size is not None and (grpo_size is None or candidate_group_size < grpo_size):
+            raise ValueError(
+                f"candidate_group_size must be at least grpo_size, got {candidate_group_size} with "
+                f"grpo_size={grpo_size}."
+            )
+        if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
+            raise ValueError(f"keep_return_bounds must be (low, high) with low < high, got {keep_return_bounds}.")
+        if component_weights is not None and not component_weights:
+            raise ValueError("component_weights must name at least one entry of 'reward_breakdown'.")
+        self.grpo_size, self.candidate_group_size = grpo_size, candidate_group_size
         self.normalization: Normalization = normalization
+        self.is_batch_normalized = is_batch_normalized
+        self.component_weights = dict(component_weights) if component_weights is not None else None
+        self.candidate_selector = candidate_selector or MCAdvantageSelector()
+        self.keep_return_bounds = keep_return_bounds
         self.is_constant_group_dropped = is_constant_group_dropped
-        self.max_num_waiting_groups = max_num_waiting_groups
-        self.group_key, self.rollout_key, self.is_scored_key = group_key, rollout_key, is_scored_key
-        self.rewards_key, self.advantage_key = rewards_key, advantage_key
+        self.advantage_key = advantage_key
+        self.keys = GroupKeys(group_key, rollout_key, is_scored_key, rewards_key)
+        self.queue: GroupQueue | None = None
+        """The incomplete groups held back, where groups have a size."""
+        if grpo_size is not None:
+            self.queue = GroupQueue(self.keys, candidate_group_size or grpo_size, max_num_waiting_groups)
         self.in_keys = [group_key, rollout_key, rewards_key]
         self.out_keys = [advantage_key]
         self.num_groups = 0
         """Groups given advantages so far."""
         self.num_constant_groups = 0
         """Groups without signal so far."""
+        self.num_rejected_groups = 0
+        """Groups out of `keep_return_bounds` so far."""
         self.num_unscored_rollouts = 0
-        self.num_abandoned_groups = 0
-        """Groups dropped because they stayed incomplete."""
-        self._waiting: OrderedDict[Hashable, list[TensorDictBase]] = OrderedDict()
-
-    @property
-    def num_waiting_groups(self) -> int:
-        """Incomplete groups held back."""
-        return len(self._waiting)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write advantages into a batch of complete groups; returns the rows that stay, in their order."""
@@ -121,87 +164,66 @@ class MCAdvantage(Transform):
             return tensordict
         return self._complete(tensordict)
 
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        """Hold rows back until their group is complete; returns complete groups, or None."""
+        if self.is_batch_normalized:
+            raise ValueError(
+                "is_batch_normalized needs whole batches, and a replay buffer is written group by group: give "
+                "MCAdvantage to the collector (postproc) instead of appending it to the buffer."
+            )
+        complete = self._complete(tensordict if self.queue is None else self.queue.push(tensordict))
+        return complete if complete.batch_size.numel() else None
+
     def _complete(self, tensordict: TensorDictBase) -> TensorDictBase:
         if not tensordict.batch_size.numel():
             return tensordict
-        rows = list(flat_batch(tensordict).unbind(0))
-        groups: dict[Hashable, list[int]] = {}
-        for place, group in enumerate(value_column(flat_batch(tensordict), self.group_key)):
-            groups.setdefault(group, []).append(place)
-        kept = [place for places in groups.values() for place in places if self._is_scored(rows[place])]
-        for places in groups.values():
-            for place in self._settle([rows[place] for place in places], places):
-                kept.remove(place)
-        return self._stack([rows[place] for place in sorted(kept)])
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Hold rows back until their group is complete; returns complete groups, or None."""
-        if self.grpo_size is None:
-            complete = self._complete(tensordict)
-            return complete if complete.batch_size.numel() else None
         batch = flat_batch(tensordict)
-        ready: list[TensorDictBase] = []
-        touched: dict[Hashable, None] = {}
-        for row, group in zip(batch.unbind(0), value_column(batch, self.group_key), strict=True):
-            self._waiting.setdefault(group, []).append(row)
-            touched[group] = None
-        # Only after the whole call, so that all rows of a rollout that came together stay together.
-        for group in touched:
-            if len({self._rollout_id(row) for row in self._waiting[group]}) >= self.grpo_size:
-                ready += self._waiting.pop(group)
-        self._abandon_oldest()
-        if not ready:
-            return None
-        complete = self._complete(lazy_stack(ready, 0))
-        return complete if complete.batch_size.numel() else None
+        advantages: dict[Hashable, float] = {}
+        for rows in split_by_group(batch, self.keys):
+            advantages |= self._settle(rows)
+        if self.is_batch_normalized:
+            advantages = dict(zip(advantages, batch_normalized(list(advantages.values())), strict=True))
+        kept = []
+        for row in batch.unbind(0):
+            advantage = advantages.get(self.keys.rollout_id(row))
+            if advantage is not None:
+                row.set(self.advantage_key, torch.full((*row.batch_size, 1, 1), advantage))
+                kept.append(row)
+        return stack_rows(kept)
 
-    def _abandon_oldest(self) -> None:
-        while len(self._waiting) > self.max_num_waiting_groups:
-            group, rows = self._waiting.popitem(last=False)
-            self.num_abandoned_groups += 1
-            warnings.warn(
-                f"MCAdvantage dropped group {group!r}: it stayed incomplete with {len(rows)} rows while "
-                f"{self.max_num_waiting_groups} later groups came (grpo_size={self.grpo_size}).",
-                stacklevel=3,
-            )
-
-    def _settle(self, rows: list[TensorDictBase], places: list[int]) -> list[int]:
-        """Write the advantages of one group; returns the places of scored rows that are to be dropped."""
-        rewards: dict[Hashable, float] = {}
-        scored: list[tuple[int, TensorDictBase, Hashable]] = []
-        unscored: set[Hashable] = set()
-        for place, row in zip(places, rows, strict=True):
-            rollout_id = self._rollout_id(row)
-            if not self._is_scored(row):
-                unscored.add(rollout_id)
-                continue
-            reward = float(row.get(self.rewards_key).sum())
-            if rewards.setdefault(rollout_id, reward) != reward:
-                raise ValueError(
-                    f"Rows of rollout {rollout_id!r} have different rewards, {rewards[rollout_id]} and {reward}; "
-                    f"every row must carry the rollout's whole reward under {self.rewards_key!r}."
-                )
-            scored.append((place, row, rollout_id))
+    def _settle(self, rows: list[TensorDictBase]) -> dict[Hashable, float]:
+        """The advantage of each rollout of one group that stays."""
+        scored = [row for row in rows if self.keys.scored(row)]
+        rewards = self.keys.rollout_values(scored, self.keys.rewards)
+        unscored = {self.keys.rollout_id(row) for row in rows if not self.keys.scored(row)}
         self.num_unscored_rollouts += len(unscored)
         if not rewards:
-            return []
+            return {}
         self.num_groups += 1
-        is_constant = len(rewards) < 2 or len(set(rewards.values())) == 1
+        names = list(rewards)
+        if self.candidate_group_size is not None or self.keep_return_bounds is not None:
+            chosen = self.candidate_selector.select(
+                list(rewards.values()),
+                group_size=len(names) if self.candidate_group_size is None else self.grpo_size or len(names),
+                keep_return_bounds=self.keep_return_bounds,
+            )
+            if chosen is None:
+                self.num_rejected_groups += 1
+                return {}
+            names = [names[index] for index in chosen]
+        columns: dict[NestedKey, float] = {self.keys.rewards: 1.0}
+        if self.component_weights is not None:
+            columns = {("reward_breakdown", name): weight for name, weight in self.component_weights.items()}
+        totals = [0.0] * len(names)
+        is_constant = True
+        for key, weight in columns.items():
+            values = self.keys.rollout_values(scored, key)
+            chosen_values = [values[name] for name in names]
+            is_constant &= len(set(chosen_values)) == 1
+            for place, advantage in enumerate(group_advantages(chosen_values, self.normalization)):
+                totals[place] += weight * advantage
+        is_constant &= self.normalization != "none"
         self.num_constant_groups += is_constant
         if is_constant and self.is_constant_group_dropped:
-            return [place for place, _, _ in scored]
-        advantages = dict(zip(rewards, group_advantages(list(rewards.values()), self.normalization), strict=True))
-        for _, row, rollout_id in scored:
-            row.set(self.advantage_key, torch.full((*row.batch_size, 1, 1), advantages[rollout_id]))
-        return []
-
-    def _is_scored(self, row: TensorDictBase) -> bool:
-        return not has_entry(row, self.is_scored_key) or bool(row.get(self.is_scored_key))
-
-    def _rollout_id(self, row: TensorDictBase) -> Any:
-        value = row.get(self.rollout_key)
-        return getattr(value, "data", value) if not isinstance(value, torch.Tensor) else value.item()
-
-    @staticmethod
-    def _stack(rows: list[TensorDictBase]) -> TensorDictBase:
-        return lazy_stack(rows, 0) if rows else TensorDict({}, batch_size=[0])
+            return {}
+        return dict(zip(names, totals, strict=True))

@@ -10,7 +10,9 @@ from typing import Literal, get_args
 
 import torch
 
-Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_length", "none"]
+Aggregation = Literal[
+    "token_mean", "sequence_mean", "prompt_mean", "group_mean", "fixed_length", "sequence_sum", "none"
+]
 
 
 def aggregation_weights(
@@ -19,20 +21,25 @@ def aggregation_weights(
     aggregation: Aggregation = "token_mean",
     *,
     fixed_length: int | None = None,
+    group_of_sequence: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weight of each trained token; the loss is the weighted sum of token losses.
 
     - `token_mean`: `1 / num_tokens` (DAPO, arXiv:2503.14476, equation 8);
     - `sequence_mean`: `1 / (num_sequences * length)` (GRPO, arXiv:2402.03300, equation 3); `prompt_mean` is TorchRL's
       name for it;
+    - `group_mean`: `1 / (num_groups * tokens of the group)`: every prompt counts the same, its samples by their tokens
+      (the prompt average of ScaleRL, arXiv:2510.13786, section 3.2);
     - `fixed_length`: `1 / (num_sequences * fixed_length)`, no division by a sequence's own length (Dr. GRPO,
       arXiv:2503.20783, section 3.2 and listing 1);
+    - `sequence_sum`: `1 / num_sequences`: a sequence is one action (RLOO, arXiv:2402.14740, equation 7);
     - `none`: 1, for a loss left per token.
 
     Args:
         sequence_index: `[num_tokens]` int64, the sequence (rollout) of each trained token.
         num_sequences: sequences of the batch.
         fixed_length: the generation budget, for `fixed_length`.
+        group_of_sequence: `[num_sequences]` int64, for `group_mean`; default: each is its own.
 
     Raises:
         ValueError: for an unknown aggregation, or `fixed_length` without a length.
@@ -50,8 +57,14 @@ def aggregation_weights(
     if aggregation in ("sequence_mean", "prompt_mean"):
         lengths = torch.bincount(sequence_index, minlength=num_sequences)
         return 1.0 / (num_sequences * lengths[sequence_index])
+    if aggregation == "group_mean":
+        groups = sequence_index if group_of_sequence is None else group_of_sequence[sequence_index]
+        num_groups = num_sequences if group_of_sequence is None else group_of_sequence.unique().shape[0]
+        return 1.0 / (num_groups * torch.bincount(groups)[groups])
     if aggregation == "fixed_length":
         if fixed_length is None or fixed_length < 1:
             raise ValueError(f"aggregation='fixed_length' needs fixed_length of at least 1, got {fixed_length!r}.")
         return weights / (num_sequences * fixed_length)
+    if aggregation == "sequence_sum":
+        return weights / num_sequences
     raise ValueError(f"aggregation must be one of {list(get_args(Aggregation))}, got {aggregation!r}.")

@@ -32,19 +32,27 @@ def clipped_log_ratio(log_ratio: torch.Tensor, epsilon_low: float, epsilon_high:
 
 
 def clipped_surrogate(
-    log_ratio: torch.Tensor, advantage: torch.Tensor, epsilon_low: float, epsilon_high: float
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+    dual_clip: float | None = None,
 ) -> torch.Tensor:
     """`-min(r A, clip(r) A)` of each token.
 
     PPO (arXiv:1707.06347, equation 7), as in GRPO (arXiv:2402.03300, equation 3); with two bounds DAPO's Clip-Higher
-    (arXiv:2503.14476, equation 10).
+    (arXiv:2503.14476, equation 10). With `dual_clip`, a number `c > 1`, what is minimized is bounded for negative
+    advantages too, `-max(min(r A, clip(r) A), c A)`: dual-clip PPO (arXiv:1912.09729, equation 5).
 
     Example:
         >>> clipped_surrogate(torch.tensor([0.0, 1.0]), torch.ones(2), 0.2, 0.2)
         tensor([-1.0000, -1.2000])
     """
     clipped = clipped_log_ratio(log_ratio, epsilon_low, epsilon_high)
-    return -torch.minimum(log_ratio.exp() * advantage, clipped.exp() * advantage)
+    objective = torch.minimum(log_ratio.exp() * advantage, clipped.exp() * advantage)
+    if dual_clip is not None:
+        objective = torch.where(advantage < 0, torch.maximum(objective, dual_clip * advantage), objective)
+    return -objective
 
 
 def clipped_importance(

@@ -1,9 +1,8 @@
-"""Group-relative policy optimization and its family."""
+"""Group-relative policy optimization, DAPO and CISPO."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,39 +12,26 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl.data.packing import PackedRows
-from llmrl.data.ragged import has_entry, ragged_column
+from llmrl.data.ragged import has_entry
 from llmrl.objectives.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.arguments import refuse_unknown
+from llmrl.objectives.base import LLMLoss, MicroLoss
 from llmrl.objectives.clipping import clip_bounds, clipped_importance, clipped_log_ratio, clipped_surrogate
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.kl import KLEstimator, kl_estimate
 from llmrl.objectives.outputs import CISPOLossOutput, DAPOLossOutput, GRPOLossOutput, LLMLossOutput
 from llmrl.objectives.ratios import (
+    ImportanceLevel,
+    ImportanceMode,
+    check_importance,
     effective_sample_size,
+    importance_weights,
     sequence_log_ratio,
     token_log_ratio,
-    truncated_importance,
 )
 
 
-@dataclass(slots=True)
-class MicroLoss:
-    """What one micro-batch adds to the batch's loss, token by token."""
-
-    losses: dict[str, torch.Tensor]
-    """`loss_*`: `[num_tokens]` weighted token losses, with graph; the batch's loss is their sum."""
-    measured: dict[str, torch.Tensor]
-    """`[num_tokens]` detached."""
-    flat_index: torch.Tensor
-    """[num_tokens] place of each token among the batch's row tokens."""
-
-    def total(self) -> torch.Tensor:
-        """The scalar to call `backward` on."""
-        return torch.stack([loss.sum() for loss in self.losses.values()]).sum()
-
-
-class GRPOLoss(LossModule):
+class GRPOLoss(LLMLoss):
     """The clipped importance-weighted loss of GRPO (arXiv:2402.03300, equation 3), over trained tokens only.
 
     Names, keys and defaults are TorchRL's but for these: `entropy_bonus` is off (at a real vocabulary the bonus
@@ -53,27 +39,28 @@ class GRPOLoss(LossModule):
     prompts and padding out, and the parameters of the policy are its own, not functional copies.
 
     With one update a batch the old log-probs are the sampler's. For several updates, write the trainer's log-probs
-    before the first under `old_log_prob` and set `importance_cap`: the ratio then is to those, and what separates
-    trainer from sampler becomes a truncated weight (`truncated_importance`). With `importance_cap` and no old
-    log-probs the current ones, detached, are the old ones, which is exact for the first update.
-
-    GSPO is `ratio="sequence", aggregation="sequence_mean"`; Dr. GRPO is `aggregation="fixed_length"` with
-    `MCAdvantage(normalization="mean")`.
+    before the first under `old_log_prob` (`write_log_probs`) and set `importance_cap`: the ratio then is to those, and
+    what separates trainer from sampler becomes a bounded weight (`importance_weights`). With `importance_cap` and no
+    old log-probs the current ones, detached, are the old ones, which is exact for the first update.
 
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `sample_log_prob`'s entry with
             gradients (`[num_tokens]` a row).
         clip_epsilon: one bound or (low, high).
-        kl_mask_threshold: tokens with `0.5 * (log pi - log pi_sampler)^2` above it are left out of the objective;
-            they still count in the denominator, so that micro-batches stay exact.
-        aggregation: see `aggregation_weights`; sequences are rollouts, whatever number of rows they have.
+        dual_clip: bound above 1 on the ratio where the advantage is negative, see `clipped_surrogate`.
+        kl_mask_threshold: tokens with `0.5 * (log pi - log pi_sampler)^2` above it are left out of the objective.
+        max_staleness: tokens sampled by a policy more than this many versions old are left out of the objective. The
+            current version is `self.policy_version`, or the newest in the batch while that is None.
+        aggregation: see `aggregation_weights`; sequences are rollouts, whatever number of rows they have. Tokens left
+            out of the objective still count in the denominator, so that micro-batches stay exact.
         fixed_length: for `aggregation="fixed_length"`.
         entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`.
         kl_to_ref_coeff: add the KL to the reference, whose log-probs are read from `ref_log_probs`.
         kl_to_inference_coeff: add the KL to the sampler.
-        kl_estimator: `k1`, `k2` or `k3`, see `kl_estimate`.
+        kl_estimator: `k1`, `k2` or `k3`, see `kl_estimate`; `KLPenalty` puts the KL into the reward instead.
         ratio: `token`, or `sequence` (GSPO), a sequence being a row.
-        importance_cap: truncation of the trainer-to-sampler weight.
+        importance_cap, importance_floor, importance_mode, importance_level: bounds, kind and level of the
+            trainer-to-sampler weight, see `importance_weights`; at the levels above `token` a sequence is a row.
         masking_strategy: `rlhf` trained-token mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
 
     Raises:
@@ -92,6 +79,7 @@ class GRPOLoss(LossModule):
         sample_log_prob: NestedKey = ("log_probs", "full")
         ref_log_probs: NestedKey = ("next", "ref_log_probs", "full")
         old_log_prob: NestedKey = ("old_log_probs", "full")
+        policy_version: NestedKey = ("policy_versions", "full")
         assistant_mask: NestedKey = ("masks", "all_assistant_mask")
 
     def __init__(
@@ -99,7 +87,9 @@ class GRPOLoss(LossModule):
         actor_network: TensorDictModuleBase | None = None,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
+        dual_clip: float | None = None,
         kl_mask_threshold: float | None = None,
+        max_staleness: int | None = None,
         aggregation: Aggregation = "token_mean",
         fixed_length: int | None = None,
         entropy_bonus: bool = False,
@@ -109,6 +99,9 @@ class GRPOLoss(LossModule):
         kl_estimator: KLEstimator = "k3",
         ratio: Literal["token", "sequence"] = "token",
         importance_cap: float | None = None,
+        importance_floor: float = 0.0,
+        importance_mode: ImportanceMode = "truncate",
+        importance_level: ImportanceLevel = "token",
         masking_strategy: MaskingStrategy = "rlhf",
         **unknown: Any,
     ) -> None:
@@ -124,17 +117,34 @@ class GRPOLoss(LossModule):
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
+        if dual_clip is not None and not dual_clip > 1:
+            raise ValueError(f"dual_clip must be above 1, got {dual_clip}.")
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"max_staleness must be at least 0, got {max_staleness}.")
+        if importance_cap is not None:
+            check_importance(importance_cap, importance_floor, importance_level, importance_mode)
+        elif (importance_floor, importance_mode, importance_level) != (0.0, "truncate", "token"):
+            raise ValueError("importance_floor, importance_mode and importance_level need importance_cap.")
         # One sequence, to check the arguments now rather than at the first batch.
         aggregation_weights(torch.zeros(1, dtype=torch.int64), 1, aggregation, fixed_length=fixed_length)
         self.actor_network: Any = actor_network
         self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)
-        self.kl_mask_threshold = kl_mask_threshold
+        self.dual_clip, self.kl_mask_threshold, self.max_staleness = dual_clip, kl_mask_threshold, max_staleness
         self.aggregation, self.fixed_length = aggregation, fixed_length
-        self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
+        self.entropy_bonus = self.has_entropy = entropy_bonus
+        self.entropy_coeff = entropy_coeff
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
         self.kl_estimator: KLEstimator = kl_estimator
-        self.ratio, self.importance_cap = ratio, importance_cap
+        self.ratio, self.importance_cap, self.importance_floor = ratio, importance_cap, importance_floor
+        self.importance_mode: ImportanceMode = importance_mode
+        self.importance_level: ImportanceLevel = importance_level
         self.masking_strategy: MaskingStrategy = masking_strategy
+        self.policy_version: int | None = None
+        """The version being trained, for `max_staleness`."""
+
+    @property
+    def _leaves_tokens_out(self) -> bool:
+        return self.kl_mask_threshold is not None or self.max_staleness is not None or self.importance_mode == "mask"
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -145,6 +155,8 @@ class GRPOLoss(LossModule):
             read.append(keys.assistant_mask)
         if self.masking_strategy == "sft":
             read.append(("tokens", "prompt"))
+        if self.max_staleness is not None:
+            read.append(keys.policy_version)
         return [*read, keys.ref_log_probs] if self.kl_to_ref_coeff is not None else read
 
     @property
@@ -158,155 +170,119 @@ class GRPOLoss(LossModule):
             keys += ["loss_kl_to_ref", "kl_to_ref"]
         if self.kl_to_inference_coeff is not None:
             keys += ["loss_kl_to_inference", "kl_to_inference"]
-        return keys
+        if self.importance_cap is not None:
+            keys.append("importance_weight")
+        if self.max_staleness is not None:
+            keys.append("staleness")
+        return [*keys, "masked_fraction"] if self._leaves_tokens_out else keys
 
-    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
-        """Nothing to forward: there is no value estimator."""
+    @property
+    def _log_probs_key(self) -> NestedKey:
+        return self.tensor_keys.sample_log_prob
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch and give every trained token its share of the loss."""
         keys = self.tensor_keys
+        token_columns = {"sample_log_probs": keys.sample_log_prob}
+        if has_entry(tensordict, keys.old_log_prob):
+            token_columns["old_log_probs"] = keys.old_log_prob
+        if self.kl_to_ref_coeff is not None:
+            token_columns["ref_log_probs"] = keys.ref_log_probs
+        if self.max_staleness is not None:
+            token_columns["policy_versions"] = keys.policy_version
         inputs = read_inputs(
             tensordict,
             tokens_key=keys.action,
-            sample_log_prob_key=keys.sample_log_prob,
-            advantage_key=keys.advantage,
             masking_strategy=self.masking_strategy,
             mask_key=keys.assistant_mask,
-            old_log_prob_key=keys.old_log_prob if has_entry(tensordict, keys.old_log_prob) else None,
-            ref_log_prob_key=keys.ref_log_probs if self.kl_to_ref_coeff is not None else None,
+            token_columns=token_columns,
+            row_columns={"advantage": keys.advantage},
             device=self._device(),
         )
-        is_scored = inputs.is_scored.to(inputs.sequence_index.device)
-        weights = torch.zeros(is_scored.shape[0], device=is_scored.device)
-        weights[is_scored] = aggregation_weights(
-            inputs.sequence_index[is_scored],
-            inputs.num_sequences,
-            self.aggregation,
-            fixed_length=self.fixed_length,
-        )
-        inputs.weights = weights
-        return inputs
-
-    def _device(self) -> torch.device | None:
-        parameter = next(iter(self.parameters()), None)
-        return None if parameter is None else parameter.device
-
-    def packed_loss(self, inputs: LossInputs, packed: PackedRows) -> MicroLoss:
-        """The loss of one packed micro-batch of `inputs`."""
-        log_probs, entropy = self.actor_network.packed_log_probs(packed, has_entropy=self.entropy_bonus)
-        tokens = inputs.tokens(packed.row_index, packed.token_index)
-        flat_index = inputs.row_starts[packed.row_index] + packed.token_index
-        return self.token_loss(tokens, log_probs, entropy, flat_index)
+        if self.max_staleness is not None:
+            versions = inputs.columns.pop("policy_versions")
+            newest = self.policy_version if self.policy_version is not None else versions.max()
+            inputs.columns["staleness"] = (newest - versions).float()
+        return self._weighted(inputs)
 
     def token_loss(
-        self,
-        tokens: TokenInputs,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        flat_index: torch.Tensor,
+        self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
     ) -> MicroLoss:
         """The loss of `[num_tokens]` trained tokens, from their current log-probs."""
-        current, sampler = log_probs.detach(), tokens.sample_log_probs
-        old = tokens.old_log_probs
-        if old is None:
+        current, sampler = log_probs.detach(), tokens["sample_log_probs"]
+        if "old_log_probs" in tokens:
+            old = tokens["old_log_probs"]
+        else:
             old = sampler if self.importance_cap is None else current
         if self.ratio == "sequence":
             log_ratio = sequence_log_ratio(log_probs, old, tokens.row_index)
         else:
             log_ratio = token_log_ratio(log_probs, old)
-        loss = self._policy_loss(log_ratio, log_probs, tokens.advantage)
-        if self.importance_cap is not None:
-            loss = loss * truncated_importance(old, sampler, self.importance_cap)
-        if self.kl_mask_threshold is not None:
-            loss = loss * (0.5 * (current - sampler).square() <= self.kl_mask_threshold)
-        losses = {"loss_objective": loss * tokens.weight}
         measured = {
             "log_ratio": log_ratio.detach(),
-            "is_clipped": self._is_clipped(log_ratio.detach()),
+            "clip_fraction": self._is_clipped(log_ratio.detach()),
             "kl_approx": old - current,
             "difference": (current - sampler).abs(),
         }
+        loss = self._policy_loss(log_ratio, log_probs, tokens["advantage"])
+        is_kept = torch.ones_like(current, dtype=torch.bool)
+        if self.importance_cap is not None:
+            weight = importance_weights(
+                old,
+                sampler,
+                tokens.row_index,
+                cap=self.importance_cap,
+                floor=self.importance_floor,
+                level=self.importance_level,
+                mode=self.importance_mode,
+            )
+            loss = loss * weight
+            measured["importance_weight"] = weight
+            if self.importance_mode == "mask":
+                is_kept &= weight > 0
+        if self.kl_mask_threshold is not None:
+            is_kept &= 0.5 * (current - sampler).square() <= self.kl_mask_threshold
+        if self.max_staleness is not None:
+            measured["staleness"] = tokens["staleness"]
+            is_kept &= tokens["staleness"] <= self.max_staleness
+        if self._leaves_tokens_out:
+            # Not `loss * is_kept`: what is left out may be infinite.
+            loss = torch.where(is_kept, loss, 0.0)
+            measured["masked_fraction"] = (~is_kept).to(current.dtype)
+        losses = {"loss_objective": loss * tokens.weight}
         if self.entropy_bonus:
             assert entropy is not None
             losses["loss_entropy"] = -self.entropy_coeff * entropy * tokens.weight
             measured["entropy"] = entropy.detach()
-        for name, coefficient, other in (
-            ("kl_to_ref", self.kl_to_ref_coeff, tokens.ref_log_probs),
-            ("kl_to_inference", self.kl_to_inference_coeff, sampler),
+        for name, coefficient, column in (
+            ("kl_to_ref", self.kl_to_ref_coeff, "ref_log_probs"),
+            ("kl_to_inference", self.kl_to_inference_coeff, "sample_log_probs"),
         ):
             if coefficient is not None:
-                assert other is not None
-                divergence = kl_estimate(log_probs, other, self.kl_estimator)
+                divergence = kl_estimate(log_probs, tokens[column], self.kl_estimator)
                 losses[f"loss_{name}"] = coefficient * divergence * tokens.weight
                 measured[name] = divergence.detach()
-        return MicroLoss(losses, measured, flat_index)
+        return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
     def _policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        return clipped_surrogate(log_ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
+        return clipped_surrogate(
+            log_ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high, dual_clip=self.dual_clip
+        )
 
     def _is_clipped(self, log_ratio: torch.Tensor) -> torch.Tensor:
         clipped = clipped_log_ratio(log_ratio, self.clip_epsilon_low, self.clip_epsilon_high)
         return (clipped != log_ratio).to(log_ratio.dtype)
 
-    def collect(self, micro_losses: Sequence[MicroLoss]) -> LLMLossOutput:
-        """Put the micro-batches of one batch together."""
-        if not micro_losses:
-            raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
-        order = torch.cat([micro.flat_index for micro in micro_losses]).argsort()
-        losses = {
-            name: torch.cat([micro.losses[name] for micro in micro_losses])[order] for name in micro_losses[0].losses
-        }
-        measured = {
-            name: torch.cat([micro.measured[name] for micro in micro_losses]) for name in micro_losses[0].measured
-        }
+    def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LLMLossOutput:
+        """Losses, and means over trained tokens."""
         log_ratio, difference = measured.pop("log_ratio"), measured.pop("difference")
-        means = {name: column.mean() for name, column in measured.items()}
-        is_summed = self.aggregation != "none"
         return self.output_type(
-            clip_fraction=means.pop("is_clipped"),
             ESS=effective_sample_size(log_ratio),
             log_prob_difference_mean=difference.mean(),
             log_prob_difference_max=difference.max() if difference.numel() else difference.mean(),
-            **{name: loss.sum() if is_summed else loss for name, loss in losses.items()},
-            **means,
+            **losses,
+            **{name: column.mean() for name, column in measured.items()},
         )
-
-    def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
-        """The loss of a batch of training rows, and measurements.
-
-        The graph of the whole batch is held; `train_step` holds one micro-batch's at a time.
-
-        Raises:
-            KeyError: when an entry is missing.
-            ValueError: for misaligned columns, or a batch without rows.
-        """
-        if not tensordict.batch_size.numel():
-            raise ValueError("The batch has no row: there is nothing to compute a loss of.")
-        inputs = self.prepare(tensordict)
-        return self.collect(list(self.micro_losses(inputs, tensordict)))
-
-    def micro_losses(
-        self, inputs: LossInputs, tensordict: TensorDictBase, *, token_budget: int | None = None
-    ) -> Iterable[MicroLoss]:
-        """The losses of the batch's micro-batches, one after the other; a plain policy has a single one."""
-        if self.actor_network is None:
-            raise ValueError("The loss has no policy: give actor_network.")
-        if hasattr(self.actor_network, "packed_log_probs"):
-            for packed in self.actor_network.pack(inputs.token_ids, inputs.scored_masks, token_budget=token_budget):
-                yield self.packed_loss(inputs, packed)
-        else:
-            yield self._plain_policy_loss(inputs, tensordict)
-
-    def _plain_policy_loss(self, inputs: LossInputs, tensordict: TensorDictBase) -> MicroLoss:
-        """The loss from the log-probs, and the entropy if asked, that any TensorDict module writes."""
-        scored = self.actor_network(tensordict.copy())
-        flat_index = inputs.is_scored.to(inputs.row_starts.device).nonzero()[:, 0]
-        log_probs = torch.cat(ragged_column(scored, self.tensor_keys.sample_log_prob))[flat_index]
-        entropy = torch.cat(ragged_column(scored, "entropy"))[flat_index] if self.entropy_bonus else None
-        row_index = torch.searchsorted(inputs.row_starts, flat_index, right=True) - 1
-        tokens = inputs.tokens(row_index, flat_index - inputs.row_starts[row_index])
-        return self.token_loss(tokens, log_probs, entropy, flat_index)
 
 
 class DAPO(GRPOLoss):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,21 +14,25 @@ from llmrl.data.ragged import flat_batch, has_entry, ragged_column, value_column
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 ROLLOUT_ID_KEY: NestedKey = ("rollout", "rollout_id")
+GROUP_ID_KEY: NestedKey = ("rollout", "group_id")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
     """Columns of chosen tokens, `[num_tokens]` each."""
 
-    sample_log_probs: torch.Tensor
-    """The sampler's."""
-    advantage: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    """What the loss asked for: `sample_log_probs`, `advantage`, `ref_log_probs`, ..."""
     weight: torch.Tensor
     """Share of the token in the batch's loss (`aggregation_weights`)."""
     row_index: torch.Tensor
-    old_log_probs: torch.Tensor | None = None
-    """The trainer's before this batch's first update, where they were computed."""
-    ref_log_probs: torch.Tensor | None = None
+    sequence_index: torch.Tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.columns[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
 
 
 @dataclass(slots=True)
@@ -42,10 +46,12 @@ class LossInputs:
     row_starts: torch.Tensor
     """[num_rows] int64: where each row's tokens start in the flat columns."""
     columns: dict[str, torch.Tensor]
-    """`[num_row_tokens]` each: the fields of `TokenInputs` but `weight` and `row_index`."""
+    """`[num_row_tokens]` each: the columns of `TokenInputs`."""
     sequence_index: torch.Tensor
     """[num_row_tokens] int64: the rollout of each token; rows of one rollout are one sequence."""
     num_sequences: int
+    group_of_sequence: torch.Tensor
+    """[num_sequences] int64: the group of each rollout; a rollout without one is a group by itself."""
     weights: torch.Tensor | None = None
     """[num_row_tokens]: set by the loss, for the whole batch."""
 
@@ -64,26 +70,32 @@ class LossInputs:
         assert self.weights is not None
         flat = self.row_starts[row_index] + token_index
         chosen = {name: column[flat] for name, column in self.columns.items()}
-        return TokenInputs(weight=self.weights[flat], row_index=row_index, **chosen)
+        return TokenInputs(chosen, self.weights[flat], row_index, self.sequence_index[flat])
 
 
 def read_inputs(
     tensordict: TensorDictBase,
     *,
     tokens_key: NestedKey,
-    sample_log_prob_key: NestedKey,
-    advantage_key: NestedKey,
     masking_strategy: MaskingStrategy,
     mask_key: NestedKey,
-    old_log_prob_key: NestedKey | None = None,
-    ref_log_prob_key: NestedKey | None = None,
+    token_columns: Mapping[str, NestedKey],
+    row_columns: Mapping[str, NestedKey] | None = None,
     device: torch.device | None = None,
 ) -> LossInputs:
-    """Read a batch of training rows, ragged or padded; optional entries are read when their key is given.
+    """Read a batch of training rows, ragged or padded.
+
+    Args:
+        tensordict: the rows.
+        tokens_key, mask_key: token ids and, for the strategy `rlhf`, the trained-token mask.
+        masking_strategy: which tokens are trained.
+        token_columns: name of a column and its entry, which has one number a token.
+        row_columns: the same of entries that have one number a row, or one a token.
+        device: where the flat columns go.
 
     Raises:
         KeyError: when an entry is missing.
-        ValueError: when a column has not one entry a token, or a log-prob of a trained token is not finite.
+        ValueError: when a column has not one entry a token, or is not finite at a trained token.
     """
     batch = flat_batch(tensordict)
     token_ids = ragged_column(batch, tokens_key)
@@ -91,19 +103,14 @@ def read_inputs(
     masks = [mask.clone() for mask in _masks(batch, token_ids, masking_strategy, mask_key)]
     for mask in masks:
         mask[:1] = False
-    columns = {
-        "sample_log_probs": _flat(batch, sample_log_prob_key, lengths),
-        "advantage": _advantage(batch, advantage_key, lengths),
-    }
-    if old_log_prob_key is not None:
-        columns["old_log_probs"] = _flat(batch, old_log_prob_key, lengths)
-    if ref_log_prob_key is not None:
-        columns["ref_log_probs"] = _flat(batch, ref_log_prob_key, lengths)
+    columns = {name: _flat(batch, key, lengths) for name, key in token_columns.items()}
+    columns |= {name: _spread(batch, key, lengths) for name, key in (row_columns or {}).items()}
     is_scored = torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool)
     for name, column in columns.items():
         if not column[is_scored].isfinite().all():
             raise ValueError(f"The batch's {name} are not finite at every trained token.")
-    sequence_of_row, num_sequences = _sequences(batch)
+    sequence_of_row, num_sequences = _numbered(batch, ROLLOUT_ID_KEY)
+    group_of_row, _ = _numbered(batch, GROUP_ID_KEY) if has_entry(batch, GROUP_ID_KEY) else (sequence_of_row, 0)
     repeats = torch.tensor(lengths, dtype=torch.int64)
     return LossInputs(
         token_ids=token_ids,
@@ -112,6 +119,9 @@ def read_inputs(
         columns={name: column.to(device) for name, column in columns.items()},
         sequence_index=sequence_of_row.repeat_interleave(repeats).to(device),
         num_sequences=num_sequences,
+        group_of_sequence=torch.zeros(num_sequences, dtype=torch.int64)
+        .index_copy(0, sequence_of_row, group_of_row)
+        .to(device),
     )
 
 
@@ -137,8 +147,8 @@ def _flat(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torc
     return torch.cat(rows) if rows else torch.zeros(0)
 
 
-def _advantage(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torch.Tensor:
-    """One advantage a token, from one a row or one a token."""
+def _spread(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torch.Tensor:
+    """One number a token, from one a row or one a token."""
     rows = []
     for row, length in zip(ragged_column(batch, key), lengths, strict=True):
         if row.numel() not in (1, length):
@@ -147,10 +157,10 @@ def _advantage(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) ->
     return torch.cat(rows) if rows else torch.zeros(0)
 
 
-def _sequences(batch: TensorDictBase) -> tuple[torch.Tensor, int]:
-    """Sequence of each row: its rollout, or the row itself where no rollout id is given."""
-    if not has_entry(batch, ROLLOUT_ID_KEY):
+def _numbered(batch: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, int]:
+    """A number for each row, the same where the ids are; one of its own where the batch has no ids."""
+    if not has_entry(batch, key):
         return torch.arange(batch.batch_size[0]), batch.batch_size[0]
     numbers: dict[str, int] = {}
-    index = [numbers.setdefault(name, len(numbers)) for name in value_column(batch, ROLLOUT_ID_KEY)]
+    index = [numbers.setdefault(name, len(numbers)) for name in value_column(batch, key)]
     return torch.tensor(index, dtype=torch.int64), len(numbers)

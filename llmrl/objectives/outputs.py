@@ -6,12 +6,29 @@ import torch
 from tensordict import TensorClass
 
 
-class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
+class LossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Loss terms (`loss_*`, to be summed) and measurements (detached).
 
     All measurements are means over trained tokens only, each token counted once, so they do not shrink when prompts
     or padding grow.
     """
+
+    def total_loss(self) -> torch.Tensor:
+        """The sum of the loss terms: what to call `backward` on."""
+        terms = [value for name, value in self._set_fields().items() if name.startswith("loss_")]
+        return torch.stack([term.sum() for term in terms]).sum()
+
+    def measurements(self) -> dict[str, float]:
+        """Everything as Python numbers, by name; loss terms summed."""
+        return {name: float(value.detach().sum()) for name, value in self._set_fields().items()}
+
+    def _set_fields(self) -> dict[str, torch.Tensor]:
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+class LLMLossOutput(LossOutput):
+    """Output of the losses of the GRPO family."""
 
     loss_objective: torch.Tensor
     """[] the policy's loss, aggregated; `[num_trained_tokens]` with aggregation `none`."""
@@ -31,16 +48,12 @@ class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     kl_to_ref: torch.Tensor | None = None
     loss_kl_to_inference: torch.Tensor | None = None
     kl_to_inference: torch.Tensor | None = None
-
-    def total_loss(self) -> torch.Tensor:
-        """The sum of the loss terms: what to call `backward` on."""
-        terms = (self.loss_objective, self.loss_entropy, self.loss_kl_to_ref, self.loss_kl_to_inference)
-        return torch.stack([term.sum() for term in terms if term is not None]).sum()
-
-    def measurements(self) -> dict[str, float]:
-        """Everything as Python numbers, by name; loss terms summed."""
-        named = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: float(value.detach().sum()) for name, value in named.items() if value is not None}
+    importance_weight: torch.Tensor | None = None
+    """[] mean weight of old policy to sampler, as bounded."""
+    staleness: torch.Tensor | None = None
+    """[] mean number of versions between the policy and what sampled."""
+    masked_fraction: torch.Tensor | None = None
+    """[] share of tokens left out of the objective."""
 
 
 class GRPOLossOutput(LLMLossOutput):
@@ -53,3 +66,22 @@ class DAPOLossOutput(LLMLossOutput):
 
 class CISPOLossOutput(LLMLossOutput):
     """Output of `CISPOLoss`."""
+
+
+class SFTLossOutput(LossOutput):
+    """Output of `SFTLoss`."""
+
+    loss_sft: torch.Tensor
+    """[] the loss, or `[num_sequences]` with reduction `none`."""
+    loss_kl_to_ref: torch.Tensor | None = None
+    kl_to_ref: torch.Tensor | None = None
+    """[] mean over trained tokens."""
+
+
+class DistillationLossOutput(LossOutput):
+    """Output of `DistillationLoss`."""
+
+    loss_distill: torch.Tensor
+    """[] the loss, or `[num_sequences]` with reduction `none`."""
+    kl_to_teacher: torch.Tensor
+    """[] mean over trained tokens."""

@@ -1,8 +1,13 @@
-"""Importance ratios, in logs."""
+"""Importance ratios, in logs, and what corrects for a sampler that is not the policy."""
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
+
+ImportanceLevel = Literal["token", "sequence", "geometric"]
+ImportanceMode = Literal["truncate", "mask"]
 
 
 def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
@@ -32,27 +37,92 @@ def sequence_log_ratio(
         >>> sequence_log_ratio(torch.tensor([1.0, 3.0, 5.0]), zeros, torch.tensor([0, 0, 1]))
         tensor([2., 2., 5.])
     """
-    if not log_probs.numel():
-        return log_probs - old_log_probs
     difference = (log_probs - old_log_probs).detach()
-    sums = difference.new_zeros(int(sequence_index.max()) + 1).index_add_(0, sequence_index, difference)
-    counts = torch.bincount(sequence_index, minlength=sums.shape[0]).clamp(min=1)
-    return (sums / counts)[sequence_index] + (log_probs - log_probs.detach())
+    return sequence_totals(difference, sequence_index, is_mean=True) + (log_probs - log_probs.detach())
 
 
-def truncated_importance(old_log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, cap: float) -> torch.Tensor:
-    """`min(pi_old / pi_sampler, cap)`: what the trainer makes of samples that another engine drew.
+def sequence_totals(values: torch.Tensor, sequence_index: torch.Tensor, *, is_mean: bool = False) -> torch.Tensor:
+    """The sum, or mean, of each token's sequence, one entry a token; differentiable.
 
-    Truncated importance sampling: Ionides (2008), Journal of Computational and Graphical Statistics 17(2), equation 3;
-    for a sampler that differs from the trainer by arithmetic: Yao et al. (2025), "Your efficient RL framework secretly
-    brings you off-policy RL training". No gradient flows through it.
+    Example:
+        >>> sequence_totals(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2]))
+        tensor([4., 4., 5.])
+    """
+    if not values.numel():
+        return values
+    _, index, counts = sequence_index.unique(return_inverse=True, return_counts=True)
+    sums = values.new_zeros(counts.shape[0]).index_add(0, index, values)
+    return (sums / counts if is_mean else sums)[index]
+
+
+def importance_weights(
+    old_log_probs: torch.Tensor,
+    sampler_log_probs: torch.Tensor,
+    sequence_index: torch.Tensor,
+    *,
+    cap: float,
+    floor: float = 0.0,
+    level: ImportanceLevel = "token",
+    mode: ImportanceMode = "truncate",
+) -> torch.Tensor:
+    """`pi_old / pi_sampler`, bounded: what the trainer makes of samples that another engine, or an older policy, drew.
+
+    With `w` the ratio of a token, of its sequence (the product), or the geometric mean over its sequence:
+
+    - `truncate`: `min(w, cap)`: Ionides (2008), Journal of Computational and Graphical Statistics 17(2), equation 3;
+      for a sampler that differs by arithmetic, Yao et al. (2025), "Your efficient RL framework secretly brings you
+      off-policy RL training". As the weight of stale samples it is the behaviour ratio of decoupled PPO (AReaL,
+      arXiv:2505.24298, equation 5);
+    - `mask`: `w` within `[floor, cap]` and 0 outside (IcePop, in Ring-1T, arXiv:2510.18855); at the level of sequences,
+      Liu et al. (2025), "When speed kills stability".
+
+    No gradient flows through it.
+
+    Args:
+        old_log_probs, sampler_log_probs: `[num_tokens]`.
+        sequence_index: `[num_tokens]` int64; for the levels above `token` all tokens of a sequence must be here.
+        cap: upper bound.
+        floor: lower bound, for `mask`.
+        level: `token`, `sequence` or `geometric`.
+        mode: `truncate` or `mask`.
 
     Raises:
-        ValueError: when `cap` is not positive.
+        ValueError: for an unknown level or mode, or bounds that leave nothing.
+
+    Example:
+        >>> old, sampler = torch.zeros(3), torch.tensor([-1.0, 1.0, 0.0])
+        >>> importance_weights(old, sampler, torch.zeros(3, dtype=torch.int64), cap=2.0)
+        tensor([2.0000, 0.3679, 1.0000])
+        >>> importance_weights(old, sampler, torch.zeros(3, dtype=torch.int64), cap=2.0, floor=0.5, mode="mask")
+        tensor([0., 0., 1.])
     """
-    if not cap > 0:
-        raise ValueError(f"cap must be positive, got {cap}.")
-    return (old_log_probs - sampler_log_probs).detach().exp().clamp(max=cap)
+    check_importance(cap, floor, level, mode)
+    log_weight = (old_log_probs - sampler_log_probs).detach()
+    if level != "token":
+        log_weight = sequence_totals(log_weight, sequence_index, is_mean=level == "geometric")
+    weight = log_weight.exp()
+    if mode == "truncate":
+        return weight.clamp(max=cap)
+    # Not `weight * mask`: the weight of a long sequence may be infinite.
+    return torch.where((weight >= floor) & (weight <= cap), weight, 0.0)
+
+
+def check_importance(cap: float, floor: float, level: str, mode: str) -> None:
+    """Raise for arguments of `importance_weights` that make no sense.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, value, choices in (
+        ("level", level, get_args(ImportanceLevel)),
+        ("mode", mode, get_args(ImportanceMode)),
+    ):
+        if value not in choices:
+            raise ValueError(f"importance {name} must be one of {list(choices)}, got {value!r}.")
+    if not 0 <= floor < cap:
+        raise ValueError(f"importance bounds must have 0 <= floor < cap, got floor={floor} and cap={cap}.")
+    if floor and mode == "truncate":
+        raise ValueError(f"importance floor={floor} has no meaning with mode 'truncate'; use mode 'mask'.")
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:

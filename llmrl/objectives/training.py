@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.objectives.grpo import GRPOLoss, MicroLoss
+from llmrl.objectives.base import LLMLoss, MicroLoss
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class TrainStepReport:
 
 
 def train_step(
-    loss_module: GRPOLoss,
+    loss_module: LLMLoss,
     batch: TensorDictBase,
     optimizer: torch.optim.Optimizer,
     *,
@@ -67,10 +67,10 @@ def train_step(
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
 
     Raises:
-        ValueError: when `aggregation` is `none`: there is no scalar to train on.
+        ValueError: when the loss is left per token or per sequence: there is no scalar to train on.
     """
-    if loss_module.aggregation == "none":
-        raise ValueError("train_step needs a loss that is aggregated; the loss has aggregation='none'.")
+    if not loss_module.is_scalar:
+        raise ValueError("train_step needs one number; the loss has aggregation or reduction 'none'.")
     started = time.perf_counter()
     report = TrainStepReport(num_rows=batch.batch_size.numel())
     inputs = loss_module.prepare(batch) if report.num_rows else None
@@ -87,7 +87,7 @@ def train_step(
             if micro.flat_index.numel():
                 with torch.autocast(micro.flat_index.device.type, enabled=False):
                     micro.total().backward()
-                done.append(_detached(micro))
+                done.append(micro.detached())
             report.num_micro_batches += 1
     output = loss_module.collect(done)
     report.loss = float(output.total_loss())
@@ -111,11 +111,6 @@ def _skipped(report: TrainStepReport, reason: str, started: float) -> TrainStepR
     report.is_skipped, report.skip_reason = True, reason
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _detached(micro: MicroLoss) -> MicroLoss:
-    """Without the graph, so that one micro-batch's is held at a time."""
-    return MicroLoss({name: loss.detach() for name, loss in micro.losses.items()}, micro.measured, micro.flat_index)
 
 
 def _scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:

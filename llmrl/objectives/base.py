@@ -1,0 +1,165 @@
+"""What the losses share: reading a batch, scoring it micro-batch by micro-batch, putting the pieces together."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.objectives.common import LossModule
+
+from llmrl.data.packing import PackedRows
+from llmrl.data.ragged import ragged_column
+from llmrl.objectives.aggregation import Aggregation, aggregation_weights
+from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs
+
+
+@dataclass(slots=True)
+class MicroLoss:
+    """What one micro-batch adds to the batch's loss, token by token."""
+
+    losses: dict[str, torch.Tensor]
+    """`loss_*`: `[num_tokens]` weighted token losses, with graph; the batch's loss is their sum."""
+    measured: dict[str, torch.Tensor]
+    """`[num_tokens]` detached."""
+    flat_index: torch.Tensor
+    """[num_tokens] place of each token among the batch's row tokens."""
+    sequence_index: torch.Tensor
+    """[num_tokens]."""
+
+    def total(self) -> torch.Tensor:
+        """The scalar to call `backward` on."""
+        return torch.stack([loss.sum() for loss in self.losses.values()]).sum()
+
+    def detached(self) -> MicroLoss:
+        """Without the graph, so that one micro-batch's is held at a time."""
+        losses = {name: loss.detach() for name, loss in self.losses.items()}
+        return MicroLoss(losses, self.measured, self.flat_index, self.sequence_index)
+
+
+class LLMLoss(LossModule):
+    """A loss that is a weighted sum over the trained tokens of a batch of training rows.
+
+    A subclass says what it reads (`prepare`), what a token costs (`token_loss`) and what it returns (`output`). The
+    weights are those of the whole batch, so that micro-batches, whatever their sizes, add up to the batch's loss.
+    """
+
+    actor_network: Any
+    """`TransformersWrapper`, or any TensorDict module that writes its log-probs' entry (`[num_tokens]` a row)."""
+    aggregation: Aggregation
+    fixed_length: int | None = None
+    masking_strategy: MaskingStrategy = "rlhf"
+    has_entropy: bool = False
+    """Whether `token_loss` is given the entropies."""
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the loss is one number, which can be trained on."""
+        return self.aggregation != "none"
+
+    @abstractmethod
+    def prepare(self, tensordict: TensorDictBase) -> LossInputs:
+        """Read a whole batch and give every trained token its share of the loss."""
+
+    @abstractmethod
+    def token_loss(
+        self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
+    ) -> MicroLoss:
+        """The loss of `[num_tokens]` trained tokens, from their current log-probs; all tokens of a row are here."""
+
+    @abstractmethod
+    def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> Any:
+        """The batch's output, from its aggregated losses and its `[num_tokens]` measurements."""
+
+    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
+        """Nothing to forward: there is no value estimator."""
+
+    def _weighted(self, inputs: LossInputs) -> LossInputs:
+        """Give every trained token its share."""
+        is_scored = inputs.is_scored.to(inputs.sequence_index.device)
+        weights = torch.zeros(is_scored.shape[0], device=is_scored.device)
+        weights[is_scored] = aggregation_weights(
+            inputs.sequence_index[is_scored],
+            inputs.num_sequences,
+            self.aggregation,
+            fixed_length=self.fixed_length,
+            group_of_sequence=inputs.group_of_sequence,
+        )
+        inputs.weights = weights
+        return inputs
+
+    def _device(self) -> torch.device | None:
+        parameter = next(iter(self.parameters()), None)
+        return None if parameter is None else parameter.device
+
+    def micro_losses(
+        self, inputs: LossInputs, tensordict: TensorDictBase, *, token_budget: int | None = None
+    ) -> Iterable[MicroLoss]:
+        """The losses of the batch's micro-batches, one after the other; a plain policy has a single one."""
+        if self.actor_network is None:
+            raise ValueError("The loss has no policy: give actor_network.")
+        if hasattr(self.actor_network, "packed_log_probs"):
+            for packed in self.actor_network.pack(inputs.token_ids, inputs.scored_masks, token_budget=token_budget):
+                yield self.packed_loss(inputs, packed)
+        else:
+            yield self._plain_policy_loss(inputs, tensordict)
+
+    def packed_loss(self, inputs: LossInputs, packed: PackedRows) -> MicroLoss:
+        """The loss of one packed micro-batch of `inputs`."""
+        log_probs, entropy = self.actor_network.packed_log_probs(packed, has_entropy=self.has_entropy)
+        tokens = inputs.tokens(packed.row_index, packed.token_index)
+        flat_index = inputs.row_starts[packed.row_index] + packed.token_index
+        return self.token_loss(tokens, log_probs, entropy, flat_index)
+
+    def _plain_policy_loss(self, inputs: LossInputs, tensordict: TensorDictBase) -> MicroLoss:
+        """The loss from the log-probs, and the entropy if asked, that any TensorDict module writes."""
+        scored = self.actor_network(tensordict.copy())
+        flat_index = inputs.is_scored.to(inputs.row_starts.device).nonzero()[:, 0]
+        log_probs = torch.cat(ragged_column(scored, self._log_probs_key))[flat_index]
+        entropy = torch.cat(ragged_column(scored, "entropy"))[flat_index] if self.has_entropy else None
+        row_index = torch.searchsorted(inputs.row_starts, flat_index, right=True) - 1
+        tokens = inputs.tokens(row_index, flat_index - inputs.row_starts[row_index])
+        return self.token_loss(tokens, log_probs, entropy, flat_index)
+
+    @property
+    @abstractmethod
+    def _log_probs_key(self) -> Any:
+        """Where a plain policy writes its log-probs."""
+
+    def collect(self, micro_losses: Sequence[MicroLoss]) -> Any:
+        """Put the micro-batches of one batch together."""
+        if not micro_losses:
+            raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
+        flat_index = torch.cat([micro.flat_index for micro in micro_losses])
+        order = flat_index.argsort()
+        sequences = torch.cat([micro.sequence_index for micro in micro_losses])[order]
+        losses = {
+            name: self._reduce(name, torch.cat([micro.losses[name] for micro in micro_losses])[order], sequences)
+            for name in micro_losses[0].losses
+        }
+        measured = {
+            name: torch.cat([micro.measured[name] for micro in micro_losses])[order]
+            for name in micro_losses[0].measured
+        }
+        return self.output(losses, measured)
+
+    def _reduce(self, name: str, losses: torch.Tensor, sequence_index: torch.Tensor) -> torch.Tensor:
+        """The batch's loss from its weighted token losses, in the order of the rows."""
+        return losses.sum() if self.is_scalar else losses
+
+    def forward(self, tensordict: TensorDictBase) -> Any:
+        """The loss of a batch of training rows, and measurements.
+
+        The graph of the whole batch is held; `train_step` holds one micro-batch's at a time.
+
+        Raises:
+            KeyError: when an entry is missing.
+            ValueError: for misaligned columns, or a batch without rows.
+        """
+        if not tensordict.batch_size.numel():
+            raise ValueError("The batch has no row: there is nothing to compute a loss of.")
+        inputs = self.prepare(tensordict)
+        return self.collect(list(self.micro_losses(inputs, tensordict)))

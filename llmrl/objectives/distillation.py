@@ -1,0 +1,129 @@
+"""On-policy distillation."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torchrl.objectives.common import LossModule
+
+from llmrl.objectives.arguments import refuse_unknown
+from llmrl.objectives.base import MicroLoss
+from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
+from llmrl.objectives.kl import kl_estimate
+from llmrl.objectives.outputs import DistillationLossOutput
+from llmrl.objectives.sequence_loss import Reduction, SequenceLoss
+
+
+class DistillationLoss(SequenceLoss):
+    """The KL between student and teacher on the trained tokens (arXiv:2306.13649, section 3), estimated from samples.
+
+    The teacher's log-probs of the same tokens are in the batch: `write_log_probs(teacher, batch,
+    ("next", "teacher_log_probs", "full"))`. Names, keys and defaults are TorchRL's, without the tokenizer: rows carry
+    ids and masks. `kl_to_teacher` is the mean over trained tokens.
+
+    Which gradient is followed depends on the estimator. With tokens sampled from the student, `k2` has the gradient of
+    the reverse KL, which is the policy gradient with the advantage `log pi_teacher - log pi` of each token; `k3`,
+    TorchRL's, has that of the forward KL. `k1` is refused: its gradient knows nothing of the teacher.
+
+    Args:
+        actor_network: the student, see `GRPOLoss`.
+        kl_direction: `reverse`, KL(student || teacher), for tokens that the student sampled; `forward`, KL(teacher ||
+            student), for tokens that the teacher sampled.
+        kl_estimator: `k2` or `k3`, see `kl_estimate`.
+        reduction: over sequences, see `SequenceLoss`.
+        normalize_by_seq_length: divide the KL of a sequence by its number of trained tokens.
+        masking_strategy: `rlhf` trained-token mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+
+    Raises:
+        TypeError: for an unknown keyword, naming the nearest.
+        ValueError: for a value out of range.
+    """
+
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        """Entries that `set_keys` can rename."""
+
+        action: NestedKey = ("tokens", "full")
+        log_probs: NestedKey = ("log_probs", "full")
+        teacher_log_prob: NestedKey = ("next", "teacher_log_probs", "full")
+        assistant_mask: NestedKey = ("masks", "all_assistant_mask")
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase | None = None,
+        *,
+        kl_direction: Literal["reverse", "forward"] = "reverse",
+        kl_estimator: Literal["k2", "k3"] = "k3",
+        reduction: Reduction = "mean",
+        normalize_by_seq_length: bool = True,
+        masking_strategy: MaskingStrategy = "rlhf",
+        **unknown: Any,
+    ) -> None:
+        known = set(inspect.signature(DistillationLoss.__init__).parameters) - {"self", "unknown"}
+        refuse_unknown("DistillationLoss", unknown, known)
+        super().__init__(
+            reduction=reduction,
+            normalize_by_seq_length=normalize_by_seq_length,
+            masking_strategy=masking_strategy,
+        )
+        if kl_direction not in ("reverse", "forward"):
+            raise ValueError(f"kl_direction must be 'reverse' or 'forward', got {kl_direction!r}.")
+        if kl_estimator not in ("k2", "k3"):
+            raise ValueError(
+                f"kl_estimator must be 'k2' or 'k3', got {kl_estimator!r}; the gradient of k1 is independent of the "
+                "teacher."
+            )
+        self.actor_network: Any = actor_network
+        self.kl_direction = kl_direction
+        self.kl_estimator: Literal["k2", "k3"] = kl_estimator
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Entries read from a batch."""
+        keys = self.tensor_keys
+        read = [keys.action, keys.teacher_log_prob]
+        if self.masking_strategy == "rlhf":
+            read.append(keys.assistant_mask)
+        return [*read, ("tokens", "prompt")] if self.masking_strategy == "sft" else read
+
+    @property
+    def out_keys(self) -> list[str]:
+        """Fields of the output."""
+        return ["loss_distill", "kl_to_teacher"]
+
+    @property
+    def _log_probs_key(self) -> NestedKey:
+        return self.tensor_keys.log_probs
+
+    def prepare(self, tensordict: TensorDictBase) -> LossInputs:
+        """Read a whole batch and give every trained token its share of the loss."""
+        keys = self.tensor_keys
+        return self._weighted(
+            read_inputs(
+                tensordict,
+                tokens_key=keys.action,
+                masking_strategy=self.masking_strategy,
+                mask_key=keys.assistant_mask,
+                token_columns={"teacher_log_probs": keys.teacher_log_prob},
+                device=self._device(),
+            )
+        )
+
+    def token_loss(
+        self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
+    ) -> MicroLoss:
+        """The loss of `[num_tokens]` trained tokens, from their current log-probs."""
+        pair = (log_probs, tokens["teacher_log_probs"])
+        divergence = kl_estimate(*(pair if self.kl_direction == "reverse" else pair[::-1]), self.kl_estimator)
+        losses = {"loss_distill": divergence * tokens.weight}
+        return MicroLoss(losses, {"kl_to_teacher": divergence.detach()}, flat_index, tokens.sequence_index)
+
+    def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> DistillationLossOutput:
+        """The loss, and the mean KL over trained tokens."""
+        return DistillationLossOutput(**losses, kl_to_teacher=measured["kl_to_teacher"].mean())

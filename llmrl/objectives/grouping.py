@@ -1,0 +1,107 @@
+"""Rows by group and rollout: who belongs to whom, and who is still waited for."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.utils import NestedKey
+
+from llmrl.data.ragged import flat_batch, has_entry, value_column
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKeys:
+    """Where rows say what they belong to."""
+
+    group: NestedKey = ("rollout", "group_id")
+    rollout: NestedKey = ("rollout", "rollout_id")
+    is_scored: NestedKey = ("rollout", "is_scored")
+    rewards: NestedKey = ("next", "reward")
+
+    def scored(self, row: TensorDictBase) -> bool:
+        """Whether the row's rollout was scored; rows that do not say were."""
+        return not has_entry(row, self.is_scored) or bool(row.get(self.is_scored))
+
+    def rollout_id(self, row: TensorDictBase) -> Hashable:
+        """The id of the row's rollout."""
+        return value_column(row.unsqueeze(0), self.rollout)[0]
+
+    def group_ids(self, batch: TensorDictBase) -> list[Hashable]:
+        """The id of each row's group."""
+        return value_column(batch, self.group)
+
+    def rollout_values(self, rows: list[TensorDictBase], key: NestedKey) -> dict[Hashable, float]:
+        """The number under `key`, summed over its entries, of each rollout of `rows`.
+
+        Raises:
+            ValueError: when rows of one rollout disagree.
+        """
+        values: dict[Hashable, float] = {}
+        for row in rows:
+            rollout_id, value = self.rollout_id(row), float(row.get(key).sum())
+            if values.setdefault(rollout_id, value) != value:
+                raise ValueError(
+                    f"Rows of rollout {rollout_id!r} have different values, {values[rollout_id]} and {value}, under "
+                    f"{key!r}; every row must carry the whole reward of its rollout."
+                )
+        return values
+
+
+def split_by_group(batch: TensorDictBase, keys: GroupKeys) -> list[list[TensorDictBase]]:
+    """The rows of each group, groups in the order of their first row."""
+    groups: dict[Hashable, list[TensorDictBase]] = {}
+    for row, group in zip(batch.unbind(0), keys.group_ids(batch), strict=True):
+        groups.setdefault(group, []).append(row)
+    return list(groups.values())
+
+
+def stack_rows(rows: list[TensorDictBase]) -> TensorDictBase:
+    """A ragged batch; of no row, an empty one."""
+    return lazy_stack(rows, 0) if rows else TensorDict({}, batch_size=[0])
+
+
+class GroupQueue:
+    """Holds rows back until all rollouts of their group have come.
+
+    Args:
+        keys: where rows say what they belong to.
+        num_rollouts: rollouts in a group, scored or not.
+        max_num_waiting: beyond it the oldest incomplete group is dropped, with a warning.
+    """
+
+    def __init__(self, keys: GroupKeys, num_rollouts: int, max_num_waiting: int) -> None:
+        self.keys, self.num_rollouts, self.max_num_waiting = keys, num_rollouts, max_num_waiting
+        self.num_abandoned = 0
+        """Groups dropped because they stayed incomplete."""
+        self._waiting: OrderedDict[Hashable, list[TensorDictBase]] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        """Incomplete groups."""
+        return len(self._waiting)
+
+    def push(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take rows in; returns those of the groups that are complete now."""
+        batch = flat_batch(tensordict)
+        touched: dict[Hashable, None] = {}
+        for row, group in zip(batch.unbind(0), self.keys.group_ids(batch), strict=True):
+            self._waiting.setdefault(group, []).append(row)
+            touched[group] = None
+        ready: list[TensorDictBase] = []
+        # Only after the whole call, so that all rows of a rollout that came together stay together.
+        for group in touched:
+            if len({self.keys.rollout_id(row) for row in self._waiting[group]}) >= self.num_rollouts:
+                ready += self._waiting.pop(group)
+        while len(self._waiting) > self.max_num_waiting:
+            oldest, rows = self._waiting.popitem(last=False)
+            self.num_abandoned += 1
+            warnings.warn(
+                f"Group {oldest!r} was dropped: it stayed incomplete with {len(rows)} rows while "
+                f"{self.max_num_waiting} later groups came (groups of {self.num_rollouts} rollouts).",
+                stacklevel=4,
+            )
+        return stack_rows(ready)

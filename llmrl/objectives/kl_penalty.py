@@ -1,0 +1,94 @@
+"""A KL in the reward rather than in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import get_args
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.envs.transforms import Transform
+
+from llmrl.data.ragged import flat_batch, has_entry, ragged_column
+from llmrl.objectives.grouping import GroupKeys
+from llmrl.objectives.kl import KLEstimator, kl_estimate
+
+
+class KLPenalty(Transform):
+    """Subtracts `coeff * KL(policy || other)` from the reward of each rollout, summed over its trained tokens.
+
+    With `k1` that is the reward of RLHF, `r - coeff * log(pi / pi_ref)` (RLOO, arXiv:2402.14740, equation 3). It comes
+    before `MCAdvantage`, so that the baseline knows of it. All rows of a rollout are in the batch, and share its
+    penalty as they share its reward. A batch that was penalized is left alone.
+
+    The policy's log-probs are the sampler's, unless `log_prob_key` names the trainer's own; with
+    `other_log_prob_key=("log_probs", "full")` the KL is that to the inference policy.
+
+    Args:
+        coeff: of the KL.
+        estimator: see `kl_estimate`.
+        log_prob_key, other_log_prob_key: the policy's and the other's log-probs, `[num_tokens]` a row.
+        mask_key, rollout_key, rewards_key: entries read, the reward changed.
+        kl_key: entry written, `[1, 1]` a row: the rollout's KL.
+
+    Raises:
+        ValueError: for an unknown estimator.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> row = TensorDict({"log_probs": {"full": torch.tensor([0.0, -1.0])}, "next": {"reward": torch.ones(1, 1),
+        ...     "ref_log_probs": {"full": torch.tensor([0.0, -3.0])}}, "rollout": {"rollout_id": "a"},
+        ...     "masks": {"all_assistant_mask": torch.tensor([False, True])}})
+        >>> KLPenalty(0.1)(lazy_stack([row]))["next", "reward"].flatten()
+        tensor([0.8000])
+    """
+
+    def __init__(
+        self,
+        coeff: float,
+        *,
+        estimator: KLEstimator = "k1",
+        log_prob_key: NestedKey = ("log_probs", "full"),
+        other_log_prob_key: NestedKey = ("next", "ref_log_probs", "full"),
+        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        rollout_key: NestedKey = ("rollout", "rollout_id"),
+        rewards_key: NestedKey = ("next", "reward"),
+        kl_key: NestedKey = "kl_penalty",
+    ) -> None:
+        super().__init__()
+        if estimator not in get_args(KLEstimator):
+            raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")
+        self.coeff = coeff
+        self.estimator: KLEstimator = estimator
+        self.log_prob_key, self.other_log_prob_key = log_prob_key, other_log_prob_key
+        self.mask_key, self.rewards_key, self.kl_key = mask_key, rewards_key, kl_key
+        self.keys = GroupKeys(rollout=rollout_key, rewards=rewards_key)
+        self.in_keys = [log_prob_key, other_log_prob_key, mask_key, rollout_key, rewards_key]
+        self.out_keys = [rewards_key, kl_key]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Penalize a batch in place."""
+        batch = flat_batch(tensordict)
+        if not batch.batch_size.numel() or has_entry(batch, self.kl_key):
+            return tensordict
+        rows = batch.unbind(0)
+        columns = [ragged_column(batch, key) for key in (self.log_prob_key, self.other_log_prob_key, self.mask_key)]
+        totals: dict[Hashable, torch.Tensor] = {}
+        for row, log_probs, others, mask in zip(rows, *columns, strict=True):
+            divergence = kl_estimate(log_probs[mask], others[mask], self.estimator).sum()
+            name = self.keys.rollout_id(row)
+            totals[name] = totals[name] + divergence if name in totals else divergence
+        for row in rows:
+            divergence = totals[self.keys.rollout_id(row)]
+            reward = row.get(self.rewards_key)
+            # A sparse reward is penalized where it stands, a dense one at its last token.
+            penalty = torch.zeros_like(reward)
+            penalty.view(-1)[-1] = self.coeff * divergence
+            row.set(self.rewards_key, reward - penalty)
+            row.set(self.kl_key, divergence.reshape(1, 1))
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """On the way into a replay buffer."""
+        return self.forward(tensordict)

@@ -1,0 +1,157 @@
+"""Supervised fine-tuning."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torchrl.objectives.common import LossModule
+
+from llmrl.objectives.arguments import refuse_unknown
+from llmrl.objectives.base import MicroLoss
+from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
+from llmrl.objectives.kl import KLEstimator, kl_estimate
+from llmrl.objectives.outputs import SFTLossOutput
+from llmrl.objectives.ratios import sequence_totals
+from llmrl.objectives.sequence_loss import Reduction, SequenceLoss
+
+
+class SFTLoss(SequenceLoss):
+    """The negative log-likelihood of the trained tokens; optionally with a KL to a reference.
+
+    Names, keys and defaults are TorchRL's, without the tokenizer: rows carry ids and masks. Two differences: the KL is
+    the mean over trained tokens (TorchRL's mean counts the rest too, and shrinks as prompts grow), and `minor_sft`
+    sums the reference's log-probs over trained tokens (TorchRL's over all).
+
+    Args:
+        actor_network: `TransformersWrapper`, or any TensorDict module that writes `log_probs`' entry with gradients.
+        reduction: over sequences, see `SequenceLoss`.
+        normalize_by_seq_length: divide the log-likelihood of a sequence by its number of trained tokens.
+        kl_to_ref_coeff: add the KL to the reference, whose log-probs are read from `ref_log_prob`.
+        kl_estimator: see `kl_estimate`; on tokens that the policy did not sample it is a distance, not the KL.
+        loss_function: `sft`; or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of the log-likelihoods of a
+            row (arXiv:2408.10642, equation 8), in which the reference is a regularizer by itself.
+        beta: of `minor_sft`.
+        masking_strategy: `rlhf` trained-token mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+
+    Raises:
+        TypeError: for an unknown keyword, naming the nearest.
+        ValueError: for a value out of range, or `kl_to_ref_coeff` with `minor_sft`.
+    """
+
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        """Entries that `set_keys` can rename."""
+
+        action: NestedKey = ("tokens", "full")
+        log_probs: NestedKey = ("log_probs", "full")
+        ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
+        assistant_mask: NestedKey = ("masks", "all_assistant_mask")
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase | None = None,
+        *,
+        reduction: Reduction = "mean",
+        normalize_by_seq_length: bool = True,
+        kl_to_ref_coeff: float | None = None,
+        kl_estimator: KLEstimator = "k3",
+        loss_function: Literal["sft", "minor_sft"] = "sft",
+        beta: float = 0.1,
+        masking_strategy: MaskingStrategy = "rlhf",
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown("SFTLoss", unknown, set(inspect.signature(SFTLoss.__init__).parameters) - {"self", "unknown"})
+        super().__init__(
+            reduction=reduction,
+            normalize_by_seq_length=normalize_by_seq_length,
+            masking_strategy=masking_strategy,
+        )
+        if kl_estimator not in get_args(KLEstimator):
+            raise ValueError(f"kl_estimator must be one of {list(get_args(KLEstimator))}, got {kl_estimator!r}.")
+        if loss_function not in ("sft", "minor_sft"):
+            raise ValueError(f"loss_function must be 'sft' or 'minor_sft', got {loss_function!r}.")
+        if loss_function == "minor_sft":
+            if kl_to_ref_coeff is not None:
+                raise ValueError(
+                    "kl_to_ref_coeff has no meaning with loss_function='minor_sft', in which the reference is a "
+                    "regularizer already; leave it out."
+                )
+            # The loss of a row is spread over its tokens, whatever the normalization of its log-likelihood.
+            self.aggregation = "sequence_mean"
+        self.actor_network: Any = actor_network
+        self.kl_to_ref_coeff = kl_to_ref_coeff
+        self.kl_estimator: KLEstimator = kl_estimator
+        self.loss_function, self.beta = loss_function, beta
+
+    @property
+    def _has_reference(self) -> bool:
+        return self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft"
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Entries read from a batch."""
+        keys = self.tensor_keys
+        read = [keys.action]
+        if self.masking_strategy == "rlhf":
+            read.append(keys.assistant_mask)
+        if self.masking_strategy == "sft":
+            read.append(("tokens", "prompt"))
+        return [*read, keys.ref_log_prob] if self._has_reference else read
+
+    @property
+    def out_keys(self) -> list[str]:
+        """Fields of the output that are set."""
+        keys = ["loss_sft"]
+        if self.kl_to_ref_coeff is not None:
+            keys.append("loss_kl_to_ref")
+        return [*keys, "kl_to_ref"] if self._has_reference else keys
+
+    @property
+    def _log_probs_key(self) -> NestedKey:
+        return self.tensor_keys.log_probs
+
+    def prepare(self, tensordict: TensorDictBase) -> LossInputs:
+        """Read a whole batch and give every trained token its share of the loss."""
+        keys = self.tensor_keys
+        inputs = read_inputs(
+            tensordict,
+            tokens_key=keys.action,
+            masking_strategy=self.masking_strategy,
+            mask_key=keys.assistant_mask,
+            token_columns={"ref_log_probs": keys.ref_log_prob} if self._has_reference else {},
+            device=self._device(),
+        )
+        share = 1.0 / max(1, inputs.num_scored)
+        inputs.columns["token_share"] = torch.full(inputs.sequence_index.shape, share, device=self._device())
+        return self._weighted(inputs)
+
+    def token_loss(
+        self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
+    ) -> MicroLoss:
+        """The loss of `[num_tokens]` trained tokens, from their current log-probs."""
+        losses = {}
+        measured = {}
+        if self._has_reference:
+            divergence = kl_estimate(log_probs, tokens["ref_log_probs"], self.kl_estimator)
+            measured["kl_to_ref"] = divergence.detach()
+            if self.kl_to_ref_coeff is not None:
+                losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence * tokens["token_share"]
+        if self.loss_function == "minor_sft":
+            margin = sequence_totals(
+                log_probs - tokens["ref_log_probs"], tokens.row_index, is_mean=self.normalize_by_seq_length
+            )
+            loss = -torch.nn.functional.logsigmoid(self.beta * margin)
+        else:
+            loss = -log_probs
+        losses["loss_sft"] = loss * tokens.weight
+        return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
+
+    def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> SFTLossOutput:
+        """Losses, and the mean KL over trained tokens."""
+        return SFTLossOutput(**losses, **{name: column.mean() for name, column in measured.items()})
