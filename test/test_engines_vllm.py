@@ -254,24 +254,6 @@ def test_answers_without_a_value_for_each_token_are_refused(column):
         read_completion(output(**{column: None}))
 
 
-@pytest.fixture
-def tiny_model_path(tmp_path):
-    """A random llama of some thousand parameters that starts in seconds."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    return tmp_path
-
-
 def start_tiny(path):
     return AsyncVLLM.from_pretrained(
         path, max_model_len=2048, kv_cache_memory=1 << 26, engine_args={"skip_tokenizer_init": True}

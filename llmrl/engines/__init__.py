@@ -1,4 +1,4 @@
-"""Who generates: one small protocol over vLLM and scripted engines."""
+"""Who generates: one small protocol over vLLM, in child processes and Ray actors, and scripted engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from llmrl.engines.base import (
     Engine,
     EngineError,
     FinishReason,
+    PauseMode,
     SamplingConfig,
     completion_budget,
 )
+from llmrl.engines.ray_engine import RayEngine
 from llmrl.engines.replicas import EngineReplicas
+from llmrl.engines.router import NoReplicaError, Router
 from llmrl.engines.scripted import ScriptedEngine
 from llmrl.engines.vllm import AsyncVLLM
 
@@ -21,6 +24,10 @@ __all__ = [
     "EngineError",
     "EngineReplicas",
     "FinishReason",
+    "NoReplicaError",
+    "PauseMode",
+    "RayEngine",
+    "Router",
     "SamplingConfig",
     "ScriptedEngine",
     "completion_budget",

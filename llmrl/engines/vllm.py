@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import socket
 import time
 import uuid
 import weakref
@@ -40,7 +41,11 @@ class AsyncVLLM:
         self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
         self.model_dtype = llm.vllm_config.model_config.dtype
         """dtype of the weights in the engine."""
+        self.quantization: str | None = llm.vllm_config.model_config.quantization
+        """How the weights in the engine are quantised, `None` when they are not."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
+        self.host = socket.gethostname()
+        """Name of the machine that the engine runs on."""
         self._policy_version = 0
         self._id_prefix = uuid.uuid4().hex[:8]
         self._id_counter = itertools.count()
@@ -65,8 +70,11 @@ class AsyncVLLM:
         cpu_threads: int | None = None,
         log_level: str = "ERROR",
         engine_args: Mapping[str, Any] | None = None,
-    ) -> AsyncVLLM:
-        """Start an engine.
+        num_replicas: int | None = None,
+        use_ray: bool = False,
+        ray_options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Start an engine, or `EngineReplicas` of as many as `num_replicas` says.
 
         Args:
             model: folder or hub name.
@@ -81,19 +89,50 @@ class AsyncVLLM:
             seed: of the engine's sampler, for requests without their own.
             enable_prefix_caching: reuse the key-value blocks of shared prefixes; emptied at each weight update.
             weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU.
-            cpu_threads: of an engine on CPU; all cores when not given, right for a loop that never generates and
-                trains at once. Give fewer where a trainer runs beside it.
+            cpu_threads: of an engine on CPU; all cores when not given (shared out among local replicas), right for
+                a loop that never generates and trains at once. Give fewer where a trainer runs beside it.
             log_level: of vLLM's logger, here and in its processes.
             engine_args: anything else that `vllm.AsyncEngineArgs` takes.
+            num_replicas: engines with the same weights behind one face; a dead one is started again. Local ones
+                share the devices that this process sees.
+            use_ray: start each replica in a Ray actor, one of them when `num_replicas` is not given.
+            ray_options: of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
 
         Raises:
             ImportError: when vLLM is not installed, naming the extra.
             TypeError: for a name in `engine_args` that vLLM has not, with the nearest one.
             EngineError: when the engine does not start; its own log says why.
         """
-        start = time.perf_counter()
         if cpu_threads is not None and cpu_threads < 1:
             raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
+        if ray_options is not None and not use_ray:
+            raise ValueError("ray_options has no effect without use_ray=True.")
+        if use_ray or num_replicas is not None:
+            from llmrl.engines.launch import start_replicas
+
+            own = {
+                "max_model_len": max_model_len,
+                "dtype": dtype,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "kv_cache_memory": kv_cache_memory,
+                "gpu_memory_utilization": gpu_memory_utilization,
+                "enforce_eager": enforce_eager,
+                "seed": seed,
+                "enable_prefix_caching": enable_prefix_caching,
+                "weight_transfer": weight_transfer,
+                "cpu_threads": cpu_threads,
+                "log_level": log_level,
+                "engine_args": engine_args,
+            }
+            return start_replicas(
+                os.fspath(model),
+                1 if num_replicas is None else num_replicas,
+                use_ray=use_ray,
+                ray_options=ray_options,
+                options=own,
+            )
+        start = time.perf_counter()
         logging.getLogger("vllm").setLevel(log_level)
         with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
             try:
@@ -226,7 +265,10 @@ class AsyncVLLM:
 
         `clear_cache` also drops the key-value blocks, those of kept requests too: they are computed anew.
         """
-        self._control(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
+        if clear_cache:
+            self._control(self._llm.pause_generation(mode=mode, clear_cache=True))
+        else:  # the same without its nap of 20 ms, which is for callers who want outputs in a nicer order
+            self._control(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
 
     def resume(self) -> None:
         """Go on after `pause`."""

@@ -1,0 +1,275 @@
+"""`RayEngine`: an engine in a Ray actor, on whatever machine of the cluster has room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig
+
+MAX_IN_FLIGHT = 1 << 16
+"""Calls that an actor works on at once; Ray holds back what comes beyond."""
+
+_FACTS = ("max_model_len", "vocab_size", "model_dtype", "num_workers", "weight_transfer_backend")
+
+
+class EngineDiedError(EngineError):
+    """The engine in the actor is dead, though the actor lives."""
+
+
+class EngineActor:
+    """What runs in the actor: the engine, and a watch over it."""
+
+    async def start(self, make_engine: Callable[[], Any]) -> dict[str, Any]:
+        """Start the engine; what never changes about it. Not in `__init__`, whose errors arrive as text only."""
+        self._engine = await asyncio.to_thread(make_engine)
+        facts = {name: getattr(self._engine, name, None) for name in _FACTS}
+        return {**facts, "host": socket.gethostname()}
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> Completion:
+        """As the engine's."""
+        try:
+            return await self._engine.generate(prompt_ids, sampling, request_id=request_id)
+        except EngineError as error:
+            if self._engine.is_alive:
+                raise
+            raise EngineDiedError(str(error)) from error
+
+    async def abort(self, request_id: str) -> None:
+        """As the engine's."""
+        await self._engine.abort(request_id)
+
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """A blocking method of the engine, with the version it has afterwards."""
+        result = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
+        return result, self._engine.policy_version
+
+    async def set_policy_version(self, version: int) -> None:
+        """Count on from `version`."""
+        self._engine.policy_version = version
+
+    async def wait_until_dead(self) -> None:
+        """Return when the engine can serve no more; the caller hears of the actor's own death through Ray."""
+        while self._engine.is_alive:
+            await asyncio.sleep(0.1)
+
+
+class RayEngine:
+    """The driver's end of an engine in a Ray actor; has the methods of `AsyncVLLM`, where the engine has them.
+
+    A request is one remote call, whatever its length. The actor's death, or that of its engine, is heard of through
+    one call that is left waiting, so `is_alive` asks nobody. Ray restarts nothing: `EngineReplicas` does.
+    """
+
+    def __init__(self, actor: Any, facts: Mapping[str, Any], *, start_s: float) -> None:
+        self._actor = actor
+        self.start_s = start_s
+        """Seconds from the call to an engine that takes requests."""
+        self.max_model_len: int = facts["max_model_len"]
+        """Prompt and completion together, in tokens."""
+        self.host: str = facts["host"]
+        """Name of the machine that the engine runs on."""
+        self.vocab_size: int | None = facts["vocab_size"]
+        self.model_dtype = facts["model_dtype"]
+        """dtype of the weights in the engine."""
+        self.num_workers: int | None = facts["num_workers"]
+        self.weight_transfer_backend: str | None = facts["weight_transfer_backend"]
+        """The vLLM backend that new weights come through, `None` when started without."""
+        self._policy_version = 0
+        self._in_flight: set[str] = set()
+        self._id_prefix = uuid.uuid4().hex[:8]
+        self._id_counter = itertools.count()
+        self._is_dead = is_dead = threading.Event()
+        actor.wait_until_dead.remote().future().add_done_callback(lambda _: is_dead.set())
+
+    @classmethod
+    def start(cls, make_engine: Callable[[], Any], *, ray_options: Mapping[str, Any] | None = None) -> RayEngine:
+        """Start an engine in a new actor.
+
+        Args:
+            make_engine: called in the actor; must be picklable.
+            ray_options: of the actor, such as `num_gpus`, `resources` or `scheduling_strategy`; one CPU core when
+                not given.
+
+        Raises:
+            ImportError: when Ray is not installed, naming the extra.
+            RuntimeError: when Ray is not running.
+            EngineError: when the actor does not start; any other error that `make_engine` raises arrives as it is.
+        """
+        ray = import_ray()
+        start = time.perf_counter()
+        if not ray.is_initialized():
+            raise RuntimeError("Ray is not running; call ray.init() first, or ray.init(address=...) for a cluster.")
+        remote = ray.remote(EngineActor).options(
+            **{"num_cpus": 1, **(ray_options or {}), "max_concurrency": MAX_IN_FLIGHT, "max_restarts": 0}
+        )
+        actor = remote.remote()
+        try:
+            facts = ray.get(actor.start.remote(make_engine))
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+            cause = _cause(error)
+            if cause is not error:
+                raise cause from error
+            raise EngineError(f"The engine's actor did not start: {error}") from error
+        return cls(actor, facts, start_s=time.perf_counter() - start)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that a request started now would use."""
+        return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Count on from `version`."""
+        import_ray().get(self._actor.set_policy_version.remote(version))
+        self._policy_version = version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can serve requests, as far as heard."""
+        return not self._is_dead.is_set()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not returned yet."""
+        return len(self._in_flight)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._call("get_tokenizer")
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
+
+        Raises:
+            ValueError: as `AsyncVLLM.generate`.
+            EngineError: as `AsyncVLLM.generate`, or when the actor died.
+        """
+        if request_id is None:
+            request_id = f"{self._id_prefix}-{next(self._id_counter)}"
+        elif request_id in self._in_flight:
+            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        if not self.is_alive:
+            raise EngineError("The engine's actor is dead; start a new one.")
+        self._in_flight.add(request_id)
+        try:
+            return await self._actor.generate.remote(list(prompt_ids), sampling, request_id)
+        except asyncio.CancelledError:
+            self._actor.abort.remote(request_id)
+            raise
+        except Exception as error:
+            raise self._translated(error) from error
+        finally:
+            self._in_flight.discard(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+        if self.is_alive and request_id in self._in_flight:
+            try:
+                await self._actor.abort.remote(request_id)
+            except Exception as error:
+                raise self._translated(error) from error
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
+        """As `AsyncVLLM.pause`."""
+        self._call("pause", mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """As `AsyncVLLM.resume`."""
+        self._call("resume")
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
+        """As `AsyncVLLM.reset_prefix_cache`."""
+        return self._call("reset_prefix_cache", reset_running_requests=reset_running_requests)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """As `AsyncVLLM.init_weight_transfer_engine`."""
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        """As `AsyncVLLM.start_weight_update`."""
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """As `AsyncVLLM.update_weights`."""
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> int:
+        """As `AsyncVLLM.finish_weight_update`."""
+        return self._call("finish_weight_update", weight_version)
+
+    def shutdown(self) -> None:
+        """End the engine and its actor; requests in flight raise `EngineError`. May be called twice."""
+        ray = import_ray()
+        if not ray.is_initialized():
+            return
+        if self.is_alive:
+            with contextlib.suppress(Exception):
+                ray.get(self._actor.call.remote("shutdown"), timeout=30)
+        self._is_dead.set()
+        ray.kill(self._actor)
+
+    def __enter__(self) -> RayEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A RayEngine follows its actor from one process and cannot be pickled; start it where it is used."
+        )
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if not self.is_alive:
+            raise EngineError("The engine's actor is dead; start a new one.")
+        try:
+            result, self._policy_version = import_ray().get(self._actor.call.remote(method, *arguments, **options))
+        except Exception as error:
+            raise self._translated(error) from error
+        return result
+
+    def _translated(self, error: Exception) -> Exception:
+        """What an `AsyncVLLM` would have raised."""
+        from ray.exceptions import RayError, RayTaskError
+
+        cause = _cause(error)
+        if isinstance(cause, EngineDiedError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
+            self._is_dead.set()
+            return EngineError(f"The engine's actor died: {cause}")
+        return cause
+
+
+def import_ray() -> Any:
+    """Ray.
+
+    Raises:
+        ImportError: when it is not installed, naming the extra.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("Engines as Ray actors need Ray; install llmrl[ray].") from error
+    return ray
+
+
+def _cause(error: Exception) -> Exception:
+    """The exception that the actor raised, or `error` itself."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error
