@@ -46,6 +46,7 @@ class MemoryWorkerEngine(ReloadingWorkerEngine):
     update_info_cls = MemoryUpdateInfo
     _group: Any = None
     _received: torch.Tensor | None = None
+    _mapped: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     def init_transfer_engine(self, init_info: MemoryInitInfo) -> None:
         """Check that the weights will fit and try the way to the trainer.
@@ -74,10 +75,7 @@ class MemoryWorkerEngine(ReloadingWorkerEngine):
         layout = PackedLayout.from_plain(update_info.names, update_info.dtype_names, update_info.shapes)
         if layout.num_bytes != update_info.num_bytes:
             raise ValueError(f"{update_info.num_bytes} bytes announced, the layout says {layout.num_bytes}.")
-        if update_info.path:
-            buffer = open_shared(update_info.path, update_info.num_bytes)
-        else:
-            buffer = self._receive(update_info.num_bytes)
+        buffer = self._map(update_info) if update_info.path else self._receive(update_info.num_bytes)
         if read_tag(buffer) != update_info.tag:
             raise ValueError(f"the buffer holds weights tagged {read_tag(buffer)!r}, not {update_info.tag!r}.")
         return layout, buffer
@@ -92,6 +90,16 @@ class MemoryWorkerEngine(ReloadingWorkerEngine):
         if self._group is not None:
             close_group(self._group)
         self._group = self._received = None
+        self._mapped = ("", torch.empty(0))
+
+    def _map(self, update_info: MemoryUpdateInfo) -> torch.Tensor:
+        # Kept from update to update: entering 270 MB into the page table costs as much as copying a third of it. A
+        # path may have come to name another buffer, which the tag shows.
+        path, buffer = self._mapped
+        if path != update_info.path or read_tag(buffer) != update_info.tag:
+            buffer = open_shared(update_info.path, update_info.num_bytes)
+            self._mapped = (update_info.path, buffer)
+        return buffer
 
     def _receive(self, num_bytes: int) -> torch.Tensor:
         if self._group is None:
