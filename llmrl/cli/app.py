@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
     name="llmrl",
@@ -22,7 +23,7 @@ console = Console()
 
 def _fail(message: object) -> typer.Exit:
     """Print an error as a person reads it; its exit code is that of a wrong use."""
-    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {message}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
     return typer.Exit(2)
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 State = Literal["good", "note", "wrong"]
@@ -178,13 +179,14 @@ def print_findings(findings: list[Finding], console: Console) -> None:
     marks = {"good": "[green]✓[/green]", "note": "[yellow]–[/yellow]", "wrong": "[red]✗[/red]"}
     table = Table(show_header=False, box=None, pad_edge=False)
     for finding in findings:
-        table.add_row(marks[finding.state], finding.name, finding.found)
+        table.add_row(marks[finding.state], finding.name, escape(finding.found))
     console.print(table)
     for state, title in (("wrong", "What is wrong, and what mends it"), ("note", "What some parts want")):
         of_state = [finding for finding in findings if finding.state == state]
         if of_state:
             console.print(f"\n[bold]{title}[/bold]")
         for finding in of_state:
-            console.print(f"  {finding.name}: {finding.found}\n    [bold]{finding.mend}[/bold]", soft_wrap=True)
+            console.print(f"  {finding.name}: {escape(finding.found)}", soft_wrap=True)
+            console.print(f"    [bold]{escape(finding.mend)}[/bold]", soft_wrap=True)
     if not any(finding.state == "wrong" for finding in findings):
         console.print("\nAll is well.")

