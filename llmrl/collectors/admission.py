@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
+
+Surplus = Literal["carry", "keep", "refuse"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -12,8 +15,6 @@ class Taken:
 
     group_ids: list[str] = field(default_factory=list)
     """Delivered, in the order in which they were admitted."""
-    stale_ids: list[str] = field(default_factory=list)
-    """Ready, but too old to be delivered."""
     staleness: dict[str, int] = field(default_factory=dict)
     """Versions between a delivered group's start and now."""
 
@@ -26,9 +27,11 @@ class DemandGate:
 
     Args:
         units_per_batch: size of a batch.
-        is_divisible: whether units beyond a batch are kept for the next (turns), or a group stays whole.
+        surplus: what becomes of units beyond a batch: they are counted to the next (`carry`), they make this one larger
+            (`keep`), or their group waits for the next (`refuse`).
         is_estimated: whether the units of a group are known only when it is ready; its mean is then expected.
         num_extra: groups started beyond the need, so that the slowest need not be waited for.
+        num_ahead: groups kept in hand, being played or ready, whether or not a batch was asked for.
         is_free_running: never wait for demand: a buffer takes whatever comes.
 
     Raises:
@@ -47,16 +50,17 @@ class DemandGate:
         self,
         units_per_batch: int,
         *,
-        is_divisible: bool = False,
+        surplus: Surplus = "refuse",
         is_estimated: bool = False,
         num_extra: int = 0,
+        num_ahead: int = 0,
         is_free_running: bool = False,
     ) -> None:
         if units_per_batch < 1:
             raise ValueError(f"units_per_batch must be at least 1, got {units_per_batch}.")
         self.units_per_batch = units_per_batch
-        self.num_extra = num_extra
-        self._is_divisible, self._is_estimated, self._is_free_running = is_divisible, is_estimated, is_free_running
+        self.num_extra, self.num_ahead = num_extra, num_ahead
+        self._surplus, self._is_estimated, self._is_free_running = surplus, is_estimated, is_free_running
         self._is_asked = False
         self._admitted: dict[str, int] = {}  # id: version at admission, in order; being played or ready
         self._ready: dict[str, int] = {}  # id: units
@@ -77,17 +81,18 @@ class DemandGate:
         """Groups that may be admitted now."""
         if self._is_free_running:
             return math.inf
-        if not self._is_asked:
-            return 0
-        lacking = self.units_per_batch - self._credit - self._ready_units
-        if lacking <= 0:
-            return 0
         num_open = len(self._admitted) - len(self._ready)
+        return max(0, self._num_needed() - num_open, self.num_ahead - len(self._admitted))
+
+    def _num_needed(self) -> int:
+        lacking = self.units_per_batch - self._credit - self._ready_units
+        if not self._is_asked or lacking <= 0:
+            return 0
         if not self._is_estimated:
-            return max(0, lacking + self.num_extra - num_open)
-        if not self._num_seen:  # nothing to estimate by: one after the other until the first is ready
-            return max(0, 1 - num_open)
-        return max(0, math.ceil(lacking / max(1.0, self._num_units_seen / self._num_seen)) - num_open)
+            return lacking + self.num_extra
+        if not self._num_seen:  # nothing to estimate by: wait for a first one
+            return 1
+        return math.ceil(lacking * self._num_seen / max(1, self._num_units_seen))
 
     def admit(self, group_id: str, version: int) -> None:
         """A group was started."""
@@ -114,14 +119,14 @@ class DemandGate:
         for group_id in [group_id for group_id in self._admitted if group_id in self._ready]:
             size = self._ready[group_id]
             is_full = units >= self.units_per_batch
-            is_too_much = not self._is_divisible and taken.group_ids and units + size > self.units_per_batch
+            is_too_much = self._surplus == "refuse" and taken.group_ids and units + size > self.units_per_batch
             if is_full or is_too_much:
                 break
             units += size
             taken.group_ids.append(group_id)
             taken.staleness[group_id] = version - self._admitted[group_id]
             self.discard(group_id)
-        self._credit = max(0, units - self.units_per_batch) if self._is_divisible else 0
+        self._credit = max(0, units - self.units_per_batch) if self._surplus == "carry" else 0
         self._is_asked = False
         return taken
 

@@ -14,7 +14,7 @@ from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
 from llmrl.data.tensordicts import non_tensor, plain
 from llmrl.engines import Completion, EngineError, completion_budget
 from llmrl.policies import LLMWrapperBase
-from llmrl.rewards import Rubric, ScoredRollout, UnknownRewardInput
+from llmrl.rewards import Rubric, Score, ScoredRollout, UnknownRewardInput
 from llmrl.transforms.reward import dataset_columns, find_rubric_reward, write_score
 
 _SOLO_IDS = itertools.count()
@@ -71,9 +71,11 @@ class RolloutPlayer:
             limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
         )
 
-    async def play(self, element: TensorDictBase) -> Rollout:
-        """Play one conversation from its reset (`element`, batch shape `[]`) to its end; never raises for its sake."""
-        rollout = self._opened(element)
+    async def play(self, element: TensorDictBase, rollout: Rollout) -> Rollout:
+        """Play one conversation from its reset (`element`, batch shape `[]`) to its end; never raises for its sake.
+
+        `rollout` is its record, from `open`; it is filled as the conversation goes on.
+        """
         started = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self.limits.rollout_timeout_seconds):
@@ -89,7 +91,8 @@ class RolloutPlayer:
         return rollout
 
     @staticmethod
-    def _opened(element: TensorDictBase) -> Rollout:
+    def open(element: TensorDictBase) -> Rollout:
+        """The record of a conversation that was just reset."""
         group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
         sample_index = int(element.get(("rollout", "sample_index"), 0))
         return Rollout(
@@ -214,6 +217,11 @@ class RolloutPlayer:
             score = await (self.stepper.run_slowly(scoring) if self._is_scored_here else scoring)
         except UnknownRewardInput as error:
             score = self.rubric.failed(f"{type(error).__name__}: {error}")
+        self.take_score(rollout, score)
+
+    def take_score(self, rollout: Rollout, score: Score) -> None:
+        """Add a score to a settled rollout."""
+        assert self.rubric is not None
         rollout.reward += score.reward
         rollout.breakdown, rollout.is_scored = score.breakdown, score.is_scored
         rollout.error = rollout.error or score.error

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from llmrl.collectors.groups import Dropped
 from llmrl.data import Rollout, RolloutStatus
 
 
@@ -29,6 +30,9 @@ class CollectionReport:
     """Sampled tokens a rollout."""
     num_by_status: dict[str, int] = field(default_factory=dict)
     num_dropped_by_reason: dict[str, int] = field(default_factory=dict)
+    mean_staleness: float = 0.0
+    """Versions between a group's start and its delivery."""
+    max_staleness: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -42,20 +46,23 @@ class CollectionReport:
             "completion_tokens_mean": self.mean_completion_tokens,
             "tokens_per_second": self.tokens_per_second,
             "generate_seconds": self.seconds,
+            "staleness_mean": self.mean_staleness,
+            "staleness_max": float(self.max_staleness),
             "num_dropped": float(sum(self.num_dropped_by_reason.values())),
             **{f"num_{name}": float(self.num_by_status.get(name, 0)) for name in ("completed", "truncated", "error")},
         }
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], *, seconds: float) -> CollectionReport:
-        """Count these rollouts."""
+    def of(
+        cls,
+        rollouts: Sequence[Rollout],
+        *,
+        seconds: float,
+        dropped: Sequence[Dropped] = (),
+        staleness: Sequence[int] = (),
+    ) -> CollectionReport:
+        """Count these rollouts, of which some were dropped."""
         scored = [rollout.reward for rollout in rollouts if rollout.is_scored]
-        dropped: Counter[str] = Counter()
-        for rollout in rollouts:
-            if not rollout.is_scored:
-                dropped[rollout.reason or "unscored"] += 1
-            elif not rollout.num_completion_tokens:
-                dropped[rollout.reason or "nothing_trained"] += 1
         num_completion_tokens = sum(rollout.num_completion_tokens for rollout in rollouts)
         return cls(
             num_rollouts=len(rollouts),
@@ -65,5 +72,7 @@ class CollectionReport:
             mean_reward=sum(scored) / len(scored) if scored else float("nan"),
             mean_completion_tokens=num_completion_tokens / len(rollouts) if rollouts else 0.0,
             num_by_status=dict(Counter(RolloutStatus(rollout.status).name.lower() for rollout in rollouts)),
-            num_dropped_by_reason=dict(dropped),
+            num_dropped_by_reason=dict(Counter(reason for _, reason in dropped)),
+            mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
+            max_staleness=max(staleness, default=0),
         )

@@ -60,5 +60,5 @@ def batch_rows(rollouts: Sequence[Rollout]) -> TensorDictBase | None:
 
     A rollout that was not scored, or in which nothing was sampled, gives no row.
     """
-    rows = [row for rollout in rollouts if rollout.is_scored for row in rollout_rows(rollout)]
+    rows = [row for rollout in rollouts if rollout.is_scored for row in rollout.rows or rollout_rows(rollout)]
     return lazy_stack(rows, 0) if rows else None

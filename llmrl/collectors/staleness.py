@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Literal
 
 from llmrl.collectors.admission import Taken
@@ -62,8 +64,11 @@ class StalenessGate:
         self._progress = 0  # the batch that the trainer needs next, as far as is known
         self._version: int | None = None
         self._admitted: dict[str, tuple[int, int]] = {}  # id: (deadline, true version at admission), in order
-        self._ready: set[str] = set()
-        self._open_by_deadline: dict[int, int] = {}
+        self._order: dict[str, int] = {}
+        self._num_admitted = 0
+        self._num_ready = 0
+        self._ready_by_deadline: dict[int, dict[str, None]] = {}
+        self._num_by_deadline: dict[int, int] = {}
 
     @property
     def live_ids(self) -> list[str]:
@@ -94,46 +99,54 @@ class StalenessGate:
         self._observe(version)
         deadline = self._progress + self.max_staleness
         self._admitted[group_id] = (deadline, version)
-        self._open_by_deadline[deadline] = self._open_by_deadline.get(deadline, 0) + 1
+        self._order[group_id] = self._num_admitted
+        self._num_admitted += 1
+        self._num_by_deadline[deadline] = self._num_by_deadline.get(deadline, 0) + 1
 
     def discard(self, group_id: str) -> None:
         """A group was dropped; its place is free again."""
-        found = self._admitted.pop(group_id, None)
-        self._ready.discard(group_id)
-        if found is not None:
-            self._open_by_deadline[found[0]] -= 1
-            if not self._open_by_deadline[found[0]]:
-                del self._open_by_deadline[found[0]]
+        if group_id not in self._admitted:
+            return
+        deadline, _ = self._admitted.pop(group_id)
+        del self._order[group_id]
+        if self._ready_by_deadline.get(deadline, {}).pop(group_id, self) is None:
+            self._num_ready -= 1
+        self._num_by_deadline[deadline] -= 1
+        if not self._num_by_deadline[deadline]:
+            del self._num_by_deadline[deadline]
+            self._ready_by_deadline.pop(deadline, None)
 
     def ready(self, group_id: str, units: int = 1) -> None:
         """A group has settled."""
-        self._ready.add(group_id)
+        deadline, _ = self._admitted[group_id]
+        self._ready_by_deadline.setdefault(deadline, {})[group_id] = None
+        self._num_ready += 1
 
     def take(self, version: int, *, is_last: bool = False) -> Taken | None:
-        """A full batch, or None while there is none; with `is_last` whatever there is. Stale groups leave as well."""
+        """A full batch, or None while there is none; with `is_last` whatever there is.
+
+        Nothing is taken while `overdue_ids` have not been discarded.
+        """
         self._observe(version)
-        stale = [group_id for group_id in self.overdue_ids(version) if group_id in self._ready]
-        for group_id in stale:
-            self.discard(group_id)
-        oldest_first = sorted(
-            (group_id for group_id in self._admitted if group_id in self._ready),
-            key=lambda group_id: self._admitted[group_id][0],
+        is_full = self._num_ready >= self.groups_per_batch
+        if not (is_full or (is_last and self._num_ready)) or self.overdue_ids(version):
+            return None
+        oldest_first = (
+            group_id for deadline in sorted(self._ready_by_deadline) for group_id in self._ready_by_deadline[deadline]
         )
-        chosen = oldest_first[: self.groups_per_batch]
-        is_full = len(chosen) == self.groups_per_batch
-        if not (is_last and chosen) and not (is_full and (self.late == "drop" or self._is_feasible_without(chosen))):
-            return Taken(stale_ids=stale) if stale else None
-        chosen_ids = set(chosen)
-        group_ids = [group_id for group_id in self._admitted if group_id in chosen_ids]
+        chosen = set(itertools.islice(oldest_first, self.groups_per_batch))
+        if not is_last and self.late == "wait" and not self._is_feasible_without(chosen):
+            return None
+        group_ids = sorted(chosen, key=self._order.__getitem__)
         staleness = {group_id: version - self._admitted[group_id][1] for group_id in group_ids}
         for group_id in group_ids:
             self.discard(group_id)
         self._num_batches += 1
-        return Taken(group_ids=group_ids, stale_ids=stale, staleness=staleness)
+        return Taken(group_ids=group_ids, staleness=staleness)
 
-    def _is_feasible_without(self, chosen: list[str]) -> bool:
+    def _is_feasible_without(self, chosen: Iterable[str]) -> bool:
         """*deadlines_stay_feasible*, were these taken as the next batch."""
-        left = dict(self._open_by_deadline)
+        left = dict(self._num_by_deadline)
         for group_id in chosen:
             left[self._admitted[group_id][0]] -= 1
         num_before = 0
@@ -145,8 +158,9 @@ class StalenessGate:
 
     def overdue_ids(self, version: int) -> list[str]:
         """Groups, ready or not, that are too old to be delivered."""
-        return [
-            group_id
-            for group_id, (deadline, started) in self._admitted.items()
-            if version - started > self.max_staleness or (self.late == "drop" and deadline < self._num_batches)
-        ]
+        overdue = []
+        for group_id, (deadline, started) in self._admitted.items():  # in order of admission: the oldest first
+            if version - started <= self.max_staleness and (self.late == "wait" or deadline >= self._num_batches):
+                break
+            overdue.append(group_id)
+        return overdue

@@ -36,6 +36,8 @@ class Rollout:
     is_scored: bool = False
     steps: list[Any] = field(default_factory=list)
     """One TensorDict a turn, kept only when a collector yields turns."""
+    rows: list[Any] = field(default_factory=list)
+    """Its training rows, where they are made before the batch is: to count tokens, or to travel."""
     seconds: float = 0.0
 
     def to_record(self) -> dict[str, Any]:

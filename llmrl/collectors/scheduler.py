@@ -1,0 +1,309 @@
+"""The scheduler: keeps rollouts in flight, counts groups, forms batches. One rollout is the unit; nothing waits for a
+turn of another.
+
+It runs on whatever event loop calls it and reads no clock but that loop's, so that the same code schedules real
+engines and, on a loop of virtual time, a cluster that does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.groups import CollectionStalled, Dropped, DropReason, GroupCounter, GroupRules, StallWatch
+from llmrl.collectors.staleness import StalenessGate
+from llmrl.data import Rollout, RolloutStatus, StopReason
+
+_VERSION_POLL_SECONDS = 0.05
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What is played in one go: a rollout, or, far away, a whole group."""
+
+    records: list[Rollout]
+    """The rollouts, as far as they got; `play` fills or replaces them."""
+    payload: Any = None
+    positions: tuple[int, ...] = ()
+    """Where in the dataset they were drawn."""
+
+
+class RolloutSource(Protocol):
+    """Where rollouts come from: opens groups and plays them."""
+
+    group_size: int
+    """Rollouts of a group."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that a rollout started now would have."""
+        ...
+
+    async def open(self, num_groups: int) -> list[list[Job]]:
+        """Draw groups, each the jobs of its rollouts; fewer where the data ends."""
+        ...
+
+    async def play(self, job: Job) -> list[Rollout]:
+        """Play a job to its end; a rollout's failure is its record's status."""
+        ...
+
+    async def score_group(self, rollouts: list[Rollout]) -> None:
+        """Score a settled group together, where that is how it is scored."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Delivery:
+    """One batch, before it is put together."""
+
+    groups: list[list[Rollout]]
+    staleness: list[int]
+    """Versions between each group's start and its delivery."""
+    dropped: list[Dropped] = field(default_factory=list)
+    """What was dropped since the delivery before."""
+
+
+@dataclass(slots=True)
+class _Group:
+    jobs: list[Job]
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    kept: list[Rollout] | None = None
+
+
+class RolloutScheduler:
+    """Plays groups from a source and delivers them in batches.
+
+    Args:
+        source: opens and plays.
+        gate: says how many groups may be started, and which make the next batch.
+        rules: what of a settled group is delivered.
+        max_concurrent_rollouts: rollouts in flight.
+        is_open: an event that the source waits for between turns, so that `pause` stops those too.
+        units: what a group brings to a batch.
+        patience: dropped groups in a row that are worth a warning.
+
+    Raises:
+        ValueError: when `max_concurrent_rollouts` is below 1.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        gate: DemandGate | StalenessGate,
+        *,
+        rules: GroupRules,
+        max_concurrent_rollouts: int,
+        is_open: asyncio.Event | None = None,
+        units: Callable[[Sequence[Rollout]], int] = lambda rollouts: 1,
+        patience: int = 8,
+    ) -> None:
+        if max_concurrent_rollouts < 1:
+            raise ValueError(f"max_concurrent_rollouts must be at least 1, got {max_concurrent_rollouts}.")
+        self.source, self.gate, self.rules, self._units = source, gate, rules, units
+        self.max_concurrent_rollouts = max_concurrent_rollouts
+        self.is_open = is_open or asyncio.Event()
+        """Cleared by `pause`: nothing new is started; a source that was given it also waits between turns."""
+        self.is_open.set()
+        self.num_running = 0
+        """Rollouts in flight."""
+        self._watch = StallWatch(patience)
+        self._counter = GroupCounter()
+        self._groups: dict[str, _Group] = {}
+        self._pending: deque[tuple[str, Job]] = deque()
+        self._num_pending = 0
+        self._dropped: list[Dropped] = []
+        self._is_end_of_data = self._is_stopped = False
+        self._error: BaseException | None = None
+        self._wake, self._changed = asyncio.Event(), asyncio.Event()
+        self._opening = asyncio.Lock()
+        self._admitting: asyncio.Task[None] | None = None
+
+    # The consumer's side
+
+    async def next_batch(self) -> Delivery | None:
+        """The next full batch; at the end of the data what is left, then None.
+
+        Raises:
+            CollectionStalled: when group after group was dropped.
+            Exception: whatever the source raised when it opened a group.
+        """
+        if self._admitting is None:
+            self._admitting = asyncio.create_task(self._admit())
+        self.gate.ask()
+        while True:
+            self._wake.set()
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            version = self.source.policy_version
+            for group_id in self.gate.overdue_ids(version):
+                self._drop_group(group_id, DropReason.STALE)
+            is_last = self._is_end_of_data and all(group.kept is not None for group in self._groups.values())
+            taken = self.gate.take(version, is_last=is_last)
+            if taken is not None:
+                return self._deliver(taken.group_ids, list(taken.staleness.values()))
+            if is_last:
+                return None
+            self._changed.clear()
+            # New versions may be counted where nobody tells us.
+            poll = _VERSION_POLL_SECONDS if isinstance(self.gate, StalenessGate) else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), poll)
+
+    def _deliver(self, group_ids: list[str], staleness: list[int]) -> Delivery:
+        groups = [self._groups.pop(group_id).kept or [] for group_id in group_ids]
+        if isinstance(self.gate, DemandGate) and self.gate.num_extra:
+            for group_id in self.gate.live_ids:
+                self._drop_group(group_id, DropReason.OVERSAMPLED)
+        dropped, self._dropped = self._dropped, []
+        return Delivery(groups=groups, staleness=staleness, dropped=dropped)
+
+    @contextlib.asynccontextmanager
+    async def holding_still(self) -> AsyncIterator[list[int]]:
+        """While nothing is drawn: where in the dataset the groups stand that were drawn and not delivered yet."""
+        async with self._opening:
+            yield [position for group in self._groups.values() for job in group.jobs for position in job.positions]
+
+    def notify(self) -> None:
+        """Something that gates look at, such as the policy's version, has changed."""
+        self._wake.set()
+        self._changed.set()
+
+    def pause(self) -> None:
+        """Start nothing new until `resume`; engine requests in flight end, and their rollouts wait."""
+        self.is_open.clear()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.is_open.set()
+        self.notify()
+
+    async def stop(self) -> None:
+        """Cancel everything in flight and wait until it has ended."""
+        self._is_stopped = True
+        tasks = [task for group in self._groups.values() for task in group.tasks]
+        tasks += [self._admitting] if self._admitting is not None else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._admitting = None
+
+    # The source's side
+
+    async def _admit(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                is_more = True
+                while is_more and self.is_open.is_set():
+                    async with self._opening:
+                        is_more = await self._admit_some()
+            except Exception as error:
+                self._error = error
+                self._changed.set()
+
+    async def _admit_some(self) -> bool:
+        room = self.max_concurrent_rollouts - self.num_running - self._num_pending
+        version = self.source.policy_version
+        wanted = min(self.gate.num_admissible(version), math.ceil(room / self.source.group_size))
+        if wanted < 1 or self._is_end_of_data:
+            return False
+        groups = await self.source.open(int(wanted))
+        for jobs in groups:
+            records = [record for job in jobs for record in job.records]
+            group_id = records[0].group_id if self.source.group_size > 1 else records[0].rollout_id
+            self._counter.open(group_id, len(records))
+            self.gate.admit(group_id, version)
+            self._groups[group_id] = _Group(jobs)
+            self._pending.extend((group_id, job) for job in jobs)
+            self._num_pending += len(records)
+        if len(groups) < wanted:
+            self._is_end_of_data = True
+            self._changed.set()
+        self._start_pending()
+        return bool(groups)
+
+    def _start_pending(self) -> None:
+        while self._pending and not self._is_stopped:
+            group_id, job = self._pending[0]
+            size = len(job.records)
+            if self.num_running and self.num_running + size > self.max_concurrent_rollouts:
+                return
+            self._pending.popleft()
+            self._num_pending -= size
+            if group_id not in self._groups:  # dropped while it waited
+                continue
+            self.num_running += size
+            task = asyncio.create_task(self._play(group_id, job))
+            tasks = self._groups[group_id].tasks
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _play(self, group_id: str, job: Job) -> None:
+        try:
+            rollouts = await self.source.play(job)
+        except Exception as error:
+            rollouts = [_failed(record, error) for record in job.records]
+        finally:
+            self.num_running -= len(job.records)
+            self._start_pending()
+            self._wake.set()
+        try:
+            for rollout in rollouts:
+                settled = self._counter.settle(group_id, rollout)
+                if settled is not None:
+                    await self._settle_group(group_id, settled)
+        except Exception as error:  # an author's rules, or nothing but drops
+            self._error = error
+            self._changed.set()
+
+    async def _settle_group(self, group_id: str, settled: list[Rollout]) -> None:
+        await self.source.score_group(settled)
+        if group_id not in self._groups:  # given up meanwhile
+            return
+        self._changed.set()
+        kept, dropped = self.rules.judge(settled)
+        self._dropped += dropped
+        if kept:
+            self._groups[group_id].kept = kept
+            self.gate.ready(group_id, self._units(kept))
+            self._watch.delivered()
+            return
+        del self._groups[group_id]
+        self.gate.discard(group_id)
+        self._watch.dropped(dropped)
+
+    def _drop_group(self, group_id: str, reason: str) -> None:
+        """Give up a group that is being played or ready: every rollout of it is accounted for."""
+        group = self._groups.pop(group_id)
+        self.gate.discard(group_id)
+        self._counter.abandon(group_id)
+        for task in group.tasks:
+            task.cancel()
+        rollouts = group.kept or [record for job in group.jobs for record in job.records]
+        dropped = [(_aborted(rollout), reason) for rollout in rollouts]
+        self._dropped += dropped
+        if reason == DropReason.STALE:
+            try:
+                self._watch.dropped(dropped)
+            except CollectionStalled as error:
+                self._error = error
+
+
+def _aborted(rollout: Rollout) -> Rollout:
+    if not rollout.status.is_settled:
+        rollout.status, rollout.reason = RolloutStatus.ABORTED, StopReason.ABORTED
+    return rollout
+
+
+def _failed(record: Rollout, error: BaseException) -> Rollout:
+    record.status, record.reason = RolloutStatus.ERROR, StopReason.ENGINE_ERROR
+    record.error = f"{type(error).__name__}: {error}"
+    return record

@@ -1,0 +1,122 @@
+"""What a batch is: groups, rows by token budget, turns, trajectories or last steps; and how it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tensordict import TensorDictBase, lazy_stack
+
+from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.rows import batch_rows, rollout_rows
+from llmrl.collectors.staleness import LatePolicy, StalenessGate
+from llmrl.data import Rollout
+
+Kind = Literal["groups", "tokens", "turns", "trajectories", "last_steps"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """Size and content of a batch; read from a collector's arguments by `of`."""
+
+    kind: Kind
+    size: int
+    """In groups, tokens, turns (for trajectories: at least so many) or last steps."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        groups_per_batch: int | None = None,
+        tokens_per_batch: int | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_completed_trajectories: bool = False,
+        yield_only_last_steps: bool = False,
+    ) -> BatchShape:
+        """Read TorchRL's arguments, and ours.
+
+        Raises:
+            ValueError: when it is not clear what a batch is, or a number is below 1.
+
+        Example:
+            >>> BatchShape.of(yield_only_last_steps=True)
+            BatchShape(kind='last_steps', size=1)
+        """
+        steps = dialog_turns_per_batch is not None or yield_completed_trajectories or yield_only_last_steps
+        if (groups_per_batch is not None) + (tokens_per_batch is not None) + steps != 1:
+            raise ValueError(
+                "say what a batch is: one of groups_per_batch, tokens_per_batch, or dialog_turns_per_batch, "
+                "yield_completed_trajectories and yield_only_last_steps."
+            )
+        for name, value in (
+            ("groups_per_batch", groups_per_batch),
+            ("tokens_per_batch", tokens_per_batch),
+            ("dialog_turns_per_batch", dialog_turns_per_batch),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1: a batch has something in it; got {value}.")
+        if groups_per_batch is not None:
+            return cls(kind="groups", size=groups_per_batch)
+        if tokens_per_batch is not None:
+            return cls(kind="tokens", size=tokens_per_batch)
+        size = dialog_turns_per_batch or 1
+        if yield_only_last_steps:
+            return cls(kind="last_steps", size=size)
+        return cls(kind="trajectories" if yield_completed_trajectories else "turns", size=size)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether the unit of collection is a group, and a batch holds training rows."""
+        return self.kind in ("groups", "tokens")
+
+    def demand_gate(
+        self, *, num_extra_groups: int = 0, num_ahead: int = 0, is_free_running: bool = False
+    ) -> DemandGate:
+        """A gate that starts what the batch asked for lacks."""
+        surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {"turns": "carry", "trajectories": "keep"}
+        return DemandGate(
+            self.size,
+            surplus=surplus.get(self.kind, "refuse"),
+            is_estimated=self.kind == "tokens",
+            num_extra=num_extra_groups,
+            num_ahead=num_ahead,
+            is_free_running=is_free_running,
+        )
+
+    def staleness_gate(self, *, max_staleness: int, late: LatePolicy, is_unasked: bool) -> StalenessGate:
+        """A gate that runs ahead of training by a bounded number of versions.
+
+        Raises:
+            ValueError: where a batch is not a number of groups or rollouts.
+        """
+        if self.kind not in ("groups", "last_steps"):
+            raise ValueError(
+                "max_staleness needs batches of a known number of rollouts: groups_per_batch, or "
+                f"yield_only_last_steps; here a batch is {self.size} {self.kind}."
+            )
+        return StalenessGate(self.size, max_staleness=max_staleness, late=late, is_unasked=is_unasked)
+
+    def units(self, rollouts: Sequence[Rollout]) -> int:
+        """What a group brings to a batch, in units of `size`."""
+        if self.kind in ("turns", "trajectories"):
+            return sum(len(rollout.steps) for rollout in rollouts)
+        if self.kind == "tokens":
+            for rollout in rollouts:
+                rollout.rows = rollout_rows(rollout)
+            return sum(row["tokens", "full"].shape[0] for rollout in rollouts for row in rollout.rows)
+        return 1
+
+    def assemble(
+        self, groups: Sequence[Sequence[Rollout]], left_over: Sequence[TensorDictBase] = ()
+    ) -> tuple[TensorDictBase | None, list[TensorDictBase]]:
+        """The batch of these groups, and the turns beyond it; `left_over` are those beyond the batch before."""
+        rollouts = [rollout for group in groups for rollout in group]
+        if self.is_grouped:
+            return batch_rows(rollouts), []
+        steps = [*left_over]
+        for rollout in rollouts:
+            steps += rollout.steps[-1:] if self.kind == "last_steps" else rollout.steps
+        rest = steps[self.size :] if self.kind == "turns" else []
+        batch = steps[: self.size] if self.kind == "turns" else steps
+        return (lazy_stack(batch, 0) if batch else None), rest
