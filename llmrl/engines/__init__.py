@@ -1,4 +1,4 @@
-"""Who generates: one small protocol over vLLM, in child processes and Ray actors, and scripted engines."""
+"""Who generates: one small protocol over vLLM, in child processes, Ray actors and servers, and scripted engines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from llmrl.engines.ray_engine import RayEngine
 from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.router import NoReplicaError, Router
 from llmrl.engines.scripted import ScriptedEngine
+from llmrl.engines.server import ServerEngine
 from llmrl.engines.vllm import AsyncVLLM
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "Router",
     "SamplingConfig",
     "ScriptedEngine",
+    "ServerEngine",
     "completion_budget",
 ]

@@ -214,6 +214,10 @@ class EngineReplicas(Sequence[Any]):
             for index, engine in enumerate(self._engines):
                 if index not in self._dead and not engine.is_alive:
                     self._bury(index)
+                elif index in self._dead and index not in self._recovering and engine.is_alive:
+                    # A server that is back.
+                    self._dead.discard(index)
+                    self._unproven.add(index)
             versions = {i: e.policy_version for i, e in enumerate(self._engines) if i not in self._dead}
             proven = [version for index, version in versions.items() if index not in self._unproven]
             version = max(proven, default=self._version)

@@ -1,0 +1,251 @@
+"""ServerEngine against a small server on this machine that speaks OpenAI's completions as vLLM does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, ServerEngine
+from llmrl.engines.background_loop import BackgroundLoop
+
+web = pytest.importorskip("aiohttp.web")
+
+SAMPLING = SamplingConfig(max_new_tokens=4)
+REQUEST_FIELDS = {"token_ids": [7, 8], "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-0.5, -0.25]}}
+
+
+class LoopbackServer:
+    """Answers every completion with `choice`, or as `status` says, after `latency_s`."""
+
+    def __init__(self, port=0, model_entry=None):
+        self.bodies, self.headers, self.num_hung_up = [], [], 0
+        self.status, self.latency_s = 200, 0.0
+        self.choice = {"finish_reason": "stop", "stop_reason": None, **REQUEST_FIELDS}
+        self.model_entry = {"id": "tiny", "max_model_len": 100} if model_entry is None else model_entry
+        self._background = BackgroundLoop("loopback-server")
+        self.port = self._background.run(self._start(port))
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def _start(self, port):
+        application = web.Application()
+        application.router.add_get("/v1/models", self._models)
+        application.router.add_post("/v1/completions", self._complete)
+        self._runner = web.AppRunner(application, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, shutdown_timeout=0.1)
+        await site.start()
+        return site._server.sockets[0].getsockname()[1]
+
+    async def _models(self, request):
+        return web.json_response({"data": [self.model_entry]})
+
+    async def _complete(self, request):
+        self.bodies.append(await request.json())
+        self.headers.append(request.headers)
+        try:
+            await asyncio.sleep(self.latency_s)
+        except asyncio.CancelledError:
+            self.num_hung_up += 1
+            raise
+        if self.status != 200:
+            return web.Response(status=self.status, text="no such luck")
+        return web.json_response({"choices": [self.choice]})
+
+    def close(self):
+        if not self._background.is_closed:
+            self._background.run(self._runner.cleanup())
+            self._background.close()
+
+
+@pytest.fixture
+def server():
+    server = LoopbackServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def engine(server):
+    with ServerEngine(server.url, policy_version=3) as engine:
+        yield engine
+
+
+def generate(engine, sampling=SAMPLING, prompt_ids=(1, 2)):
+    return asyncio.run(engine.generate(prompt_ids, sampling))
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def test_token_ids_go_in_and_come_out_with_log_probs_and_the_given_version(engine):
+    assert isinstance(engine, Engine)
+    assert (engine.model, engine.max_model_len, engine.is_alive) == ("tiny", 100, True)
+    completion = generate(engine)
+    assert (completion.token_ids, completion.log_probs, completion.versions) == ([7, 8], [-0.5, -0.25], [3, 3])
+    engine.policy_version = 4
+    assert generate(engine).versions == [4, 4]
+
+
+def test_every_sampling_parameter_is_sent(engine, server):
+    server.choice = {
+        "finish_reason": "stop",
+        "stop_reason": "END",
+        "token_ids": [7],
+        "logprobs": {"token_logprobs": [0]},
+    }
+    sampling = SamplingConfig(
+        max_new_tokens=400,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        seed=11,
+        stop=("END",),
+        stop_token_ids=(3,),
+        ignore_eos=True,
+    )
+    assert generate(engine, sampling).stop_string == "END"
+    body = server.bodies[-1]
+    sent = {name: body[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")}
+    assert sent == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "seed": 11,
+    }
+    assert (body["stop"], body["stop_token_ids"], body["ignore_eos"]) == (["END"], [3], True)
+    assert (body["prompt"], body["max_tokens"], body["model"]) == ([1, 2], 98, "tiny")
+
+
+def test_token_ids_may_come_as_strings(engine, server):
+    server.choice |= {"token_ids": None, "logprobs": {"tokens": ["token_id:9"], "token_logprobs": [-1.0]}}
+    assert generate(engine).token_ids == [9]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": None}, "without token ids"),
+        ({"logprobs": None}, "0 log-probs"),
+        ({"logprobs": {"token_logprobs": [-0.5]}}, "1 log-probs"),
+        ({"logprobs": {"token_logprobs": [-0.5, None]}}, "log-probs"),
+        ({"finish_reason": "content_filter"}, "content_filter"),
+    ],
+)
+def test_answers_that_are_not_exact_are_refused(engine, server, change, message):
+    server.choice |= change
+    with pytest.raises(EngineError, match=message):
+        generate(engine)
+
+
+def test_log_probs_of_another_distribution_are_refused_where_that_matters(engine, server):
+    server.choice = {"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": [-0.3]}}
+    assert generate(engine).log_probs == [-0.3]
+    with pytest.raises(EngineError, match="processed_logprobs"):
+        generate(engine, SAMPLING.with_changes(temperature=0.5))
+    assert server.bodies[-1]["top_k"] == 1
+    server.choice["logprobs"] = {"token_logprobs": [0.0]}
+    generate(engine, SAMPLING.with_changes(temperature=0.5))
+    num_requests = len(server.bodies)
+    generate(engine, SAMPLING.with_changes(temperature=0.5))
+    assert len(server.bodies) == num_requests + 1, "it is checked once"
+
+
+def test_refusals_and_failures_are_told_apart(engine, server):
+    server.status = 400
+    with pytest.raises(ValueError, match="no such luck"):
+        generate(engine)
+    for status in (429, 500):
+        server.status = status
+        with pytest.raises(EngineError, match="no such luck"):
+            generate(engine)
+    assert engine.is_alive
+    with pytest.raises(ValueError, match="100"):
+        generate(engine, prompt_ids=[1] * 100)
+    with pytest.raises(ValueError, match="empty"):
+        generate(engine, prompt_ids=[])
+
+
+def test_cancelling_and_aborting_hang_up(engine, server):
+    server.latency_s = 30.0
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate([1], SAMPLING, request_id=name)) for name in "ab"]
+        while len(server.bodies) < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ValueError, match="in flight"):
+            await engine.generate([1], SAMPLING, request_id="a")
+        tasks[0].cancel()
+        await engine.abort("b")
+        await engine.abort("never seen")
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    cancelled, aborted = asyncio.run(run())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert (aborted.finish_reason, aborted.token_ids) == ("abort", [])
+    wait_until(lambda: server.num_hung_up == 2)
+    assert engine.num_in_flight == 0
+
+
+def test_shutdown_fails_what_is_in_flight_and_leaves_no_thread(server):
+    server.latency_s = 30.0
+    engine = ServerEngine(server.url)
+
+    async def run():
+        task = asyncio.create_task(engine.generate([1], SAMPLING))
+        while not server.bodies:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.shutdown)
+        return await asyncio.gather(task, return_exceptions=True)
+
+    [error] = asyncio.run(run())
+    assert isinstance(error, EngineError)
+    engine.shutdown()
+    with pytest.raises(EngineError, match="shut down"):
+        generate(engine)
+    assert "llmrl-server-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_server_that_goes_is_left_out_and_taken_up_again_when_it_is_back():
+    servers = [LoopbackServer() for _ in range(2)]
+    servers[1].choice = {**servers[1].choice, "token_ids": [9, 9]}
+    with EngineReplicas([ServerEngine(server.url) for server in servers]) as engines:
+
+        async def many():
+            completions = await asyncio.gather(*(engines.generate([1], SAMPLING) for _ in range(8)))
+            return [completion.token_ids[0] for completion in completions]
+
+        assert sorted(asyncio.run(many())) == [7] * 4 + [9] * 4
+        servers[0].close()
+        assert asyncio.run(many()) == [9] * 8
+        assert (engines.num_deaths, engines.serving) == (1, {1})
+        servers[0] = LoopbackServer(servers[0].port)
+        wait_until(lambda: engines.serving == {0, 1})
+        assert sorted(asyncio.run(many())) == [7] * 4 + [9] * 4
+    for server in servers:
+        server.close()
+
+
+def test_what_cannot_be_reached_or_is_not_served_says_so():
+    with pytest.raises(EngineError, match="cannot be reached"):
+        ServerEngine("http://127.0.0.1:9")
+    server = LoopbackServer(model_entry={"id": "other"})
+    with pytest.raises(ValueError, match=r"\['other'\]"):
+        ServerEngine(server.url, model="tiny")
+    with pytest.raises(ValueError, match="max_model_len"):
+        ServerEngine(server.url)
+    with ServerEngine(f"{server.url}/v1/", max_model_len=50, api_key="secret") as engine:
+        generate(engine)
+        assert engine.max_model_len == 50
+        assert server.headers[-1]["Authorization"] == "Bearer secret"
+    server.close()
