@@ -1,0 +1,69 @@
+"""JSON messages over a stream socket, each after its length. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 16 << 20
+
+
+class BrokenFrame(Exception):
+    """The other side closed in the middle, or sent what is no message."""
+
+
+def encode(message: Any) -> bytes:
+    """A message as it travels."""
+    body = json.dumps(message).encode()  # ASCII: lone surrogates travel escaped
+    return HEADER.pack(len(body)) + body
+
+
+def receive(channel: socket.socket) -> Any:
+    """The next message; None at the end of the stream.
+
+    Raises:
+        BrokenFrame: when it is cut short, too long or no JSON.
+    """
+    header = _receive_exactly(channel, HEADER.size)
+    if header is None:
+        return None
+    (size,) = HEADER.unpack(header)
+    if size > MAX_FRAME_BYTES:
+        raise BrokenFrame(f"a message of {size} bytes")
+    body = _receive_exactly(channel, size)
+    if body is None and size:
+        raise BrokenFrame("the stream ended")
+    return decode(body or b"")
+
+
+def decode(body: bytes) -> Any:
+    """A message from its body.
+
+    Raises:
+        BrokenFrame: when it is no JSON.
+
+    Example:
+        >>> decode(encode({"code": "1"})[HEADER.size :])
+        {'code': '1'}
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BrokenFrame(str(error)) from None
+
+
+def _receive_exactly(channel: socket.socket, count: int) -> bytes | None:
+    pieces: list[bytes] = []
+    missing = count
+    while missing:
+        piece = channel.recv(min(missing, 1 << 20))
+        if not piece:
+            if missing < count:
+                raise BrokenFrame("the stream ended")
+            return None
+        pieces.append(piece)
+        missing -= len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,104 @@
+"""The confined process itself: runs one piece of code after another in one namespace. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import os
+import resource
+import socket
+import sys
+import traceback
+import types
+from typing import Any
+
+from llmrl.sandbox import frames
+
+_FILE_NAME = "<code>"
+
+
+def serve(channel: socket.socket, *, cpu_seconds: float) -> None:
+    """Run what comes over the channel and answer with how it ended, until the channel closes."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.argv = [""]
+    this_process = os.getpid()
+    # Kept out of reach of code that closes or replaces its own output.
+    outputs = [os.dup(1), os.dup(2)]
+    while True:
+        try:
+            request = frames.receive(channel)
+        except (frames.BrokenFrame, OSError):
+            return
+        if request is None:
+            return
+        _open_outputs(outputs)
+        _limit_cpu(cpu_seconds)
+        answer = _run(request["code"], main.__dict__)
+        if os.getpid() != this_process:
+            os._exit(0)  # the code forked, and this is the copy
+        with contextlib.suppress(OSError):
+            channel.sendall(frames.encode({"number": request["number"], **answer}))
+
+
+def _open_outputs(outputs: list[int]) -> None:
+    for number, (output, name) in enumerate(zip(outputs, ("stdout", "stderr"), strict=True), 1):
+        os.dup2(output, number)
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace")
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _limit_cpu(seconds: float) -> None:
+    # Counted since the process began, so each piece of code gets its own share. Waiting is for the supervisor to end.
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    with contextlib.suppress(ValueError, OSError):
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        soft = int(usage.ru_utime + usage.ru_stime + seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _run(code: str, namespace: dict[str, Any]) -> dict[str, Any]:
+    """Run code; whether it succeeded and what it exited with. Its errors go to its standard error."""
+    exit_code: int | None = 0
+    is_exit = False
+    try:
+        linecache.cache[_FILE_NAME] = (len(code), None, code.splitlines(True), _FILE_NAME)
+        exec(compile(code, _FILE_NAME, "exec"), namespace)
+    except SystemExit as exit_:
+        is_exit = True
+        exit_code = _exit_code(exit_.code)
+    except BaseException as error:
+        exit_code = 1
+        _print_error(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    return {"returncode": exit_code, "is_exit": is_exit}
+
+
+def _exit_code(code: Any) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    with contextlib.suppress(BaseException):
+        print(code, file=sys.stderr)
+    return 1
+
+
+def _print_error(error: BaseException) -> None:
+    try:
+        # The first frame is ours.
+        frame = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        text = "".join(traceback.format_exception(type(error), error, frame))
+    except BaseException:
+        text = f"{type(error).__name__}\n"
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    data = text.encode("utf-8", "backslashreplace")
+    with contextlib.suppress(BaseException):
+        sys.stderr.flush()
+        os.write(2, data[:1_000_000])

@@ -1,0 +1,223 @@
+"""The kernel's means of confinement that Python's standard library does not reach. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+NEW_MOUNTS, NEW_HOST_NAME, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
+    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+
+BOX = "/box"
+"""In a file system that was made for an interpreter: its folder; `/tmp` too, unless Python lives there."""
+
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
+_MNT_DETACH = 2
+_AT_RECURSIVE, _AT_FDCWD, _ATTR_READ_ONLY = 0x8000, -100, 0x1
+_MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 1, 8, 24
+_PR_SET_SUBREAPER, _PR_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
+_CAP_VERSION_3 = 0x20080522
+READ_EVERYTHING = 2
+"""The capability CAP_DAC_READ_SEARCH."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces of these kinds for new ones.
+
+    Raises:
+        OSError: where the kernel does not allow it.
+    """
+    _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """`mount(2)`.
+
+    Raises:
+        OSError: where the kernel does not allow it.
+    """
+    words = [None if word is None else os.fsencode(word) for word in (source, target, kind)]
+    data = None if options is None else options.encode()
+    _check(_libc.mount(*words, ctypes.c_ulong(flags), data), f"mount on {target}")
+
+
+def mount_private_tmp(target: str, num_bytes: int, owner: int) -> None:
+    """An empty file system in memory, of limited size, that belongs to one user."""
+    mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={num_bytes},mode=700,uid={owner},gid={owner}")
+
+
+def mount_own_proc() -> None:
+    """`/proc` of this process's own namespace; where the kernel refuses, none."""
+    try:
+        mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
+    except OSError:
+        mount("tmpfs", "/proc", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4k,mode=555")
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
+
+
+def become_reaper() -> None:
+    """Inherit the orphans among this process's descendants."""
+    _check(_libc.prctl(_PR_SET_SUBREAPER, 1, 0, 0, 0), "prctl")
+
+
+def forbid_new_privileges() -> None:
+    """No program that is started from here on gains privileges by its file."""
+    _check(_libc.prctl(_PR_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+
+
+def become_user(number: int, *, keep: int | None = None) -> None:
+    """Turn from root into an unprivileged user, for good; one capability may be kept."""
+    _check(_libc.prctl(_PR_SET_KEEPCAPS, 0 if keep is None else 1, 0, 0, 0), "prctl")
+    os.setgroups([])
+    os.setresgid(number, number, number)
+    os.setresuid(number, number, number)
+    drop_capabilities(keep=keep)
+
+
+def drop_capabilities(*, keep: int | None = None) -> None:
+    """Give up every capability, for good, except at most one, which child programs then have too."""
+    for number in range(64):
+        if number != keep:
+            _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused to whoever has none, and beyond the last one
+    mask = 0 if keep is None else 1 << keep
+    header = struct.pack("Ii", _CAP_VERSION_3, 0)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    _check(_libc.capset(header, struct.pack("6I", low, low, low, high, high, high)), "capset")
+    if keep is not None:
+        _check(_libc.prctl(_PR_CAP_AMBIENT, 2, keep, 0, 0), "prctl")
+
+
+def map_to_root(user: int, group: int) -> None:
+    """In a new user namespace, be its root; nobody else exists in it."""
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+def change_root(new_root: str, readable: Iterable[str]) -> None:
+    """Leave the file system for one that has nothing but `readable`, read-only, a few devices and empty folders.
+
+    Needs a mount namespace of its own.
+
+    Raises:
+        OSError: where the kernel does not allow it.
+    """
+    os.umask(0o022)
+    mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    mount("tmpfs", new_root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    bound: list[str] = []
+    for path in sorted(set(readable), key=len):
+        if not any(path == known or path.startswith(known + "/") for known in bound) and _bind(path, new_root):
+            bound.append(path)
+    for name in ("null", "zero", "full", "random", "urandom"):
+        _bind(f"/dev/{name}", new_root)
+    for name in (BOX, "/proc"):
+        Path(new_root + name).mkdir()
+    with contextlib.suppress(FileExistsError):
+        Path(new_root, "tmp").symlink_to(BOX)
+    mount("/proc", f"{new_root}/proc", None, _MS_BIND | _MS_REC)  # the kernel asks for one before it mounts another
+    os.chdir(new_root)
+    _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", _MNT_DETACH), "umount")
+    os.chdir("/")
+    _make_read_only("/", is_recursive=False)
+
+
+def _bind(path: str, new_root: str) -> bool:
+    """Show a file, folder or link in the new root too; true when all below it is there."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    target = Path(new_root + path)
+    with contextlib.suppress(FileExistsError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if stat.S_ISLNK(mode):
+            target.symlink_to(Path(path).readlink())
+            return False
+        target.mkdir() if stat.S_ISDIR(mode) else target.touch()
+    mount(path, str(target), None, _MS_BIND | _MS_REC)
+    if not path.startswith("/dev/"):
+        _make_read_only(str(target), is_recursive=True)
+    return stat.S_ISDIR(mode)
+
+
+def _make_read_only(path: str, *, is_recursive: bool) -> None:
+    attributes = struct.pack("4Q", _ATTR_READ_ONLY, 0, 0, 0)
+    flags = _AT_RECURSIVE if is_recursive else 0
+    arguments = (_AT_FDCWD, os.fsencode(path), flags, attributes, ctypes.c_size_t(len(attributes)))
+    _check(_libc.syscall(_MOUNT_SETATTR, *arguments), f"read-only {path}")
+
+
+# Landlock: what an unprivileged process may give up. Rights as the kernel's header lists them.
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
+_ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
+_READ = _EXECUTE | _READ_FILE | _READ_DIR
+_NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+
+
+def landlock_version() -> int:
+    """Version of the kernel's Landlock; 0 where it has none.
+
+    Example:
+        >>> landlock_version() >= 0
+        True
+    """
+    return max(0, _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+
+
+def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
+    """Give up, for good and for all descendants, all other files, and TCP and signals to others where it can be.
+
+    Needs `forbid_new_privileges`.
+
+    Raises:
+        OSError: without Landlock.
+    """
+    version = landlock_version()
+    rights = (1 << _NUM_FILE_RIGHTS.get(version, 16)) - 1
+    network = 0b11 if version >= 4 else 0
+    scopes = 0b11 if version >= 6 else 0
+    attributes = struct.pack("3Q", rights, network, scopes)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    size = ctypes.c_size_t(len(attributes))
+    ruleset = _check(_libc.syscall(_LANDLOCK_CREATE, attributes, size, 0), "landlock")
+    devices = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+    for paths, allowed in ((readable, _READ), (devices, _READ | _WRITE_FILE), (writable, rights)):
+        for path in paths:
+            _allow(ruleset, path, allowed & rights)
+    _check(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0), "landlock")
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return
+    if not stat.S_ISDIR(os.fstat(opened).st_mode):
+        rights &= _ON_FILES
+    rule = struct.pack("<Qi", rights, opened)
+    _check(_libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0), f"landlock {path}")
+    os.close(opened)

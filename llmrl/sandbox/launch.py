@@ -1,0 +1,220 @@
+"""Starting confined interpreters: what each level of isolation needs, and which of them this machine allows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import site
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import llmrl
+from llmrl.sandbox import kernel
+from llmrl.sandbox.zygote import is_python_hidden
+
+Isolation = Literal["auto", "namespaces", "bubblewrap", "process"]
+LEVELS: tuple[Isolation, ...] = ("namespaces", "bubblewrap", "process")
+"""From the one that is preferred to the one that is always there."""
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
+_SETTINGS = (
+    "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group",
+)  # fmt: skip
+_CODE = "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import main; sys.path.pop(0); main()"
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    # One interpreter is one of many on this machine, and its processes are counted.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class IsolationError(RuntimeError):
+    """This machine does not allow the level of isolation that is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonLimits:
+    """What code may use; each is enforced by the kernel.
+
+    Raises:
+        ValueError: for a limit that is not positive, naming it.
+    """
+
+    memory_bytes: int = 1 << 30
+    """Address space of one process."""
+    cpu_seconds: float = 30.0
+    """Processor time of one call, in the interpreter's own process."""
+    num_processes: int = 32
+    """Processes and threads at one time."""
+    num_open_files: int = 256
+    """Files open at one time, in one process."""
+    file_bytes: int = 64 << 20
+    """Size of one file."""
+    folder_bytes: int = 64 << 20
+    """All files together, where the working directory is in memory (`namespaces`, `bubblewrap`)."""
+    output_bytes: int = 256 << 10
+    """Bytes of each of standard output and error that are kept: the first half and the last half."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}.")
+
+
+class Launcher:
+    """Makes interpreters of one level of isolation.
+
+    Args:
+        level: one of `LEVELS`.
+        limits: what code may use.
+
+    Raises:
+        IsolationError: when this machine does not allow the level.
+    """
+
+    def __init__(self, level: Isolation, limits: PythonLimits) -> None:
+        self.level, self.limits = level, limits
+        self.folder = tempfile.mkdtemp(prefix="llmrl-python-")
+        # Each interpreter may be its own user, and has its folder in this one.
+        os.chmod(self.folder, 0o711)  # noqa: PTH101
+        prefixes = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()})
+        self._settings: dict[str, Any] = {
+            "level": level,
+            "folder": self.folder,
+            "readable": [*_SYSTEM, *_SETTINGS, *prefixes],
+            "is_python_hidden": is_python_hidden(prefixes),
+            "limits": asdict(limits),
+        }
+        self._num_started = 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._control: socket.socket | None = None
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        if level == "bubblewrap" and shutil.which("bwrap") is None:
+            raise IsolationError("the program bwrap (package bubblewrap) is not installed.")
+        if level == "process" and self._settings["is_python_hidden"] and not os.getuid() and not self.has_landlock:
+            raise IsolationError(
+                f"code would run as an unprivileged user, who cannot read Python's files below {prefixes}; "
+                "install Python where every user can read it."
+            )
+        if level != "bubblewrap":
+            self._start_zygote()
+
+    @property
+    def has_landlock(self) -> bool:
+        """Whether the kernel lets a process give up files by itself."""
+        return kernel.landlock_version() > 0
+
+    def describe(self) -> str:
+        """What holds at this level, in a sentence."""
+        if self.level != "process":
+            return f"{self.level}: no network, no files but Python's and the system's (read-only), own processes"
+        version = kernel.landlock_version()
+        parts = [
+            "resource limits",
+            "its own user" if not os.getuid() else "the user that runs this program",
+            "writes only in its folder, reads only Python and the system" if version else "files NOT confined",
+            "no TCP" if version >= 4 else "network NOT confined",
+            "no signals to others" if version >= 6 or not os.getuid() else "signals NOT confined",
+        ]
+        return f"process: {', '.join(parts)}"
+
+    def start(self) -> socket.socket:
+        """A new interpreter: the socket that it is served through.
+
+        Raises:
+            IsolationError: when none can be started any more.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            if self.level == "bubblewrap":
+                self._start_bubblewrap(theirs)
+            else:
+                self._ask_zygote(theirs)
+        return ours
+
+    def _ask_zygote(self, theirs: socket.socket) -> None:
+        for _ in range(2):
+            try:
+                assert self._control is not None
+                socket.send_fds(self._control, [b"start"], [theirs.fileno()])
+                return
+            except OSError:
+                self._start_zygote()  # it was killed, by whoever looks for memory
+        raise IsolationError("interpreters cannot be started.")
+
+    def _start_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._spawn([sys.executable], theirs, self._settings)
+        ours.settimeout(30)
+        try:
+            greeting = ours.recv(4096)
+        except OSError as failure:
+            greeting = json.dumps({"error": str(failure)}).encode()
+        error = json.loads(greeting).get("error") if greeting else "its process ended"
+        if error:
+            ours.close()
+            raise IsolationError(f"{self.level} cannot be had here: {error}.")
+        if self._control is not None:
+            self._control.close()
+        self._control = ours
+
+    def _start_bubblewrap(self, theirs: socket.socket) -> None:
+        self._num_started += 1
+        package = str(Path(llmrl.__file__).parent)
+        command = ["bwrap", "--die-with-parent", "--new-session", "--dev", "/dev", "--proc", "/proc"]
+        if os.getuid():
+            command += ["--unshare-all"]
+        else:  # no user namespace, so that each interpreter can become a user of its own
+            command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+            for name in ("SETUID", "SETGID", "SETPCAP", "CHOWN", "KILL", "SYS_RESOURCE"):
+                command += ["--cap-add", f"CAP_{name}"]
+        for path in [*self._settings["readable"], f"{package}/sandbox", f"{package}/__init__.py"]:
+            if Path(path).is_symlink():
+                command += ["--symlink", str(Path(path).readlink()), path]
+            else:
+                command += ["--ro-bind-try", path, path]
+        command += ["--size", str(self.limits.folder_bytes), "--perms", "0700", "--tmpfs", kernel.BOX]
+        if not any(path.startswith("/tmp/") for path in command):
+            command += ["--symlink", kernel.BOX, "/tmp"]
+        command += ["--remount-ro", "/"]
+        index = os.getpid() * 100 + self._num_started % 100
+        self._spawn([*command, sys.executable], theirs, {**self._settings, "index": index})
+
+    def _spawn(self, command: list[str], theirs: socket.socket, settings: dict[str, Any]) -> None:
+        code = _CODE.format(root=str(Path(llmrl.__file__).parent.parent))
+        settings = {**settings, "control": theirs.fileno()}
+        self._processes = [process for process in self._processes if process.poll() is None]
+        self._processes.append(
+            subprocess.Popen(
+                [*command, "-I", "-c", code, json.dumps(settings)],
+                env=_ENVIRONMENT,
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
+
+    def close(self) -> None:
+        """Start none any more, and wait for what starts them to end; interpreters end with their sockets."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        for process in self._processes:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._finalizer()

@@ -1,0 +1,347 @@
+"""Watches one confined interpreter: starts it, times it, bounds its output, ends all it left. Standard library only.
+
+The supervisor is trusted and its interpreter is not. The service talks to supervisors only, over one socket each; code
+that runs has no way to that socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmrl.sandbox import frames, interpreter, kernel
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What one interpreter may use and how it is held."""
+
+    folder: str
+    """Home and working directory: empty, its own, gone afterwards."""
+    readable: tuple[str, ...]
+    """Files and folders it may read, where that can be enforced."""
+    user: int | None
+    """The unprivileged user that it becomes; None where the supervisor is none other."""
+    has_own_processes: bool
+    """Whether it lives in a process namespace, which ends as one."""
+    is_landlocked: bool
+    """Whether Landlock confines it, for want of namespaces."""
+    is_python_hidden: bool
+    """Whether Python's own files can be read by root alone."""
+    memory_bytes: int
+    file_bytes: int
+    num_processes: int
+    num_open_files: int
+    cpu_seconds: float
+    output_bytes: int
+
+
+class KeptOutput:
+    """The first and the last bytes of a stream of any length."""
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_each = max(1, num_kept // 2)
+        self._head, self._tail, self._num_seen = bytearray(), bytearray(), 0
+
+    def add(self, data: bytes) -> None:
+        """Take more of the stream."""
+        self._num_seen += len(data)
+        room = self._num_each - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:]
+        if len(self._tail) > 4 * self._num_each:
+            del self._tail[: -self._num_each]
+
+    def text(self) -> tuple[str, int]:
+        """The text, with a mark where something is left out, and how many bytes were."""
+        del self._tail[: -self._num_each]
+        num_lost = self._num_seen - len(self._head) - len(self._tail)
+        mark = f"\n[… {num_lost} bytes left out …]\n".encode() if num_lost else b""
+        return (bytes(self._head) + mark + bytes(self._tail)).decode("utf-8", "replace"), num_lost
+
+
+class Supervisor:
+    """Serves one socket with one interpreter, until either ends.
+
+    Args:
+        service: socket to the service.
+        confinement: of the interpreter.
+    """
+
+    def __init__(self, service: socket.socket, confinement: Confinement) -> None:
+        self.service, self.confinement = service, confinement
+        self._number = 0
+        self._start_interpreter()
+
+    def _start_interpreter(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        self._outputs = [os.pipe(), os.pipe()]
+        self._process = os.fork()
+        if not self._process:
+            try:
+                self._become_interpreter(theirs)
+            finally:
+                os._exit(70)
+        theirs.close()
+        for read_end, write_end in self._outputs:
+            os.set_blocking(read_end, False)
+            os.close(write_end)
+
+    def _become_interpreter(self, channel: socket.socket) -> None:
+        confinement = self.confinement
+        self.service.close()
+        self._channel.close()
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(null, 0)
+        for number, (_, write_end) in enumerate(self._outputs, 1):
+            os.dup2(write_end, number)
+        keep = os.dup2(channel.fileno(), 3)
+        os.closerange(4, 4096)
+        os.chdir(confinement.folder)
+        confine(confinement)
+        kernel.set_parent_death_signal(signal.SIGKILL)  # a change of user would have cleared it
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        interpreter.serve(socket.socket(fileno=keep), cpu_seconds=confinement.cpu_seconds)
+        os._exit(0)
+
+    def serve(self) -> None:
+        """Run requests until the service closes its end or the interpreter is gone; nothing is left running."""
+        try:
+            while (request := self._next_request()) is not None:
+                answer = self._run(request["code"], request["timeout"])
+                self.service.sendall(frames.encode(answer))
+                if not answer["is_alive"]:
+                    break
+        except (frames.BrokenFrame, OSError):
+            pass
+        finally:
+            self.end_all()
+            with contextlib.suppress(OSError):
+                self.service.shutdown(socket.SHUT_RDWR)
+            if not self.confinement.has_own_processes:
+                _remove(self.confinement.folder)
+
+    def _next_request(self) -> Any:
+        # Between requests nothing of the interpreter runs: threads that it left behind cost nobody anything.
+        self._signal_interpreter(signal.SIGSTOP)
+        request = frames.receive(self.service)
+        self._signal_interpreter(signal.SIGCONT)
+        return request
+
+    def _signal_interpreter(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process, number)
+
+    def _run(self, code: str, timeout: float) -> dict[str, Any]:
+        self._number += 1
+        kept = [KeptOutput(self.confinement.output_bytes) for _ in self._outputs]
+        reason, answer = "", None
+        try:
+            self._channel.sendall(frames.encode({"code": code, "number": self._number}))
+            answer, reason = self._watch(kept, time.monotonic() + timeout)
+        except (frames.BrokenFrame, OSError):
+            reason = "died"
+        num_left = 0
+        returncode = -1
+        if reason:
+            returncode = self._collect_dead(reason)
+        else:
+            num_left = self._end_leftovers()
+        self._drain(kept)
+        (stdout, _), (stderr, _) = (output.text() for output in kept)
+        return {
+            "returncode": returncode if answer is None else answer.get("returncode"),
+            "is_exit": bool(answer and answer.get("is_exit")),
+            "reason": reason,
+            "num_left_processes": num_left,
+            "is_alive": not reason,
+            "stdout": stdout,
+            "stderr": stderr,
+        }
+
+    def _watch(self, kept: list[KeptOutput], deadline: float) -> tuple[dict[str, Any] | None, str]:
+        """Until the interpreter answers, dies, or its time is up; the answer, and why there is none."""
+        poller = select.poll()
+        channel, service = self._channel.fileno(), self.service.fileno()
+        poller.register(channel, select.POLLIN)
+        poller.register(service, select.POLLHUP | select.POLLRDHUP)
+        outputs = {read_end: output for (read_end, _), output in zip(self._outputs, kept, strict=True)}
+        for read_end in outputs:
+            poller.register(read_end, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            for ready, event in poller.poll(max(1, int(left * 1000))):
+                if ready == service:
+                    raise OSError("the service is gone")
+                if ready == channel:
+                    self._channel.settimeout(max(0.01, deadline - time.monotonic()))
+                    answer = frames.receive(self._channel)
+                    if answer is None:
+                        return None, "died"
+                    if isinstance(answer, dict) and answer.get("number") == self._number:
+                        return answer, ""
+                elif ready in outputs:
+                    data = _read(ready)
+                    outputs[ready].add(data)
+                    if not data and event & select.POLLHUP:
+                        poller.unregister(ready)  # the code closed it
+        return None, "timeout"
+
+    def _drain(self, kept: list[KeptOutput]) -> None:
+        """What was written before the end; no more than a pipe holds."""
+        for (read_end, _), output in zip(self._outputs, kept, strict=True):
+            for _ in range(16):
+                data = _read(read_end)
+                if not data:
+                    break
+                output.add(data)
+
+    def _collect_dead(self, reason: str) -> int:
+        if reason == "died":
+            # Its end closes the channel a moment before it can be waited for; code that closed the channel lives on.
+            for _ in range(50):
+                ended, status = os.waitpid(self._process, os.WNOHANG)
+                if ended:
+                    self._process = 0
+                    self.end_all()
+                    return os.waitstatus_to_exitcode(status)
+                time.sleep(0.002)
+        self.end_all()
+        return -int(signal.SIGKILL)
+
+    def _end_leftovers(self) -> int:
+        """End what the code started and left running, the interpreter excepted; how many there were."""
+        num_ended = 0
+        for _ in range(100):
+            left = {process for process in descendants(os.getpid()) - {self._process} if not _is_zombie(process)}
+            if not left:
+                break
+            for process in left:
+                with contextlib.suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+            num_ended = max(num_ended, len(left))
+            self._reap()
+        return num_ended
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                # The interpreter's own end is waited for where its exit code is read.
+                ready = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ready is None or ready.si_pid == self._process:
+                    return
+                os.waitpid(ready.si_pid, os.WNOHANG)
+
+    def end_all(self) -> None:
+        """Kill the interpreter and everything that came from it."""
+        confinement = self.confinement
+        if confinement.has_own_processes:
+            with contextlib.suppress(OSError):
+                os.kill(-1, signal.SIGKILL)  # all of the namespace, but this one
+        elif confinement.user is not None:
+            # All of this user, which is this interpreter's alone: a fork bomb cannot outrun it.
+            killer = os.fork()
+            if not killer:
+                with contextlib.suppress(BaseException):
+                    os.setresuid(confinement.user, confinement.user, confinement.user)
+                    os.kill(-1, signal.SIGKILL)
+                os._exit(0)
+            os.waitpid(killer, 0)
+        for _ in range(200):
+            left = descendants(os.getpid())
+            for process in left:
+                with contextlib.suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if not left:
+                break
+            time.sleep(0.001)
+
+
+def confine(confinement: Confinement) -> None:
+    """Give up, for good, what the confinement does not grant."""
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_AS: confinement.memory_bytes,
+        resource.RLIMIT_FSIZE: confinement.file_bytes,
+        resource.RLIMIT_NOFILE: confinement.num_open_files,
+        resource.RLIMIT_NPROC: confinement.num_processes,
+    }
+    if confinement.user is None and not confinement.has_own_processes:
+        # Counted per user, and this one has other processes.
+        limits[resource.RLIMIT_NPROC] += _num_own_threads()
+    for kind, value in limits.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    os.umask(0o077)
+    if confinement.user is not None:
+        can_read = confinement.is_python_hidden and confinement.is_landlocked
+        kernel.become_user(confinement.user, keep=kernel.READ_EVERYTHING if can_read else None)
+    elif confinement.has_own_processes:
+        kernel.drop_capabilities()
+    kernel.forbid_new_privileges()
+    if confinement.is_landlocked:
+        kernel.restrict(readable=confinement.readable, writable=(confinement.folder,))
+
+
+def descendants(process: int) -> set[int]:
+    """The processes that came from one and still are, zombies included."""
+    found: set[int] = set()
+    waiting = [process]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                for child in (task / "children").read_text().split():
+                    if int(child) not in found:
+                        found.add(int(child))
+                        waiting.append(int(child))
+    return found
+
+
+def _is_zombie(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def _num_own_threads() -> int:
+    user, count = os.getuid(), 0
+    for process in Path("/proc").glob("[1-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid == user:
+                count += len(list((process / "task").iterdir()))
+    return count
+
+
+def _read(source: int) -> bytes:
+    try:
+        return os.read(source, 1 << 20)
+    except BlockingIOError:
+        return b""
+
+
+def _remove(folder: str) -> None:
+    def force(function: Any, path: str, _: object) -> None:
+        # Root can remove anything, and must not be led by a link to change what lies elsewhere.
+        entry = Path(path)
+        with contextlib.suppress(OSError):
+            if os.getuid() and not entry.is_symlink():
+                entry.parent.chmod(0o700)
+                entry.chmod(0o700)
+                function(path)
+
+    shutil.rmtree(folder, onerror=force)

@@ -1,0 +1,121 @@
+"""Starts confined interpreters by forking: one process that has loaded Python and does nothing else.
+
+Standard library only. It takes requests, each with a socket, over a socket of its own; for each it forks a supervisor
+that serves the socket it came with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from llmrl.sandbox import kernel
+from llmrl.sandbox.supervisor import Confinement, Supervisor
+
+# Users that nobody is: one for each interpreter of this machine that runs at the same time, by its process id.
+_FIRST_USER = 1_700_000_000
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is among the settings, a JSON object that is the first argument."""
+    settings = json.loads(sys.argv[1])
+    control = socket.socket(fileno=settings["control"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    is_root = os.getuid() == 0
+    if settings["level"] == "bubblewrap":
+        _supervise(settings, control, folder=kernel.BOX, is_root=is_root)
+        return
+    try:
+        if settings["level"] == "namespaces":
+            _enter_namespaces(settings, is_root=is_root)
+    except OSError as error:
+        control.send(json.dumps({"error": str(error)}).encode())
+        return
+    control.send(b"{}")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    while True:
+        message, sockets, _, _ = socket.recv_fds(control, 64, 1)
+        if not message:
+            return
+        if not os.fork():
+            control.close()
+            _start(settings, socket.socket(fileno=sockets[0]), is_root=is_root)
+        os.close(sockets[0])
+
+
+def _enter_namespaces(settings: dict[str, Any], *, is_root: bool) -> None:
+    shared = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOST_NAME
+    if is_root:
+        kernel.unshare(shared)
+    else:
+        user, group = os.getuid(), os.getgid()
+        kernel.unshare(shared | kernel.NEW_USER)
+        kernel.map_to_root(user, group)
+    kernel.change_root(settings["folder"], settings["readable"])
+
+
+def _start(settings: dict[str, Any], service: socket.socket, *, is_root: bool) -> None:
+    """In a fork: become a supervisor, and never return."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if settings["level"] == "namespaces":
+            own = kernel.NEW_PIDS | kernel.NEW_MOUNTS  # a new IPC namespace for each would cost 30 ms
+            kernel.unshare(own if is_root else own | kernel.NEW_USER)
+            if not is_root:
+                kernel.map_to_root(0, 0)
+            if os.fork():
+                os._exit(0)  # the child is the first process of the new namespace
+            user = _FIRST_USER + int(str(Path("/proc/self").readlink())) if is_root else 0
+            kernel.mount_own_proc()
+            kernel.mount_private_tmp(kernel.BOX, settings["limits"]["folder_bytes"], user)
+            _supervise(settings, service, folder=kernel.BOX, is_root=is_root, user=user if is_root else None)
+        else:
+            os.setsid()
+            kernel.become_reaper()
+            folder = tempfile.mkdtemp(dir=settings["folder"])
+            user = _FIRST_USER + os.getpid()
+            if is_root:
+                os.chown(folder, user, user)
+            _supervise(settings, service, folder=folder, is_root=is_root, user=user if is_root else None)
+    finally:
+        os._exit(0)
+
+
+def _supervise(
+    settings: dict[str, Any], service: socket.socket, *, folder: str, is_root: bool, user: int | None = None
+) -> None:
+    level, limits = settings["level"], settings["limits"]
+    if level == "bubblewrap":
+        kernel.become_reaper()
+        user = _FIRST_USER + settings["index"] if is_root else None
+        if user is not None:
+            os.chown(folder, user, user)
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    tempfile.tempdir = None
+    confinement = Confinement(
+        folder=folder,
+        readable=tuple(settings["readable"]),
+        user=user,
+        has_own_processes=level != "process",
+        is_landlocked=level == "process" and kernel.landlock_version() > 0,
+        is_python_hidden=settings["is_python_hidden"],
+        **{key: value for key, value in limits.items() if key != "folder_bytes"},
+    )
+    Supervisor(service, confinement).serve()
+
+
+def is_python_hidden(prefixes: list[str]) -> bool:
+    """Whether somebody other than root cannot read Python's own files.
+
+    Example:
+        >>> is_python_hidden(["/usr"])
+        False
+    """
+    folders = {folder for prefix in prefixes for folder in (Path(prefix), *Path(prefix).parents)}
+    return any(not folder.stat().st_mode & 0o001 for folder in folders if folder.exists())
