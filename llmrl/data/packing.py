@@ -218,7 +218,7 @@ def _arrange(lengths: list[int], shared: list[int], bin_length: int, token_budge
     def num_bins(limit: int) -> int:
         nonlocal best, fewest
         bins = _fill_bins(_cut_into_pieces(lengths, shared, limit), bin_length)
-        micro_batches = _split_by_budget(bins, token_budget)
+        micro_batches = _split_evenly(bins, token_budget)
         num_tokens = sum(len(held) * sum(piece.num_nodes for piece in held[0]) for held in micro_batches)
         if num_tokens < fewest:
             best, fewest = micro_batches, num_tokens
@@ -251,6 +251,20 @@ def _fill_bins(pieces: list[_Piece], bin_length: int) -> list[list[_Piece]]:
         if not loads or max(loads) <= bin_length:
             return long_bins + bins
         num_bins += 1
+
+
+def _split_evenly(bins: list[list[_Piece]], token_budget: int) -> list[list[list[_Piece]]]:
+    """As few micro-batches as the budget allows, of about the same number of tokens."""
+    best = _split_by_budget(bins, token_budget)
+    low, high = 1, token_budget
+    while low < high:
+        middle = (low + high) // 2
+        micro_batches = _split_by_budget(bins, middle)
+        if len(micro_batches) <= len(best):
+            best, high = micro_batches, middle
+        else:
+            low = middle + 1
+    return best
 
 
 def _split_by_budget(bins: list[list[_Piece]], token_budget: int) -> list[list[list[_Piece]]]:

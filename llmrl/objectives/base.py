@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,15 +29,31 @@ class MicroLoss:
     """[num_tokens] place of each token among the batch's row tokens."""
     sequence_index: torch.Tensor
     """[num_tokens]."""
+    is_repeated: bool = False
+    """Whether another rank counts it: its gradient is zero."""
 
     def total(self) -> torch.Tensor:
         """The scalar to call `backward` on."""
-        return torch.stack([loss.sum() for loss in self.losses.values()]).sum()
+        total = torch.stack([loss.sum() for loss in self.losses.values()]).sum()
+        return total * 0.0 if self.is_repeated else total
 
     def detached(self) -> MicroLoss:
         """Without the graph, so that one micro-batch's is held at a time."""
-        losses = {name: loss.detach() for name, loss in self.losses.items()}
-        return MicroLoss(losses, self.measured, self.flat_index, self.sequence_index)
+        return replace(self, losses={name: loss.detach() for name, loss in self.losses.items()})
+
+    def to(self, device: torch.device | str) -> MicroLoss:
+        """A copy on `device`."""
+
+        def moved(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: column.to(device) for name, column in columns.items()}
+
+        return MicroLoss(
+            moved(self.losses),
+            moved(self.measured),
+            self.flat_index.to(device),
+            self.sequence_index.to(device),
+            self.is_repeated,
+        )
 
 
 class LLMLoss(LossModule):
@@ -96,14 +112,29 @@ class LLMLoss(LossModule):
         return None if parameter is None else parameter.device
 
     def micro_losses(
-        self, inputs: LossInputs, tensordict: TensorDictBase, *, token_budget: int | None = None
+        self,
+        inputs: LossInputs,
+        tensordict: TensorDictBase,
+        *,
+        token_budget: int | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> Iterable[MicroLoss]:
-        """The losses of the batch's micro-batches, one after the other; a plain policy has a single one."""
+        """The losses of the batch's micro-batches, one after the other; a plain policy has a single one.
+
+        With several ranks, all of which have the whole batch, each gets its share of the micro-batches. Those that
+        would run out first repeat one, so that all ranks make the same number of passes.
+        """
         if self.actor_network is None:
             raise ValueError("The loss has no policy: give actor_network.")
         if hasattr(self.actor_network, "packed_log_probs"):
-            for packed in self.actor_network.pack(inputs.token_ids, inputs.scored_masks, token_budget=token_budget):
-                yield self.packed_loss(inputs, packed)
+            batches = self.actor_network.pack(inputs.token_ids, inputs.scored_masks, token_budget=token_budget)
+            for start in range(0, len(batches), num_ranks):
+                is_repeated = start + rank >= len(batches)
+                packed = batches[start if is_repeated else start + rank]
+                yield replace(self.packed_loss(inputs, packed), is_repeated=is_repeated)
+        elif num_ranks > 1:
+            raise ValueError("Only a policy that packs rows, such as TransformersWrapper, can share a batch by ranks.")
         else:
             yield self._plain_policy_loss(inputs, tensordict)
 

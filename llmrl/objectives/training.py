@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from tensordict import TensorDictBase
+from torch.distributed.tensor import DTensor
 
 from llmrl.objectives.base import LLMLoss, MicroLoss
 
@@ -54,17 +55,22 @@ def train_step(
     *,
     token_budget: int | None = None,
     max_grad_norm: float | None = 1.0,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> TrainStepReport:
     """One update: micro-batches by token budget, gradients of the whole batch's loss, clipping, a step.
 
     A loss or a gradient that is not finite skips the step, and the report says so; so does a batch in which nothing
     is trained. Gradients are cleared before and after.
 
+    With a process group the policy's model is sharded over it (`shard_model`) and every rank calls this with the same
+    batch. The micro-batches are dealt out, gradients are summed, and every rank has the report of the whole batch.
+
     Args:
         loss_module: its `actor_network` should be a `TransformersWrapper` for micro-batches.
         batch: training rows with advantages.
         token_budget: computed tokens in a micro-batch; default, the policy's.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
+        process_group: of the ranks that the model is sharded over.
 
     Raises:
         ValueError: when the loss is left per token or per sequence: there is no scalar to train on.
@@ -80,21 +86,26 @@ def train_step(
     report.num_row_tokens = inputs.is_scored.shape[0]
     optimizer.zero_grad(set_to_none=True)
     done: list[MicroLoss] = []
+    rank, num_ranks = 0, 1
+    if process_group is not None:
+        rank, num_ranks = torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group)
     # Within one autocast region the weights are cast once, not once a micro-batch.
     autocast = getattr(loss_module.actor_network, "autocast", nullcontext)
     with autocast():
-        for micro in loss_module.micro_losses(inputs, batch, token_budget=token_budget):
-            if micro.flat_index.numel():
-                with torch.autocast(micro.flat_index.device.type, enabled=False):
-                    micro.total().backward()
+        for micro in loss_module.micro_losses(inputs, batch, token_budget=token_budget, rank=rank, num_ranks=num_ranks):
+            with torch.autocast(micro.flat_index.device.type, enabled=False):
+                micro.total().backward()
+            if not micro.is_repeated:
                 done.append(micro.detached())
-            report.num_micro_batches += 1
+    if process_group is not None:
+        done = _gathered(done, process_group)
+    report.num_micro_batches = len(done)
     output = loss_module.collect(done)
     report.loss = float(output.total_loss())
     report.measurements = output.measurements()
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    report.grad_norm = float(norm)
+    report.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
         optimizer.zero_grad(set_to_none=True)
         name = "loss" if not math.isfinite(report.loss) else "gradient"
@@ -111,6 +122,13 @@ def _skipped(report: TrainStepReport, reason: str, started: float) -> TrainStepR
     report.is_skipped, report.skip_reason = True, reason
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _gathered(micro_losses: list[MicroLoss], process_group: torch.distributed.ProcessGroup) -> list[MicroLoss]:
+    """The micro-losses of all ranks."""
+    held: list[list[MicroLoss]] = [[] for _ in range(torch.distributed.get_world_size(process_group))]
+    torch.distributed.all_gather_object(held, [micro.to("cpu") for micro in micro_losses], group=process_group)
+    return [micro for part in held for micro in part]
 
 
 def _scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:

@@ -43,7 +43,8 @@ def packed_attention(
     scale = head_size**-0.5 if scaling is None else scaling
     queries = (query * scale).reshape(num_bins, num_key_heads, num_shared * length, head_size)
     scores = queries @ key.transpose(-1, -2)
-    scores = scores.view(num_bins, num_key_heads, num_shared, length, length) + attention_mask[:, :, None]
+    scores = scores.view(num_bins, num_key_heads, num_shared, length, length)
+    scores = scores + attention_mask[:, :, None].to(scores.dtype)
     weights = scores.softmax(-1).view(num_bins, num_key_heads, num_shared * length, length)
     output = (weights @ value).view(num_bins, num_heads, length, head_size)
     return output.transpose(1, 2).contiguous(), None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from llmrl.data.packing import PackedRows
 from llmrl.policies.attention import IMPLEMENTATION, MAX_PRODUCT_LENGTH, use_packed_attention
 from llmrl.policies.log_probs import LogitTransform
+from llmrl.policies.output_head import OutputHead
 
 
 class CausalModel:
@@ -21,18 +23,15 @@ class CausalModel:
     Raises:
         TypeError: when the output head is not linear, a layer attends in a way that packed rows cannot, or the
             logits made from the parts are not the model's own.
+        ValueError: when the model is sharded already.
     """
 
     def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            raise ValueError("model is sharded already; wrap it first, then shard it: its logits are checked whole.")
         self.config = getattr(self.model.config, "text_config", None) or self.model.config
-        head = self.model.get_output_embeddings()
-        if not isinstance(head, torch.nn.Linear):
-            raise TypeError(
-                f"model must have a linear output head, got {type(head).__name__} from "
-                f"{type(self.model).__name__}.get_output_embeddings()."
-            )
-        self.head = head
+        self.head = OutputHead(self.model.get_output_embeddings())
         self.transform = LogitTransform(
             scale=_logit_scale(self.config),
             soft_cap=getattr(self.config, "final_logit_softcapping", None),
@@ -46,7 +45,7 @@ class CausalModel:
                 f"{type(self.model).__name__} has layers of type {sorted(unknown)}; rows can be packed only where "
                 "every layer attends fully or within a sliding window."
             )
-        if self.head.weight.device.type == "cpu" and self.config._attn_implementation == "sdpa":
+        if self.head.device.type == "cpu" and self.config._attn_implementation == "sdpa":
             use_packed_attention(self.model)
         self.set_deterministic_mode()
         self._check_logits()
@@ -118,11 +117,11 @@ class CausalModel:
     @torch.no_grad()
     def _check_logits(self) -> None:
         """Compare our parts with the whole on two tokens: an unknown scale or cap must not pass in silence."""
-        ids = torch.tensor([[0, 1]], device=self.head.weight.device)
+        ids = torch.tensor([[0, 1]], device=self.head.device)
         hidden = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
         expected = self.model(input_ids=ids, use_cache=False).logits.float()
         unscaled = LogitTransform(scale=self.transform.scale, soft_cap=self.transform.soft_cap)
-        logits, _ = unscaled.apply(self.head(hidden).float())
+        logits, _ = unscaled.apply(torch.nn.functional.linear(hidden, self.head.weight(), self.head.bias()).float())
         if not torch.allclose(logits, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
             raise TypeError(
                 f"{type(self.model).__name__} does more between its head and its logits than scale and soft cap: "

@@ -103,8 +103,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
             entropy_per_position = torch.zeros_like(normalizers).index_add_(0, positions, grad_entropy)
         hidden_c, weight_c, bias_c = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        # Summed over many chunks: in float32 at least.
+        sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = torch.zeros_like(bias, dtype=sum_dtype)
         for (start, first), (end, last) in pairwise(ctx.bounds):
             logits, derivative = ctx.transform.apply(_logits(hidden_c[start:end], weight_c, bias_c))
             log_p = logits.sub_(normalizers[start:end, None])
@@ -124,6 +128,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_weight += grad_c.T @ hidden_c[start:end]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 

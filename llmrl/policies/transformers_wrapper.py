@@ -126,10 +126,10 @@ class TransformersWrapper(TensorDictModuleBase):
             predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
             return chunked_log_probs(
                 hidden.flatten(0, 1)[predictors],
-                self._causal_model.head.weight,
+                self._causal_model.head.weight(),
                 packed.targets,
                 positions=positions,
-                bias=self._causal_model.head.bias,
+                bias=self._causal_model.head.bias(),
                 transform=self._causal_model.transform,
                 chunk_size=self.chunk_size,
                 has_entropy=has_entropy,

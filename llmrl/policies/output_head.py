@@ -1,0 +1,68 @@
+"""The output head as one weight matrix, whatever wraps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+
+class OutputHead:
+    """Weight and bias of a linear output head: plain, tied, adapted by peft's LoRA or replaced by it, sharded.
+
+    Args:
+        head: the model's output embeddings.
+
+    Raises:
+        TypeError: when the head is none of these.
+
+    Example:
+        >>> OutputHead(torch.nn.Linear(4, 9, bias=False)).weight().shape
+        torch.Size([9, 4])
+    """
+
+    def __init__(self, head: Any) -> None:
+        self._head = head
+        self._linear()
+
+    def _linear(self) -> torch.nn.Linear:
+        """The linear layer that holds the weight now."""
+        head = self._head
+        if hasattr(head, "modules_to_save"):  # peft trains a copy
+            head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+        if hasattr(head, "lora_A"):
+            if any(getattr(head, "use_dora", {}).values()) or any(getattr(head, "lora_bias", {}).values()):
+                raise TypeError("The output head has DoRA or a LoRA bias; adapt it by plain LoRA, or leave it out.")
+            head = head.base_layer
+        if not isinstance(head, torch.nn.Linear):
+            raise TypeError(f"The model must have a linear output head, got {type(head).__name__}.")
+        return head
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self._linear().weight.device
+
+    def weight(self) -> torch.Tensor:
+        """`[vocab_size, hidden_size]`, differentiable: with LoRA the sum of the base weight and its update."""
+        weight = _whole(self._linear().weight)
+        head = self._head
+        if hasattr(head, "lora_A") and not head.disable_adapters and not head.merged:
+            for name in head.active_adapters:
+                if name in head.lora_A:
+                    update = _whole(head.lora_B[name].weight) @ _whole(head.lora_A[name].weight)
+                    weight = weight + update * head.scaling[name]
+        return weight
+
+    def bias(self) -> torch.Tensor | None:
+        """`[vocab_size]`, if it has one."""
+        bias = self._linear().bias
+        return None if bias is None else _whole(bias)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A sharded parameter gathered; its gradient is the sum over ranks, scattered."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)

@@ -1,0 +1,62 @@
+"""A step of a model sharded over two processes is the step of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_training import make_policy, step
+
+KINDS = ["tied", "untied", "lora"]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("sharded")
+    script = Path(__file__).parent / "sharded_training.py"
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), ",".join(KINDS), str(rank), "2", str(folder)],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_make_the_step_of_one(sharded: dict[str, Any], kind: str) -> None:
+    policy = make_policy(kind)
+    model = policy.model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    reports, parameters = step(policy)
+    assert reports[0].num_micro_batches > 2 and reports[0].grad_norm > 1
+    for ours, theirs in zip(reports, sharded[kind]["reports"], strict=True):
+        expected = ours.to_metrics() | {"seconds": theirs["seconds"]}
+        assert theirs == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for name, value in parameters.items():
+        torch.testing.assert_close(sharded[kind]["parameters"][name], value, rtol=1e-4, atol=1e-6)
+    changed = [name for name in parameters if not torch.equal(parameters[name], before[name])]
+    assert len(changed) == sum(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_holds_its_share_of_the_parameters(sharded: dict[str, Any], kind: str) -> None:
+    num_parameters = sum(p.numel() for p in make_policy(kind).parameters())
+    assert sharded[kind]["num_held"] < 0.6 * num_parameters
