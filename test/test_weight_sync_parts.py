@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from llmrl.engines.base import EngineError
+from llmrl.engines.vllm_args import require_vllm_version
 from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError, get_model_metadata
+from llmrl.weight_sync.link import EngineLink, LinkGroup
 from llmrl.weight_sync.packing import ALIGNMENT, PackedLayout, read_tag, write_tag
 from llmrl.weight_sync.shared_memory import SharedBuffer, open_shared
 from llmrl.weight_sync.source import checkpoint_name, named_weights
@@ -21,14 +26,23 @@ class FakeEngine:
 
     weight_transfer_backend = "nccl"
     model_dtype = torch.bfloat16
+    quantization = None
+    is_alive = True
 
-    def __init__(self, num_workers=1, version=0, fails_at=None):
-        self.num_workers, self.policy_version, self.fails_at = num_workers, version, fails_at
+    def __init__(self, num_workers=1, version=0, fails_at=None, dies_at=None):
+        self.num_workers, self.policy_version = num_workers, version
+        self.fails_at, self.dies_at = fails_at, dies_at
         self.calls = []
+
+    @property
+    def names(self):
+        return [call[0] for call in self.calls]
 
     def _call(self, name, *arguments):
         self.calls.append((name, *arguments))
-        if name == self.fails_at:
+        if name == self.dies_at:
+            self.is_alive = False
+        if name == self.fails_at or not self.is_alive:
             raise EngineError(f"{name} refused")
 
     def pause(self, mode, *, clear_cache):
@@ -48,7 +62,7 @@ class FakeEngine:
         self._call("start")
 
     def update_weights(self, info):
-        self._call("update")
+        self._call("update", info)
 
     def finish_weight_update(self, version):
         self._call("finish", version)
@@ -143,11 +157,7 @@ def test_sharded_weights_are_gathered():
     assert dict(named_weights(model))["weight"].shape == (2, 2)
 
 
-def test_a_model_with_adapters_is_refused():
-    model = torch.nn.Linear(2, 2)
-    model.peft_config = {"default": object()}
-    with pytest.raises(TypeError, match="merge"):
-        get_model_metadata(model)
+def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="list"):
         get_model_metadata([1])
 
@@ -155,38 +165,97 @@ def test_a_model_with_adapters_is_refused():
 def test_workers_of_each_engine_follow_those_of_the_one_before():
     engines = [FakeEngine(num_workers=2), FakeEngine(num_workers=1), FakeEngine(num_workers=4)]
     receiver = VLLMWeightSyncScheme().create_receiver(engines)
-    receiver.init_weight_transfer_engine({"rank_offset": 1, "world_size": 8})
+    group = LinkGroup(receiver.links(), receiver.each)
+    group.init_weight_transfer_engine({"rank_offset": 1, "world_size": 8})
     assert [engine.calls[0][1]["rank_offset"] for engine in engines] == [1, 3, 4]
-    assert receiver.num_workers == 7
+    assert receiver.num_workers == group.num_workers == 7
 
 
 def test_several_engines_get_one_version():
     engines = [FakeEngine(version=3), FakeEngine(version=5)]
     receiver = VLLMWeightSyncScheme().create_receiver(engines)
-    assert receiver.policy_version == 3
-    assert receiver.finish_weight_update() == 6
+    assert (receiver.policy_version, receiver.next_version) == (3, 6)
+    receiver.commit(receiver.links(), receiver.next_version)
     assert [engine.policy_version for engine in engines] == [6, 6]
 
 
-def test_engines_resume_after_an_error_unless_told_to_stay():
+def test_engines_resume_after_an_error():
     engine = FakeEngine()
     receiver = VLLMWeightSyncScheme(pause_mode="abort").create_receiver(engine)
-    with pytest.raises(KeyError), receiver.paused():
+    with pytest.raises(KeyError), receiver.paused(receiver.links()):
         raise KeyError
-    assert [call[0] for call in engine.calls] == ["pause", "resume"]
+    assert engine.names == ["pause", "resume"]
     assert engine.calls[0][1] == "abort"
-    with receiver.paused():
-        receiver.stay_paused()
-    assert engine.calls[-1][0] == "pause"
 
 
-def test_engines_without_weight_transfer_are_refused():
-    engine = FakeEngine()
-    engine.weight_transfer_backend = None
-    with pytest.raises(ValueError, match="weight_transfer=True"):
-        VLLMWeightSyncScheme().create_receiver(engine)
+def test_an_engine_that_dies_is_left_out_and_one_in_its_place_comes_in():
+    engines = [FakeEngine(), FakeEngine(dies_at="finish")]
+    receiver = VLLMWeightSyncScheme().create_receiver(engines)
+    links = receiver.links()
+    with receiver.paused(links):
+        receiver.commit(links, 1)
+    assert engines[0].policy_version == 1
+    assert engines[0].names == ["pause", "finish", "reset_prefix_cache", "resume"]
+    assert [link.engine for link in receiver.links()] == [engines[0]]
+    engines[1] = FakeEngine()
+    assert [link.engine for link in receiver.links()] == engines
+    engines[0].is_alive = engines[1].is_alive = False
+    with pytest.raises(EngineError, match="start new ones"):
+        receiver.links()
+
+
+def test_an_engine_that_fails_while_loading_stays_paused_and_the_others_go_on():
+    engines = [FakeEngine(), FakeEngine(fails_at="finish")]
+    receiver = VLLMWeightSyncScheme().create_receiver(engines)
+    links = receiver.links()
+    with pytest.raises(EngineError, match="finish refused"), receiver.paused(links):
+        receiver.commit(links, 1)
+    assert [engine.policy_version for engine in engines] == [1, 0]
+    assert ["resume" in engine.names for engine in engines] == [True, False]
+    engines[1].fails_at = None
+    with receiver.paused(links):
+        receiver.commit(links, 2)
+    assert engines[1].names[-1] == "resume"
+
+
+def test_what_an_engine_took_is_discarded_when_the_update_is_abandoned():
+    engine = FakeEngine(version=4)
+    link = EngineLink(engine)
+    link.abandon(can_discard=True)
+    assert engine.calls == []
+    link.start_weight_update()
+    link.update_weights({"tag": "x"})
+    link.abandon(can_discard=True)
+    assert engine.calls[-2:] == [("update", {"is_discarded": True}), ("finish", 4)]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("weight_transfer_backend", None, "weight_transfer=True"),
+        ("quantization", "fp8", "quantised \\(fp8\\)"),
+        ("model_dtype", torch.float32, "one dtype, got torch.float32 and torch.bfloat16"),
+        ("weight_transfer_backend", "ipc", "one weight-transfer backend"),
+    ],
+)
+def test_engines_that_cannot_take_the_weights_are_refused(attribute, value, message):
+    odd = FakeEngine()
+    setattr(odd, attribute, value)
+    with pytest.raises(ValueError, match=message):
+        VLLMWeightSyncScheme().create_receiver([FakeEngine(), odd])
+
+
+def test_no_engine_is_refused():
     with pytest.raises(ValueError, match="empty"):
         VLLMWeightSyncScheme().create_receiver([])
+
+
+def test_another_vllm_is_refused(monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    require_vllm_version()
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    with pytest.raises(ImportError, match=r"found 0\.33\.1"):
+        require_vllm_version()
 
 
 def test_a_sender_says_what_it_lacks():
@@ -204,69 +273,101 @@ def test_a_scheme_refuses_what_it_does_not_know(options):
         VLLMWeightSyncScheme(**options)
 
 
-class TestNcclTransfer:
-    """vLLM's own NCCL engines on GPU: driven as far as a machine without one goes."""
+class TestTransferOnGpu:
+    """vLLM's own NCCL and IPC engines: driven as far as a machine without a GPU goes."""
 
     @pytest.fixture(autouse=True)
-    def _needs_vllm(self):
+    def _without_gpu(self, monkeypatch):
         pytest.importorskip("vllm")
+        from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
 
-    def test_trainer_and_workers_make_one_group(self):
-        from llmrl.weight_sync.transport import trainer_init_info
+        self.sent = {}
 
-        scheme = VLLMWeightSyncScheme(master_address="10.0.0.1", master_port=1234, rank=2)
-        info = trainer_init_info(scheme, "nccl", num_workers=3)
-        assert (info.master_address, info.master_port, info.world_size, info.rank) == ("10.0.0.1", 1234, 4, 2)
-        with pytest.raises(ValueError, match="'ipc'"):
-            trainer_init_info(scheme, "ipc", num_workers=1)
+        def broadcast(iterator, **options):
+            self.sent = {name: tensor.clone() for name, tensor in iterator}
 
-    def test_an_update_runs_through_vllms_trainer_engine(self, monkeypatch):
-        from vllm.distributed.weight_transfer import nccl_engine
-
-        sent = {}
         monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: FakeCommunicator())
-        monkeypatch.setattr(
-            nccl_engine,
-            "packed_nccl_broadcast_producer",
-            lambda iterator, **options: sent.update((name, tensor.clone()) for name, tensor in iterator),
+        monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", broadcast)
+        # Of CUDA IPC the trainer asks for its device's id and for handles to its memory.
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-0"))
+        monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+        monkeypatch.setattr(ipc_engine, "packed_ipc_producer", self._chunks)
+
+    def _chunks(self, iterator, **options):
+        weights = dict(iterator)
+        yield SimpleNamespace(
+            names=list(weights),
+            dtype_names=["bfloat16"] * len(weights),
+            shapes=[list(weight.shape) for weight in weights.values()],
+            ipc_handle={"GPU-0": ("rebuild", tuple(weights))},
+            tensor_sizes=[weight.nbytes for weight in weights.values()],
         )
-        model, engine = torch.nn.Linear(3, 2), FakeEngine(version=4)
-        sender = VLLMWeightSyncScheme().create_sender()
-        sender.register_model(model)
-        sender.init_all_workers_group(get_model_metadata(model), engine)
-        assert engine.calls[0][1]["world_size"] == 2
-        assert sender.update_weights() == 5
-        assert [call[0] for call in engine.calls[1:]] == [
-            "pause", "start", "update", "finish", "reset_prefix_cache", "resume",
+
+    def sender_to(self, engine, **options):
+        sender = VLLMWeightSyncScheme(**options).create_sender()
+        self.model = torch.nn.Linear(3, 2)
+        sender.register_model(self.model)
+        sender.init_all_workers_group(get_model_metadata(self.model), engine)
+        return sender
+
+    def test_nccl_makes_one_group_of_trainer_and_workers_and_broadcasts(self):
+        engines = [FakeEngine(version=4), FakeEngine(version=4, num_workers=2)]
+        sender = self.sender_to(engines, master_address="10.0.0.1", master_port=1234)
+        info = engines[1].calls[0][1]
+        assert [info[name] for name in ("master_address", "master_port", "world_size", "rank_offset")] == [
+            "10.0.0.1", 1234, 4, 2,
         ]  # fmt: skip
-        assert sent["weight"].dtype is torch.bfloat16
-        assert torch.equal(sent["weight"], model.weight.to(torch.bfloat16))
+        assert sender.update_weights() == 5
+        for engine in engines:
+            assert engine.names[1:] == ["pause", "start", "update", "finish", "reset_prefix_cache", "resume"]
+        assert self.sent["weight"].dtype is torch.bfloat16
+        assert torch.equal(self.sent["weight"], self.model.weight.to(torch.bfloat16))
         sender.shutdown()
 
-    def test_a_failure_that_cannot_be_undone_leaves_the_engine_paused(self, monkeypatch):
-        from vllm.distributed.weight_transfer import nccl_engine
+    def test_the_group_is_made_anew_when_a_replica_is_replaced(self):
+        engines = [FakeEngine(), FakeEngine()]
+        sender = self.sender_to(engines)
+        engines[1] = FakeEngine()
+        assert sender.update_weights() == 1
+        assert engines[0].names.count("init") == 2 and engines[1].names.count("init") == 1
+        engines[1] = late = FakeEngine()
+        with pytest.raises(WeightSyncError, match="after the next update"):
+            sender.bring_up_to_date(late)
+        assert sender.update_weights() == 2 == late.policy_version
 
-        monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: FakeCommunicator())
-        monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda iterator, **options: list(iterator))
+    def test_handles_of_ipc_travel_as_text(self):
+        engine = FakeEngine()
+        engine.weight_transfer_backend = "ipc"
+        sender = self.sender_to(engine)
+        assert engine.calls[0] == ("init", {"packed": True})
+        assert sender.update_weights() == 1
+        info = next(call[1] for call in engine.calls if call[0] == "update")
+        assert info["names"] == ["weight", "bias"] and "ipc_handles" not in info
+        handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
+        assert handles == {"GPU-0": ("rebuild", ("weight", "bias"))}
+
+    def test_a_failure_that_cannot_be_undone_leaves_the_engine_paused(self):
         engine = FakeEngine(fails_at="update")
-        sender = VLLMWeightSyncScheme().create_sender()
-        sender.register_model(torch.nn.Linear(3, 2))
-        sender.init_all_workers_group(None, engine)
-        with pytest.raises(WeightSyncError, match="stays paused until an update succeeds"):
+        sender = self.sender_to(engine)
+        with pytest.raises(WeightSyncError, match="stay paused until an update succeeds"):
             sender.update_weights()
-        assert "resume" not in [call[0] for call in engine.calls]
+        assert "resume" not in engine.names
         engine.fails_at = None
         assert sender.update_weights() == 1
-        assert engine.calls[-1][0] == "resume"
+        assert engine.names[-1] == "resume"
 
-    def test_metadata_of_another_model_is_refused(self, monkeypatch):
-        from vllm.distributed.weight_transfer import nccl_engine
-
-        monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: FakeCommunicator())
+    def test_metadata_of_another_model_is_refused(self):
         sender = VLLMWeightSyncScheme().create_sender()
         sender.register_model(torch.nn.Linear(3, 2))
         with pytest.raises(ValueError, match="1 weights differ"):
             sender.init_all_workers_group(get_model_metadata(torch.nn.Linear(4, 2)), FakeEngine())
+
+    def test_an_unknown_backend_is_refused(self):
+        engine = FakeEngine()
+        engine.weight_transfer_backend = "sharded_rdt"
+        with pytest.raises(ValueError, match="'sharded_rdt'"):
+            self.sender_to(engine)
 
 
 class FakeCommunicator:

@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-SHARED_MEMORY_BACKEND = "llmrl_shared_memory"
-"""The weight-transfer backend that llmrl registers in vLLM's workers, for engines on CPU."""
-DOUBLE_BUFFER_BACKEND = "llmrl_double_buffer"
-"""The one that goes through files, for engines on other hosts and on any device."""
-GLOO_BACKEND = "llmrl_gloo"
-"""The one that goes through a network, for engines on CPU on other hosts."""
-LLMRL_BACKENDS = (SHARED_MEMORY_BACKEND, DOUBLE_BUFFER_BACKEND, GLOO_BACKEND)
+LLMRL_BACKEND = "llmrl"
+"""The weight-transfer backend that llmrl registers in vLLM's workers: shared memory, gloo and files."""
 VLLM_VERSION = "0.32"
 """Whose weight-update API the tests ran with; it has no promise of stability."""
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "llmrl_weight_transfer"
@@ -65,9 +60,9 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
 
     if weight_transfer is False:
         return None
-    backend = (SHARED_MEMORY_BACKEND if is_cpu else "nccl") if weight_transfer is True else weight_transfer
+    backend = (LLMRL_BACKEND if is_cpu else "nccl") if weight_transfer is True else weight_transfer
     require_vllm_version()
-    if backend in LLMRL_BACKENDS:
+    if backend == LLMRL_BACKEND:
         installed = importlib.metadata.entry_points(group=PLUGIN_GROUP)
         if PLUGIN_NAME not in {point.name for point in installed}:
             raise EngineError(

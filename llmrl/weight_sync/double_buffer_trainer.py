@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
-from llmrl.engines.vllm_args import DOUBLE_BUFFER_BACKEND
+from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
 from llmrl.weight_sync.packing import PackedLayout
 
@@ -17,7 +17,7 @@ from llmrl.weight_sync.packing import PackedLayout
 class DoubleBufferTrainerInitInfo(TrainerInitInfo):
     """The folder as the workers see it."""
 
-    backend: ClassVar[str] = DOUBLE_BUFFER_BACKEND
+    backend: ClassVar[str] = f"{LLMRL_BACKEND}_double_buffer"
 
     worker_folder: str
 
@@ -74,6 +74,7 @@ class DoubleBufferTrainerEngine(TrainerWeightTransferEngine[DoubleBufferTrainerI
 
     init_info_cls = DoubleBufferTrainerInitInfo
     source: StagedFile
+    _worker_folder: str
 
     @classmethod
     def trainer_init(cls, init_info: DoubleBufferTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
@@ -82,12 +83,14 @@ class DoubleBufferTrainerEngine(TrainerWeightTransferEngine[DoubleBufferTrainerI
             raise ValueError(f"the double buffer needs a StagedFile as its source, got {type(source).__name__}.")
         source.folder.mkdir(parents=True, exist_ok=True)
         client.init_weight_transfer_engine({"folder": init_info.worker_folder, "layout": source.layout.to_plain()})
-        return cls(client=client, source=source, is_sender=init_info.is_sender)
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        engine._worker_folder = init_info.worker_folder
+        return engine
 
     def send_weights(self) -> None:
         """Make the workers load what is staged."""
         if self.source.pointer is None:
             raise RuntimeError("no weights are staged.")
         self.client.start_weight_update()
-        self.client.update_weights({"pointer": asdict(self.source.pointer)})
+        self.client.update_weights({"folder": self._worker_folder, "pointer": asdict(self.source.pointer)})
         self.client.finish_weight_update()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-from llmrl.engines.vllm_args import GLOO_BACKEND, SHARED_MEMORY_BACKEND
+from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.gloo import broadcast, close_group, open_group
 from llmrl.weight_sync.shared_memory import SharedBuffer
 from llmrl.weight_sync.staging import StagedWeights
@@ -18,14 +18,14 @@ from llmrl.weight_sync.staging import StagedWeights
 class SharedMemoryTrainerInitInfo(TrainerInitInfo):
     """Nothing but who we are."""
 
-    backend: ClassVar[str] = SHARED_MEMORY_BACKEND
+    backend: ClassVar[str] = f"{LLMRL_BACKEND}_shared_memory"
 
 
 @dataclass
 class GlooTrainerInitInfo(TrainerInitInfo):
     """Where the trainer and the client's workers meet; `world_size` counts both."""
 
-    backend: ClassVar[str] = GLOO_BACKEND
+    backend: ClassVar[str] = f"{LLMRL_BACKEND}_gloo"
 
     master_address: str
     master_port: int

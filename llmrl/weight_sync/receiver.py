@@ -126,7 +126,12 @@ class VLLMWeightReceiver:
                 raise
             self._mixed.discard(link)
 
-        self.each(links, finish)
+        try:
+            self.each(links, finish)
+        finally:
+            refresh = getattr(self._group, "refresh", None)
+            if callable(refresh):  # replicas that look who may serve
+                refresh()
 
     def each(self, links: list[EngineLink], action: Callable[[EngineLink], Any]) -> None:
         """Run `action` for all engines at once; all have ended before an error of an engine that lives is raised.
@@ -188,7 +193,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
 def _take_file(link: EngineLink, folder: str, pointer: BufferPointer) -> None:
     link.init_weight_transfer_engine({"folder": folder})
     link.start_weight_update()
-    link.update_weights({"pointer": asdict(pointer)})
+    link.update_weights({"folder": folder, "pointer": asdict(pointer)})
 
 
 def _require_alike(engine: Any, first: Any) -> None:

@@ -88,9 +88,9 @@ class VLLMWeightSyncScheme:
 class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     """Weights through files: two buffers, of which one is always whole, and a pointer with a checksum.
 
-    For engines on other hosts with a shared file system, on any device. The engine is started with
-    `weight_transfer="llmrl_double_buffer"`; sender and receiver are used as those of `VLLMWeightSyncScheme`. Where
-    the trainer cannot call the engine, its sender is given none and only writes; a receiver beside the engine reads:
+    For engines on other hosts with a shared file system, on any device; on GPU they are started with
+    `weight_transfer="llmrl"`. Sender and receiver are used as those of `VLLMWeightSyncScheme`. Where the trainer
+    cannot call the engine, its sender is given none and only writes, and a receiver beside the engine reads:
     `scheme.create_receiver(engine).poll_and_apply()`.
 
     Args:

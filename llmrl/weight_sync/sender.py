@@ -128,7 +128,7 @@ class VLLMWeightSender:
                     "next update."
                 )
             links = [self._receiver.link_to(engine)]
-            self._transport.open(self._receiver, [*self._receiver.links(), *links])
+            self._transport.open(self._receiver, list(dict.fromkeys([*self._receiver.links(), *links])))
             with self._receiver.paused(links):
                 self._transport.send(self._receiver, links)
                 self._receiver.commit(links, version)

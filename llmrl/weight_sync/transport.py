@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from llmrl.engines.base import EngineError
-from llmrl.engines.vllm_args import DOUBLE_BUFFER_BACKEND, GLOO_BACKEND, SHARED_MEMORY_BACKEND
+from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.gloo import own_address
 from llmrl.weight_sync.link import EngineLink, LinkGroup
 from llmrl.weight_sync.shared_memory import UNREACHABLE
@@ -82,9 +82,8 @@ class WeightTransport(ABC):
 class VLLMCollectiveTransport(WeightTransport):
     """Moves weights through memory or a network, by the way that the engines' backend has.
 
-    - `llmrl_shared_memory` (CPU, one host): the workers map what is staged. Those on another host cannot; their
-      engine gets the weights by broadcast instead.
-    - `llmrl_gloo` (CPU): always by broadcast, in one gloo group an engine: a replica that dies breaks only its own.
+    - `llmrl`: the workers map what is staged, in the trainer's memory. Those on another host cannot; their engine gets
+      the weights by broadcast, in a gloo group of its own: a replica that dies breaks no other's.
     - `nccl` (GPU): vLLM's packed broadcast to all engines at once; `ipc` (GPU): vLLM's CUDA handles, for engines on
       the trainer's own devices. Both stream into the model: half an update cannot be taken back.
 
@@ -96,11 +95,11 @@ class VLLMCollectiveTransport(WeightTransport):
         from llmrl.weight_sync.staging import StagedWeights, StreamedWeights
 
         self._scheme, self._backend = scheme, backend
-        self.can_retract = backend in (SHARED_MEMORY_BACKEND, GLOO_BACKEND)
+        self.can_retract = backend == LLMRL_BACKEND
         if not self.can_retract and backend not in ("nccl", "ipc"):
             raise ValueError(
                 f"the engine's weight-transfer backend is {backend!r}; {type(scheme).__name__} drives "
-                f"{SHARED_MEMORY_BACKEND!r}, {GLOO_BACKEND!r}, 'nccl' and 'ipc'."
+                f"{LLMRL_BACKEND!r}, 'nccl' and 'ipc'."
             )
         super().__init__(StagedWeights(source) if self.can_retract else StreamedWeights(source))
 
@@ -124,13 +123,12 @@ class VLLMCollectiveTransport(WeightTransport):
         """By shared memory where the workers see it, else by gloo."""
         from llmrl.weight_sync.memory_trainer import GlooTrainerInitInfo, SharedMemoryTrainerInitInfo
 
-        if self._backend == SHARED_MEMORY_BACKEND:
-            try:
-                return make_trainer(SharedMemoryTrainerInitInfo(rank=0), link, self.staged)
-            except EngineError as error:
-                if UNREACHABLE not in str(error):
-                    raise
-                logger.info("an engine does not see this host's memory; its weights are broadcast: %s", error)
+        try:
+            return make_trainer(SharedMemoryTrainerInitInfo(rank=0), link, self.staged)
+        except EngineError as error:
+            if UNREACHABLE not in str(error):
+                raise
+            logger.info("an engine does not see this host's memory; its weights are broadcast: %s", error)
         address, port = self._scheme.rendezvous(own_address)
         world_size = 1 + link.num_workers
         info = GlooTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=world_size)
@@ -162,9 +160,9 @@ class VLLMDoubleBufferTransport(WeightTransport):
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, backend: str | None, source: Any) -> None:
         from llmrl.weight_sync.double_buffer_trainer import StagedFile
 
-        if backend not in (None, DOUBLE_BUFFER_BACKEND):
+        if backend not in (None, LLMRL_BACKEND):
             raise ValueError(
-                f"{type(scheme).__name__} needs engines started with weight_transfer={DOUBLE_BUFFER_BACKEND!r}; "
+                f"{type(scheme).__name__} needs engines started with weight_transfer={LLMRL_BACKEND!r}; "
                 f"theirs is {backend!r}."
             )
         super().__init__(StagedFile(source, scheme.remote_addr))
