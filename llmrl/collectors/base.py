@@ -16,7 +16,7 @@ from llmrl.collectors.groups import GroupRules
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.scheduler import Delivery, RolloutScheduler, RolloutSource
 from llmrl.collectors.shape import BatchShape
-from llmrl.collectors.staleness import LatePolicy
+from llmrl.collectors.staleness import LatePolicy, StalenessGate
 from llmrl.data import Rollout
 from llmrl.engines.background_loop import BackgroundLoop
 
@@ -52,8 +52,7 @@ class BatchCollector:
         per_batch = (shape.size if shape.kind != "tokens" else 8) * source.group_size
         gate: Any
         if max_staleness is not None:
-            is_unasked = replay_buffer is not None
-            gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups, is_unasked=is_unasked)
+            gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
         else:
             gate = shape.demand_gate(
                 num_extra_groups=num_extra_groups,
@@ -152,6 +151,9 @@ class BatchCollector:
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=.")
+        if isinstance(self._scheduler.gate, StalenessGate):
+            # The thread asks at once for the next batch: that says nothing of how far training is.
+            self._scheduler.gate.is_unasked = True
         self._filler.start()
 
     def is_running(self) -> bool:

@@ -84,7 +84,7 @@ class BatchShape:
             is_free_running=is_free_running,
         )
 
-    def staleness_gate(self, *, max_staleness: int, late: LatePolicy, is_unasked: bool) -> StalenessGate:
+    def staleness_gate(self, *, max_staleness: int, late: LatePolicy) -> StalenessGate:
         """A gate that runs ahead of training by a bounded number of versions.
 
         Raises:
@@ -95,7 +95,7 @@ class BatchShape:
                 "max_staleness needs batches of a known number of rollouts: groups_per_batch, or "
                 f"yield_only_last_steps; here a batch is {self.size} {self.kind}."
             )
-        return StalenessGate(self.size, max_staleness=max_staleness, late=late, is_unasked=is_unasked)
+        return StalenessGate(self.size, max_staleness=max_staleness, late=late)
 
     def units(self, rollouts: Sequence[Rollout]) -> int:
         """What a group brings to a batch, in units of `size`."""

@@ -59,7 +59,8 @@ class StalenessGate:
         if late not in ("wait", "drop"):
             raise ValueError(f"late must be 'wait' or 'drop', got {late!r}.")
         self.groups_per_batch, self.max_staleness, self.late = groups_per_batch, max_staleness, late
-        self._is_unasked = is_unasked
+        self.is_unasked = is_unasked
+        """Whether only new versions say how far training is."""
         self._num_batches = 0
         self._progress = 0  # the batch that the trainer needs next, as far as is known
         self._version: int | None = None
@@ -77,6 +78,8 @@ class StalenessGate:
 
     def ask(self) -> None:
         """The consumer waits for its next batch: it has done with those before, whatever the version."""
+        if self.is_unasked:
+            return
         self._progress = max(self._progress, self._num_batches)
 
     def _observe(self, version: int) -> None:
@@ -85,7 +88,7 @@ class StalenessGate:
         if version > self._version:
             self._progress += version - self._version
             self._version = version
-            if not self._is_unasked:  # several updates a batch are no licence to run further ahead
+            if not self.is_unasked:  # several updates a batch are no licence to run further ahead
                 self._progress = min(self._progress, self._num_batches)
 
     def num_admissible(self, version: int) -> int:

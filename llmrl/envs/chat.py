@@ -103,7 +103,7 @@ class ChatEnv(EnvBase):
             return lazy_stack(elements, 0)
         query = tensordict.get(self.data_key)
         if self.input_mode == "tokens":
-            turn: Any = Tokens(prompt=torch.as_tensor(query, dtype=torch.int64), batch_size=())
+            turn: Any = Tokens(prompt=torch.as_tensor(plain(query), dtype=torch.int64), batch_size=())
         elif self.input_mode == "text":
             turn = Text(prompt=plain(query), batch_size=())
         else:

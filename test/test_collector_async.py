@@ -1,0 +1,433 @@
+"""The collector while others work: bounded staleness, background buffer, pauses, updates in flight, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from llmrl.collectors import CollectionStalled, DropReason, GroupRules, LLMCollector, RolloutLimits
+from llmrl.data import RolloutStatus, StopReason
+from llmrl.engines import ScriptedEngine
+from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+from llmrl.policies import LLMWrapperBase
+from llmrl.rewards import RewardFn, Rubric
+from llmrl.transforms import RubricReward
+
+DATASET = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(50)]
+
+
+@pytest.fixture
+def make_policy(renderer):
+    def make(script=("1<|im_end|>", "2<|im_end|>"), generate_kwargs=None, **engine_kwargs):
+        engine = ScriptedEngine(script, encode=renderer.encode, decode=renderer.decode, **engine_kwargs)
+        return LLMWrapperBase(engine, renderer=renderer, generate_kwargs=generate_kwargs)
+
+    return make
+
+
+def exact(completion, answer):
+    return float(completion == answer)
+
+
+def addition(repeats=2, rubric=exact, **kwargs):
+    return DatasetChatEnv(DATASET, repeats=repeats, **kwargs).append_transform(RubricReward(rubric))
+
+
+def wait_until(condition, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def settled(collector):
+    """Numbers in = numbers out: the rollouts of all batches so far, each once."""
+    return Counter(rollout.rollout_id for rollout in collector.rollouts)
+
+
+class Talk(MessageEnv):
+    """Answers `num_turns` times, by a tool that takes `seconds`."""
+
+    def __init__(self, item):
+        self.num_turns, self.seconds = item.get("num_turns", 2), item.get("seconds", 0.0)
+        self.turn = 0
+
+    async def init(self):
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, message):
+        self.turn += 1
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        return MessageStep([{"role": "user", "content": "again"}], reward=1.0, is_done=self.turn >= self.num_turns)
+
+
+# Groups
+
+
+def test_dropped_groups_are_refilled_exactly_and_counted(make_policy):
+    def every_third_is_constant(completion, answer):
+        return 0.0 if int(answer) % 3 == 0 else float(completion == "1")
+
+    rules = GroupRules(is_constant_group_dropped=True)
+    with LLMCollector(
+        addition(rubric=every_third_is_constant),
+        policy=make_policy(),
+        groups_per_batch=2,
+        group_rules=rules,
+        max_concurrent_rollouts=1,
+    ) as collector:
+        seen = Counter()
+        for _, batch in zip(range(4), collector, strict=False):
+            assert len(set(batch["rollout", "group_id"])) == 2 and len(batch) == 4
+            seen += settled(collector)
+            dropped = collector.report.num_dropped_by_reason
+            assert set(dropped) <= {DropReason.CONSTANT_REWARDS}
+            assert collector.report.num_rollouts == 4 + sum(dropped.values())
+    assert set(seen.values()) == {1}  # nothing twice
+    assert sorted(seen) == sorted(f"train/0/{group}/{sample}" for group in range(11) for sample in range(2))
+
+
+def test_extra_groups_spare_the_wait_for_the_slowest(make_policy):
+    policy = make_policy(latency_s=lambda prompt, answer: 5.0 if len(policy.engine.requests) == 1 else 0.01)
+    with LLMCollector(addition(1), policy=policy, groups_per_batch=3, num_extra_groups=1) as collector:
+        started = time.monotonic()
+        batch = next(iter(collector))
+        assert time.monotonic() - started < 3.0
+        assert "train/0/0" not in list(batch["rollout", "group_id"]) and len(batch) == 3
+        assert collector.report.num_dropped_by_reason == {DropReason.OVERSAMPLED: 1}
+        aborted = [rollout for rollout in collector.rollouts if rollout.status is RolloutStatus.ABORTED]
+        assert [rollout.rollout_id for rollout in aborted] == ["train/0/0/0"]
+        wait_until(lambda: policy.engine.num_in_flight == 0)  # no leaked slot
+
+
+def test_a_token_budget_bounds_batches_of_whole_groups(make_policy):
+    with LLMCollector(addition(), policy=make_policy(), tokens_per_batch=150) as collector:
+        for _, batch in zip(range(3), collector, strict=False):
+            assert sum(row["tokens", "full"].shape[0] for row in batch.unbind(0)) <= 150
+            assert set(Counter(batch["rollout", "group_id"]).values()) == {2}
+
+
+def test_the_end_of_the_data_gives_what_is_left_then_stops(make_policy):
+    env = DatasetChatEnv(DATASET[:5], repeats=2, num_epochs=1).append_transform(RubricReward(exact))
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=2) as collector:
+        batches = [list(batch["rollout", "rollout_id"]) for batch in collector]
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert len({rollout_id for batch in batches for rollout_id in batch}) == 10
+
+
+def test_trajectories_may_be_collected_ahead(make_policy):
+    env = MessageChatEnv(Talk, [{"num_turns": 3}])
+    policy = make_policy(latency_s=0.02)
+    with LLMCollector(
+        env, policy=policy, yield_completed_trajectories=True, dialog_turns_per_batch=4, max_concurrent_rollouts=6
+    ) as collector:
+        sizes = [batch.shape[0] for _, batch in zip(range(4), collector, strict=False)]
+    assert sizes == [6] * 4  # whole conversations, until there are four turns
+
+
+# Staleness
+
+
+def test_collection_goes_on_while_the_trainer_trains_but_only_so_far(make_policy):
+    policy = make_policy()
+    with LLMCollector(addition(), policy=policy, groups_per_batch=2, max_staleness=1) as collector:
+        batches = iter(collector)
+        next(batches)
+        wait_until(lambda: len(policy.engine.requests) == 8)
+        time.sleep(0.1)
+        assert len(policy.engine.requests) == 8  # this batch and one ahead
+        for version in range(1, 6):
+            policy.engine.policy_version = version
+            batch = next(batches)
+            versions = batch.get(("policy_versions", "full"), as_list=True)
+            oldest = min(int(row[row >= 0].min()) for row in versions)
+            assert version - oldest <= 1
+            assert collector.report.max_staleness <= 1 and collector.report.num_dropped_by_reason == {}
+
+
+def test_with_staleness_zero_nothing_starts_before_the_update(make_policy):
+    policy = make_policy()
+    with LLMCollector(addition(), policy=policy, groups_per_batch=2, max_staleness=0) as collector:
+        batches = iter(collector)
+        next(batches)
+        time.sleep(0.1)
+        assert len(policy.engine.requests) == 4
+        policy.engine.policy_version = 1
+        batch = next(batches)
+        versions = torch.cat(batch.get(("policy_versions", "full"), as_list=True))
+        assert set(versions[versions >= 0].tolist()) == {1}
+
+
+def test_groups_that_a_second_update_made_too_old_are_dropped_and_refilled(make_policy):
+    policy = make_policy()
+    with LLMCollector(addition(), policy=policy, groups_per_batch=2, max_staleness=1) as collector:
+        batches = iter(collector)
+        next(batches)
+        wait_until(lambda: policy.engine.num_in_flight == 0 and len(policy.engine.requests) == 8)
+        policy.engine.policy_version = 5
+        batch = next(batches)
+        assert collector.report.num_dropped_by_reason == {DropReason.STALE: 4}
+        assert len(batch) == 4 and collector.report.max_staleness == 0
+
+
+# Updates in flight
+
+
+def test_aborted_completions_go_on_after_an_update_with_their_versions(make_policy, renderer):
+    full = renderer.encode("1 2 3 4 5 6 7 8 9 10 11 12<|im_end|>")
+    opening = renderer.render([{"role": "user", "content": "0 + 1 ="}], add_generation_prompt=True)
+
+    def script(prompt):
+        return full[len(prompt) - len(opening) :]  # goes on where the prompt ends
+
+    policy = make_policy(script, latency_s=0.4)
+    with LLMCollector(addition(), policy=policy, groups_per_batch=1) as collector:
+        engine = policy.engine
+
+        def update():
+            wait_until(lambda: engine.num_in_flight == 2)
+            time.sleep(0.2)
+            engine.pause("abort")
+            engine.policy_version = 1
+            engine.resume()
+
+        thread = threading.Thread(target=update)
+        thread.start()
+        batch = next(iter(collector))
+        thread.join()
+    for row in batch.unbind(0):
+        mask = row["masks", "all_assistant_mask"]
+        assert row["tokens", "full"][mask].tolist() == full
+        versions = row["policy_versions", "full"][mask].tolist()
+        assert versions == sorted(versions) and set(versions) == {0, 1}
+    assert len(engine.requests) == 4
+
+
+# The background
+
+
+def fill(policy, *, size=1000, **kwargs):
+    buffer = ReplayBuffer(storage=LazyStackStorage(size), batch_size=4)
+    return buffer, LLMCollector(addition(), policy=policy, groups_per_batch=2, replay_buffer=buffer, **kwargs)
+
+
+def test_a_buffer_fills_in_the_background_and_pauses(make_policy):
+    policy = make_policy(latency_s=0.005)
+    buffer, collector = fill(policy, max_concurrent_rollouts=8)
+    with collector:
+        collector.start()
+        wait_until(lambda: len(buffer) >= 12)
+        with collector.pause():
+            wait_until(lambda: policy.engine.num_in_flight == 0)
+            num_written, num_requests = len(buffer), len(policy.engine.requests)
+            time.sleep(0.1)
+            assert (len(buffer), len(policy.engine.requests)) == (num_written, num_requests)
+        wait_until(lambda: len(buffer) > num_written)
+        assert collector.is_running()
+    ids = [str(buffer[index]["rollout", "rollout_id"]) for index in range(len(buffer))]
+    assert len(set(ids)) == len(ids) and not collector.is_running()
+
+
+def test_a_consumer_slower_than_the_producer_is_waited_for(make_policy):
+    policy = make_policy()
+    buffer, collector = fill(policy, max_staleness=2)
+    with collector:
+        collector.start()
+        wait_until(lambda: len(buffer) == 12)
+        time.sleep(0.2)
+        assert len(buffer) == 12  # the bound: three batches for versions 0, 1 and 2
+        policy.engine.policy_version = 1
+        wait_until(lambda: len(buffer) == 16)
+
+
+def test_what_ends_the_background_is_raised(make_policy):
+    rules = GroupRules(rollout_filter=lambda rollout: False)
+    _, collector = fill(make_policy(), group_rules=rules)
+    with collector:
+        collector.start()
+        with pytest.raises(CollectionStalled, match="filtered"):
+            wait_until(lambda: not collector.is_running())
+
+
+def test_start_needs_a_buffer(make_policy):
+    with LLMCollector(addition(), policy=make_policy(), groups_per_batch=2) as collector:
+        with pytest.raises(RuntimeError, match="replay_buffer"):
+            collector.start()
+
+
+# Faults: numbers in = numbers out
+
+
+def test_a_slow_tool_holds_up_no_other_conversation(make_policy):
+    env = MessageChatEnv(Talk, [{"num_turns": 1, "seconds": 1.0}, {"num_turns": 10}])
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
+        slow, quick = collector.play(2)
+    assert slow.seconds >= 1.0 > quick.seconds and quick.num_turns == 10
+
+
+def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_policy):
+    class Blocking(Talk):
+        async def step(self, message):
+            if self.num_turns == 99:
+                time.sleep(2.0)
+            return await super().step(message)
+
+    env = MessageChatEnv(Blocking, [{"num_turns": 99}, {"num_turns": 2}, {"num_turns": 2}])
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=1, step_timeout_seconds=0.5) as collector:
+        hung = collector.play(1)[0]
+        fine = collector.play(2)
+    assert (hung.status, hung.reason) == (RolloutStatus.ERROR, StopReason.ENVIRONMENT_ERROR)
+    assert "more than 0.5 s" in hung.error
+    assert [rollout.status for rollout in fine] == [RolloutStatus.COMPLETED] * 2
+
+
+def test_a_judge_that_times_out_costs_its_rollout_alone(make_policy):
+    async def judge(completion):
+        await asyncio.sleep(30.0 if completion == "2" else 0.0)
+        return 1.0
+
+    rubric = Rubric(RewardFn(judge), timeout_seconds=0.2)
+    policy = make_policy(["1<|im_end|>", "2<|im_end|>"])
+    with LLMCollector(addition(2, rubric), policy=policy, groups_per_batch=2, max_concurrent_rollouts=1) as collector:
+        batch = next(iter(collector))
+        assert len(batch) == 2 and batch["next", "reward"].flatten().tolist() == [1.0, 1.0]
+        assert len(collector.rollouts) == 4
+        assert collector.report.num_dropped_by_reason == {DropReason.UNSCORED: 2}
+        failed = [rollout for rollout in collector.rollouts if not rollout.is_scored]
+        assert all("TimeoutError" in rollout.error for rollout in failed)
+
+
+def test_judges_of_different_rollouts_run_at_once(make_policy):
+    async def judge(completion):
+        await asyncio.sleep(0.3)
+        return float(completion == "1")
+
+    with LLMCollector(addition(2, judge), policy=make_policy(), groups_per_batch=8) as collector:
+        started = time.monotonic()
+        batch = next(iter(collector))
+        assert time.monotonic() - started < 1.5
+    assert sorted(batch["next", "reward"].flatten().tolist()) == [0.0] * 8 + [1.0] * 8
+    assert set(batch["reward_breakdown", "judge"].flatten().tolist()) == {0.0, 1.0}
+
+
+def test_every_rollout_is_accounted_for_whatever_breaks(make_policy):
+    class Breaking(Talk):
+        async def step(self, message):
+            if self.turn == 1 and self.num_turns == 3:
+                raise RuntimeError("broken tool")
+            return await super().step(message)
+
+    env = MessageChatEnv(Breaking, [{"num_turns": n % 4 + 1} for n in range(40)], repeats=4)
+    policy = make_policy(latency_s=0.001)
+    seen, delivered, num_dropped = Counter(), 0, 0
+    limits = RolloutLimits(num_engine_retries=0)
+    with LLMCollector(env, policy=policy, groups_per_batch=4, limits=limits) as collector:
+        for index, batch in zip(range(6), collector, strict=False):
+            policy.engine.fail_next(index)
+            seen += settled(collector)
+            delivered += len(batch)
+            num_dropped += sum(collector.report.num_dropped_by_reason.values())
+        wait_until(lambda: policy.engine.num_in_flight == 0)
+    assert set(seen.values()) == {1} and len(seen) == delivered + num_dropped
+    assert len(seen) % 4 == 0 and num_dropped > 0
+
+
+def test_an_interrupted_wait_loses_no_batch(make_policy):
+    policy = make_policy(latency_s=0.3)
+    with LLMCollector(addition(), policy=policy, groups_per_batch=1) as collector:
+        previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                collector.next()
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        assert list(collector.next()["rollout", "group_id"]) == ["train/0/0"] * 2
+    assert len(policy.engine.requests) == 2
+
+
+def test_shutdown_with_work_in_flight_is_prompt_and_closes_environments(make_policy):
+    closed = []
+
+    class Closing(Talk):
+        async def close(self):
+            closed.append(self)
+
+    env = MessageChatEnv(Closing, [{"num_turns": 1000}])
+    policy = make_policy(latency_s=0.01)
+    buffer = ReplayBuffer(storage=LazyStackStorage(100))
+    collector = LLMCollector(env, policy=policy, groups_per_batch=4, replay_buffer=buffer, max_concurrent_rollouts=4)
+    collector.start()
+    wait_until(lambda: policy.engine.num_in_flight > 0)
+    started = time.monotonic()
+    collector.shutdown()
+    collector.shutdown()
+    assert time.monotonic() - started < 5.0
+    assert policy.engine.num_in_flight == 0 and len(closed) == 4
+    assert not [thread for thread in threading.enumerate() if thread.name in ("llmrl-collector", "llmrl-buffer")]
+
+
+SCRIPT = """
+    import sys, time
+    sys.path[:0] = {path!r}
+    from torchrl.data import LazyStackStorage, ReplayBuffer
+    from llmrl.collectors import LLMCollector, RolloutLimits
+    from llmrl.engines import ScriptedEngine
+    from llmrl.envs import DatasetChatEnv
+    from llmrl.policies import LLMWrapperBase
+
+    env = DatasetChatEnv([{{"query": [5]}}], input_mode="tokens")
+    policy = LLMWrapperBase(ScriptedEngine([[1, 2]], latency_s=0.01), input_mode="tokens")
+    buffer = ReplayBuffer(storage=LazyStackStorage(100000))
+    limits = RolloutLimits(max_turns=1)
+    with LLMCollector(env, policy=policy, groups_per_batch=4, replay_buffer=buffer, limits=limits) as collector:
+        collector.start()
+        while len(buffer) < 8:
+            time.sleep(0.01)
+        print("collecting", flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_kill_leave_no_process_behind(how):
+    code = textwrap.dedent(SCRIPT.format(path=sys.path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout.readline() == "collecting\n", process.stderr.read()
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0 and (how == signal.SIGKILL or "KeyboardInterrupt" in errors)
+    with pytest.raises(ProcessLookupError):  # its whole session is gone
+        os.killpg(process.pid, 0)
+
+
+# State
+
+
+def test_groups_in_flight_at_a_kill_are_played_again_first(make_policy):
+    policy = make_policy()
+    with LLMCollector(addition(), policy=policy, groups_per_batch=2, max_staleness=2) as collector:
+        delivered = list(collector.next()["rollout", "rollout_id"])
+        wait_until(lambda: len(policy.engine.requests) == 12)
+        state = collector.state_dict()
+    assert len(state["env"]["prompts"]["again"]) == 8
+    with LLMCollector(addition(), policy=make_policy(), groups_per_batch=2, max_staleness=2) as resumed:
+        resumed.load_state_dict(state)
+        for _ in range(4):
+            delivered += list(resumed.next()["rollout", "rollout_id"])
+    # Without the kill it would have been the same: each rollout of the first ten groups, once.
+    assert Counter(delivered) == Counter(f"train/0/{group}/{sample}" for group in range(10) for sample in range(2))
