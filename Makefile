@@ -6,7 +6,7 @@ BIN := $(abspath $(VENV))/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench docs clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is:"
@@ -28,6 +28,9 @@ lint: setup ## ruff and mypy: half a minute
 
 bench: setup ## benchmarks, each a ratio to a peer in the same run; one: make bench ARGS=import_time
 	@"$(BIN)/python" -m benchmarks $(or $(ARGS),all)
+
+docs: setup ## the documentation as a site in build/site: a quarter of a minute
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet && echo "open build/site/index.html"
 
 clean: ## remove the virtual environment, caches and runs' leftovers of the tools; the converted model stays
 	@rm -rf "$(VENV)" build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

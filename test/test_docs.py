@@ -6,7 +6,10 @@ earlier one made. Blocks in another language (`bash`, `text`, `yaml` …) are no
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,18 @@ def test_examples_run(page, tmp_path, monkeypatch):
         if language == "python":
             # Padded, so that a traceback shows the line of the page.
             exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    index = (tmp_path / "site/api/collectors/index.html").read_text()
+    assert 'id="llmrl.collectors.LLMCollector.play"' in index
+    pages = [(tmp_path / "site" / page).read_text() for page in ("index.html", "concepts/data-flow/index.html")]
+    assert not any("fonts.googleapis" in page for page in pages)
 
 
 def test_links_to_files_lead_somewhere():
