@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs import Compose, EnvBase, TransformedEnv
 
-from llmrl.engines.background_loop import BackgroundLoop
+from llmrl.collectors.slow_lane import SlowLane
 from llmrl.envs import ChatEnv
 
 # What the policy wrote for a turn; the next turn's root is without it.
 _TURN_KEYS = frozenset(("next", "tokens", "log_probs", "masks", "policy_versions", "finish_reason"))
-_UNRESPONSIVE_SECONDS = 0.5
 
 
 class EnvStepper:
@@ -44,8 +43,12 @@ class EnvStepper:
                 "build the environment without batch_size."
             )
         self.env, self.timeout_seconds, self.keep_steps = env, timeout_seconds, keep_steps
-        self._slow_parts = _slow_parts(env)
-        self._slow_loop: BackgroundLoop | None = None
+        self._slow_parts = _parts(env, "before_step")
+        self._releases = [
+            release for release in _parts(env, "release") if getattr(release, "__func__", None) is not ChatEnv.release
+        ]
+        self.slow_lane = SlowLane()
+        """Where slow steps run, and judges."""
         self._waiting: list[tuple[TensorDictBase, asyncio.Future[Any]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._thread = self._new_thread()
@@ -74,45 +77,17 @@ class EnvStepper:
             TimeoutError: when the step took too long.
         """
         for before_step in self._slow_parts:
-            await self.run_slowly(before_step(element), self.timeout_seconds)
+            await self.slow_lane.run(before_step(element), self.timeout_seconds)
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((element, future))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         return await future
 
-    async def run_slowly(self, coroutine: Any, timeout_seconds: float | None = None) -> Any:
-        """Await a tool's or a judge's coroutine on a loop of its own; what blocks there does not hold up the engine.
-
-        Raises:
-            Exception: whatever the coroutine raised.
-            TimeoutError: when it took too long.
-        """
-        loop = self._slow_loop
-        if loop is None:
-            loop = self._slow_loop = BackgroundLoop("llmrl-slow-steps")
-        try:
-            return await asyncio.wait_for(loop.wait(coroutine), timeout_seconds)
-        except TimeoutError:
-            await self._replace_if_blocked(loop)
-            raise TimeoutError(f"a tool or a judge took more than {timeout_seconds} s.") from None
-
-    async def _replace_if_blocked(self, loop: BackgroundLoop) -> None:
-        """A coroutine that blocks its thread would time out all others: leave the thread behind."""
-        try:
-            await asyncio.wait_for(loop.wait(asyncio.sleep(0)), _UNRESPONSIVE_SECONDS)
-        except TimeoutError:
-            if self._slow_loop is loop:
-                self._slow_loop = None
-            loop.loop.call_soon_threadsafe(loop.loop.stop)
-
     async def release(self, element: TensorDictBase) -> None:
-        """Let the environment let go of a conversation that has ended."""
-        base_env = self.env
-        while isinstance(base_env, TransformedEnv):
-            base_env = base_env.base_env
-        if type(base_env).release is not ChatEnv.release:
-            await self.call(base_env.release, element)
+        """Let the environment and its transforms let go of a conversation that has ended."""
+        for release in self._releases:
+            await self.call(release, element)
 
     async def _work(self) -> None:
         # Everything that became ready in this turn of the loop joins the first batch.
@@ -173,15 +148,14 @@ class EnvStepper:
     def shutdown(self) -> None:
         """Let the environment's threads end."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._slow_loop is not None:
-            self._slow_loop.close()
+        self.slow_lane.close()
 
 
-def _slow_parts(env: EnvBase) -> list[Callable[[TensorDictBase], Awaitable[None]]]:
-    """The `before_step` of the environment and of its transforms, innermost first."""
+def _parts(env: EnvBase, name: str) -> list[Callable[[TensorDictBase], Any]]:
+    """The methods of this name of the environment and of its transforms, innermost first."""
     holders: list[Any] = []
     while isinstance(env, TransformedEnv):
         transforms = list(env.transform) if isinstance(env.transform, Compose) else [env.transform]
         holders = [*transforms, *holders]
         env = env.base_env
-    return [part for holder in [env, *holders] if (part := getattr(holder, "before_step", None)) is not None]
+    return [part for holder in [env, *holders] if (part := getattr(holder, name, None)) is not None]

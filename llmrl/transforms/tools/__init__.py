@@ -1,0 +1,22 @@
+"""Tools: what a model may call, and the transforms that answer its calls."""
+
+from llmrl.sandbox.launch import IsolationError, PythonLimits
+from llmrl.sandbox.service import PythonExecutorService, PythonResult
+from llmrl.transforms.tools.python_interpreter import PythonInterpreter
+from llmrl.transforms.tools.session import ToolSession
+from llmrl.transforms.tools.tool import Tool, ToolError, class_tools, function_tool
+from llmrl.transforms.tools.transform import ToolTransform
+
+__all__ = [
+    "IsolationError",
+    "PythonExecutorService",
+    "PythonInterpreter",
+    "PythonLimits",
+    "PythonResult",
+    "Tool",
+    "ToolError",
+    "ToolSession",
+    "ToolTransform",
+    "class_tools",
+    "function_tool",
+]

@@ -1,0 +1,60 @@
+"""What a tool gives, as text for the model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, get_args
+
+TruncateSide = Literal["start", "middle", "end"]
+
+
+def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
+    """The text, or what fits of it with a mark where the rest was: at its start, in its middle, or at its end.
+
+    Raises:
+        ValueError: for an unknown side, or a limit below one.
+
+    Example:
+        >>> truncate("abcdefghij", 4, "end"), truncate("abcdefghij", 4, "middle")
+        ('abcd\\n[… 6 characters left out …]', 'ab\\n[… 6 characters left out …]\\nij')
+    """
+    if side not in get_args(TruncateSide):
+        raise ValueError(f"side must be one of {get_args(TruncateSide)}, got {side!r}.")
+    if max_chars < 1:
+        raise ValueError(f"max_chars must be at least 1, got {max_chars}.")
+    if len(text) <= max_chars:
+        return text
+    mark = f"[… {len(text) - max_chars} characters left out …]"
+    if side == "end":
+        return f"{text[:max_chars]}\n{mark}"
+    if side == "start":
+        return f"{mark}\n{text[-max_chars:]}"
+    num_head = (max_chars + 1) // 2
+    return f"{text[:num_head]}\n{mark}\n{text[len(text) - (max_chars - num_head) :]}"
+
+
+def as_text(value: Any) -> str:
+    """Text as it is, nothing as nothing, anything else as JSON, or else as Python prints it.
+
+    Example:
+        >>> as_text({"celsius": 9}), as_text(None), as_text({1, 1})
+        ('{"celsius": 9}', '', '{1}')
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def encodable(text: str) -> str:
+    """The text without lone surrogates, which no tokenizer takes.
+
+    Example:
+        >>> encodable("a\\ud800b")
+        'a?b'
+    """
+    return text.encode("utf-8", "replace").decode()
