@@ -1,4 +1,4 @@
-"""Who generates: one small protocol over vLLM, in child processes, Ray actors and servers, and scripted engines."""
+"""Who generates: one small protocol over vLLM (here, in Ray actors, behind servers), transformers and scripts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.router import NoReplicaError, Router
 from llmrl.engines.scripted import ScriptedEngine
 from llmrl.engines.server import ServerEngine
+from llmrl.engines.transformers_engine import TransformersEngine
 from llmrl.engines.vllm import AsyncVLLM
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "SamplingConfig",
     "ScriptedEngine",
     "ServerEngine",
+    "TransformersEngine",
     "completion_budget",
 ]
