@@ -18,7 +18,7 @@ from llmrl.collectors.scheduler import Delivery, RolloutScheduler, RolloutSource
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.staleness import LatePolicy, StalenessGate
 from llmrl.data import Rollout
-from llmrl.engines.background_loop import BackgroundLoop
+from llmrl.data.background_loop import BackgroundLoop
 
 Result = TypeVar("Result")
 

@@ -214,7 +214,7 @@ class RolloutPlayer:
             return
         try:
             scoring = self.rubric.score(as_scored(rollout))
-            score = await (self.stepper.run_slowly(scoring) if self._is_scored_here else scoring)
+            score = await (self.stepper.slow_lane.run(scoring) if self._is_scored_here else scoring)
         except UnknownRewardInput as error:
             score = self.rubric.failed(f"{type(error).__name__}: {error}")
         self.take_score(rollout, score)

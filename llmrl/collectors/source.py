@@ -69,7 +69,7 @@ class EnvSource:
             return
         try:
             scoring = rubric.score_group([as_scored(rollout) for rollout in rollouts])
-            scores = await self.stepper.run_slowly(scoring, rubric.timeout_seconds)
+            scores = await self.stepper.slow_lane.run(scoring, rubric.timeout_seconds)
         except Exception as error:
             scores = [rubric.failed(f"{type(error).__name__}: {error}")] * len(rollouts)
         for rollout, score in zip(rollouts, scores, strict=True):
