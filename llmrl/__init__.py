@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmrl.collectors import LLMCollector, RolloutLimits
     from llmrl.data import History, RolloutStatus
     from llmrl.embedded_model import ensure_embedded_model
-    from llmrl.engines import AsyncVLLM, SamplingConfig
+    from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig, ServerEngine, TransformersEngine
     from llmrl.envs import ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
     from llmrl.objectives import GRPOLoss, MCAdvantage, train_step
     from llmrl.policies import TransformersWrapper, vLLMWrapper
@@ -29,6 +29,7 @@ _EXPORTS = {
     "AsyncVLLM": "llmrl.engines",
     "ChatEnv": "llmrl.envs",
     "DatasetChatEnv": "llmrl.envs",
+    "EngineReplicas": "llmrl.engines",
     "GRPOLoss": "llmrl.objectives",
     "History": "llmrl.data",
     "LLMCollector": "llmrl.collectors",
@@ -43,6 +44,8 @@ _EXPORTS = {
     "Rubric": "llmrl.rewards",
     "RubricReward": "llmrl.transforms",
     "SamplingConfig": "llmrl.engines",
+    "ServerEngine": "llmrl.engines",
+    "TransformersEngine": "llmrl.engines",
     "TransformersWrapper": "llmrl.policies",
     "VLLMWeightSyncScheme": "llmrl.weight_sync",
     "ensure_embedded_model": "llmrl.embedded_model",
@@ -55,6 +58,7 @@ __all__ = [
     "AsyncVLLM",
     "ChatEnv",
     "DatasetChatEnv",
+    "EngineReplicas",
     "GRPOLoss",
     "History",
     "LLMCollector",
@@ -69,6 +73,8 @@ __all__ = [
     "Rubric",
     "RubricReward",
     "SamplingConfig",
+    "ServerEngine",
+    "TransformersEngine",
     "TransformersWrapper",
     "VLLMWeightSyncScheme",
     "__version__",

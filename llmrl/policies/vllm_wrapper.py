@@ -43,8 +43,8 @@ class vLLMWrapper(LLMWrapperBase):
 
         engine: Any = AsyncVLLM.from_pretrained(model) if isinstance(model, (str, os.PathLike)) else model
         if tokenizer is None and renderer is None and input_mode != "tokens":
-            if not isinstance(engine, AsyncVLLM):
-                raise ValueError("tokenizer or renderer is needed where model is not an AsyncVLLM or a name.")
+            if not hasattr(engine, "get_tokenizer"):
+                raise ValueError("tokenizer or renderer is needed where model is an engine that has none, nor a name.")
             tokenizer = engine.get_tokenizer()
         super().__init__(
             engine,
