@@ -224,7 +224,7 @@ class GRPOLoss(LLMLoss):
             "kl_approx": old - current,
             "difference": (current - sampler).abs(),
         }
-        loss = self._policy_loss(log_ratio, log_probs, tokens["advantage"])
+        weight: torch.Tensor | float = 1.0
         is_kept = torch.ones_like(current, dtype=torch.bool)
         if self.importance_cap is not None:
             weight = importance_weights(
@@ -236,7 +236,6 @@ class GRPOLoss(LLMLoss):
                 level=self.importance_level,
                 mode=self.importance_mode,
             )
-            loss = loss * weight
             measured["importance_weight"] = weight
             if self.importance_mode == "mask":
                 is_kept &= weight > 0
@@ -246,9 +245,10 @@ class GRPOLoss(LLMLoss):
             measured["staleness"] = tokens["staleness"]
             is_kept &= tokens["staleness"] <= self.max_staleness
         if self._leaves_tokens_out:
-            # Not `loss * is_kept`: what is left out may be infinite.
-            loss = torch.where(is_kept, loss, 0.0)
             measured["masked_fraction"] = (~is_kept).to(current.dtype)
+            # Before the exponential: where that overflows, nothing times its gradient would be NaN.
+            log_ratio = torch.where(is_kept, log_ratio, 0.0)
+        loss = self._policy_loss(log_ratio, log_probs, tokens["advantage"]) * weight * is_kept
         losses = {"loss_objective": loss * tokens.weight}
         if self.entropy_bonus:
             assert entropy is not None
