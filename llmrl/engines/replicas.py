@@ -103,6 +103,8 @@ class EngineReplicas(Sequence[Any]):
     def policy_version(self) -> int:
         """Version that all living replicas have reached."""
         self.refresh()
+        if self._are_all_open:
+            return self._version
         living = [engine for index, engine in enumerate(self._engines) if index not in self._dead]
         return min((engine.policy_version for engine in living), default=self._version)
 
@@ -196,6 +198,7 @@ class EngineReplicas(Sequence[Any]):
         """Send a replica nothing more, for maintenance; what it has in flight goes on."""
         with self._lock:
             self._cordoned.add(index)
+            self._are_all_open = False
             self.refresh()
 
     def uncordon(self, index: int) -> None:
@@ -209,6 +212,8 @@ class EngineReplicas(Sequence[Any]):
 
         Between calls the one that is chosen for a request is looked at, which costs the same however many there are.
         """
+        if self._are_all_open and all([e.is_alive and e.policy_version == self._version for e in self._engines]):
+            return
         with self._lock:
             self._looked_s = time.monotonic()
             for index, engine in enumerate(self._engines):
