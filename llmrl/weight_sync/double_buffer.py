@@ -76,6 +76,8 @@ class DoubleBuffer:
         slot = 0 if current is None else 1 - current.slot
         path = self.path(slot)
         path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in path.parent.iterdir():  # the weights before the current ones, and what killed writers left
+            stale.unlink()
         save_file(weights, path)
         pointer = BufferPointer(
             slot=slot,
