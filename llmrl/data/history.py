@@ -13,6 +13,28 @@ from llmrl.data.message import Message, check_messages, text_of
 from llmrl.data.tensordicts import container_of, non_tensor
 
 
+class Chat(tuple[Message, ...]):
+    """The messages of one conversation; they are not changed, so a copy is the same object.
+
+    TensorDict copies what is not a tensor at each step, through every dict within: of a plain tuple of messages the
+    copy of a long conversation costs many times that of a short one.
+
+    Example:
+        >>> import copy
+        >>> chat = Chat([{"role": "user", "content": "Hi"}])
+        >>> copy.deepcopy(chat) is chat, chat == ({"role": "user", "content": "Hi"},)
+        (True, True)
+    """
+
+    __slots__ = ()
+
+    def __copy__(self) -> Chat:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Chat:
+        return self
+
+
 class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Conversations, batched: each element of the batch is one conversation, an immutable tuple of messages.
 
@@ -38,7 +60,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             TypeError, ValueError: when a message is malformed, naming it.
         """
         if is_conversation(chats):
-            messages = check_messages(chats) if check else tuple(chats)
+            messages = Chat(check_messages(chats) if check else chats)
             return container_of(cls, {"messages": non_tensor(messages)})
         elements = [cls.from_chats(chat, check=check) for chat in chats]
         return torch.stack(elements, 0) if elements[0].batch_size else stack_histories(elements)
@@ -107,7 +129,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     def default_spec(shape: Sequence[int] = ()) -> Composite:
         """The spec of histories of batch shape `shape`."""
         return Composite(
-            messages=NonTensor(shape=tuple(shape), example_data=()), data_cls=History, shape=torch.Size(shape)
+            messages=NonTensor(shape=tuple(shape), example_data=Chat()), data_cls=History, shape=torch.Size(shape)
         )
 
 

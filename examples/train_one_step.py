@@ -1,0 +1,45 @@
+"""One step of GRPO, and the check that matters: after the sync, engine and trainer agree on every sampled token."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmrl import (
+    AsyncVLLM,
+    GRPOLoss,
+    LLMCollector,
+    MCAdvantage,
+    TransformersWrapper,
+    VLLMWeightSyncScheme,
+    ensure_embedded_model,
+    get_model_metadata,
+    train_step,
+    vLLMWrapper,
+)
+from llmrl.envs import make_addition_env
+
+
+def main(engine: AsyncVLLM) -> None:
+    model = AutoModelForCausalLM.from_pretrained(ensure_embedded_model(), dtype=torch.float32)
+    loss = GRPOLoss(TransformersWrapper(model, token_budget=2048))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(get_model_metadata(model), engine)
+
+    env = make_addition_env("train", repeats=4)
+    policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 12})
+    advantages = MCAdvantage(grpo_size=4, is_constant_group_dropped=False)
+    with LLMCollector(env, policy=policy, groups_per_batch=2, postproc=advantages) as collector:
+        for step, batch in zip(range(2), collector, strict=False):
+            report = train_step(loss, batch, optimizer)
+            version = sender.update_weights()
+            difference = report.measurements["log_prob_difference_mean"]
+            print(f"step {step}: log-prob difference {difference:.4f}, now version {version}")
+
+
+if __name__ == "__main__":
+    engine = AsyncVLLM.from_pretrained(ensure_embedded_model(), max_model_len=512)
+    main(engine)
+    engine.shutdown()
