@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass
 from torchrl.data import Composite, NonTensor
 
 from llmrl.data.message import Message, check_messages, text_of
+from llmrl.data.templated_text import assistant_spans, parse_templated
 from llmrl.data.tensordicts import container_of, non_tensor
 
 
@@ -65,6 +68,26 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         elements = [cls.from_chats(chat, check=check) for chat in chats]
         return torch.stack(elements, 0) if elements[0].batch_size else stack_histories(elements)
 
+    @classmethod
+    def from_text(cls, text: str | Sequence[Any], *, family: str | None = None) -> History:
+        """Read back what a chat template wrote: one text, or any nesting of lists of texts.
+
+        Args:
+            text: special tokens included; see `parse_templated`.
+            family: `chatml`, `llama3`, `gemma` or `mistral`; by default the one whose marks occur.
+
+        Raises:
+            ValueError: for an unknown family, or a text without its marks.
+
+        Example:
+            >>> History.from_text("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n").to_chats()
+            [{'role': 'user', 'content': 'Hi'}]
+        """
+        if isinstance(text, str):
+            return cls.from_chats(parse_templated(text, family=family)[0], check=False)
+        elements = [cls.from_text(one, family=family) for one in text]
+        return torch.stack(elements, 0) if elements[0].batch_size else stack_histories(elements)
+
     @property
     def chats(self) -> Any:
         """The messages: a tuple for one conversation, nested lists of tuples for a batch."""
@@ -107,11 +130,25 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return History.from_chats(_map_chats(self.chats, lambda chat: (*chat, *added)), check=False)
 
     def apply_chat_template(
-        self, tokenizer: Any, *, add_generation_prompt: bool = True, tokenize: bool = False, **template_kwargs: Any
+        self,
+        tokenizer: Any,
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: bool = False,
+        return_assistant_tokens_mask: bool = False,
+        **template_kwargs: Any,
     ) -> Any:
         """Render each conversation with a tokenizer's chat template: text, or ids with `tokenize=True`.
 
-        For reading and for single turns. Token-exact multi-turn prompts come from `llmrl.rendering.Conversation`.
+        With `return_assistant_tokens_mask`, a pair `(token_ids, mask)` of lists a conversation: the mask is true at
+        what the assistant wrote, its end-of-turn token included. It is found for any template that only appends,
+        generation markers or not.
+
+        For reading, for single turns and for supervised data. Token-exact multi-turn prompts come from
+        `llmrl.rendering.Conversation`.
+
+        Raises:
+            ValueError: for a mask, when the template rewrites earlier turns.
         """
 
         def render(chat: Sequence[Message]) -> Any:
@@ -123,7 +160,37 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 **template_kwargs,
             )
 
-        return _map_chats(self.chats, render)
+        def masked(chat: Sequence[Message]) -> tuple[list[int], list[bool]]:
+            def text(messages: Sequence[Message], is_prompt: bool) -> str:
+                return History.from_chats(list(messages), check=False).apply_chat_template(
+                    tokenizer, add_generation_prompt=is_prompt, **template_kwargs
+                )
+
+            return _masked_ids(tokenizer, text(chat, add_generation_prompt), assistant_spans(chat, text))
+
+        return _map_chats(self.chats, masked if return_assistant_tokens_mask else render)
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON lines, one conversation a line, in the form that datasets of chats have.
+
+        Example:
+            >>> import tempfile
+            >>> path = Path(tempfile.mkdtemp()) / "chats.jsonl"
+            >>> History.from_chats([{"role": "user", "content": "Hi"}]).save(path)
+            >>> History.load(path).chats
+            [({'role': 'user', 'content': 'Hi'},)]
+        """
+        lines = (json.dumps({"messages": [dict(m) for m in chat]}, ensure_ascii=False) for chat in _flatten(self.chats))
+        Path(path).write_text("".join(f"{line}\n" for line in lines))
+
+    @classmethod
+    def load(cls, path: str | Path) -> History:
+        """Read what `save` wrote, as a batch `[num_conversations]`.
+
+        Raises:
+            TypeError, ValueError: when a message is malformed.
+        """
+        return cls.from_chats([json.loads(line)["messages"] for line in Path(path).read_text().splitlines()])
 
     @staticmethod
     def default_spec(shape: Sequence[int] = ()) -> Composite:
@@ -142,6 +209,21 @@ def stack_histories(histories: Sequence[History]) -> History:
 def is_conversation(value: Any) -> bool:
     """Whether a value is one conversation: a sequence of messages, possibly empty."""
     return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], Mapping))
+
+
+def _masked_ids(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    """Token ids of a rendering, and which of them lie in the spans, up to the last special token of each."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    token_ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    mask = [False] * len(token_ids)
+    for start, end in spans:
+        places = [place for place, (left, right) in enumerate(offsets) if start <= left and right <= end]
+        ends = [place for place in places if token_ids[place] in special]
+        last = ends[-1] if ends else places[-1] if places else -1
+        for place in places:
+            mask[place] = place <= last  # what follows the end-of-turn token was the template's
+    return token_ids, mask
 
 
 def _to_lists(value: Any) -> Any:

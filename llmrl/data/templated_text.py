@@ -1,0 +1,124 @@
+"""Conversations written by a chat template, read back; and which of the text the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llmrl.data.message import Message
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFamily:
+    """How a family of chat templates writes a turn: `start role between content end`."""
+
+    start: str
+    between: str
+    end: str
+    begin: str = ""
+    """What stands once, before everything."""
+    roles: tuple[tuple[str, str], ...] = ()
+    """Their name of a role, and ours, where they differ."""
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """One turn; the last may lack its end."""
+        start, between, end = (re.escape(part) for part in (self.start, self.between, self.end))
+        return re.compile(rf"{start}([^\n<]*?){between}(.*?)(?:({end})|(?={start})|\Z)", re.DOTALL)
+
+
+FAMILIES = {
+    "chatml": TemplateFamily("<|im_start|>", "\n", "<|im_end|>"),
+    "llama3": TemplateFamily("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", begin="<|begin_of_text|>"),
+    "gemma": TemplateFamily("<start_of_turn>", "\n", "<end_of_turn>", begin="<bos>", roles=(("model", "assistant"),)),
+}
+# Names of models whose templates are of a family.
+_ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama3"}
+_MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
+_MISTRAL_END = "</s>"
+
+
+def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Message], list[bool]]:
+    """Messages of a templated text, and of each whether its turn was ended.
+
+    A generation prompt at the end, a turn that has begun and says nothing, is left out. Contents come back as they
+    stand in the text; what a template wrote into them (tool schemas, calls, reasoning) stays text.
+
+    Args:
+        text: as a template wrote it, special tokens included.
+        family: `chatml` (Qwen, SmolLM2), `llama3`, `gemma` or `mistral`; by default the one whose marks occur.
+
+    Raises:
+        ValueError: for an unknown family, or a text that has none of its marks.
+
+    Example:
+        >>> parse_templated("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHel")
+        ([{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hel'}], [True, False])
+    """
+    known = sorted([*FAMILIES, "mistral"])
+    if family is not None:
+        family = _ALIASES.get(family, family)
+        if family not in known:
+            raise ValueError(f"family must be one of {known}, got {family!r}.")
+    else:
+        marks = {name: text.find(parts.start) for name, parts in FAMILIES.items()} | {"mistral": text.find("[INST]")}
+        found = {name: place for name, place in marks.items() if place >= 0}
+        if not found:
+            raise ValueError(f"the text has the marks of none of {known}: {text[:80]!r}; pass messages instead.")
+        family = min(found, key=found.__getitem__)
+    turns = _mistral_turns(text) if family == "mistral" else _turns(text, FAMILIES[family])
+    if not turns:
+        raise ValueError(f"the text has no turn as {family!r} writes it: {text[:80]!r}.")
+    if turns[-1][0] == "assistant" and not turns[-1][1] and not turns[-1][2]:
+        turns.pop()
+    return [{"role": role, "content": content} for role, content, _ in turns], [is_ended for *_, is_ended in turns]
+
+
+def _turns(text: str, family: TemplateFamily) -> list[tuple[str, str, bool]]:
+    roles = dict(family.roles)
+    return [
+        (roles.get(role.strip(), role.strip()), content, ended is not None)
+        for role, content, ended in (match.groups() for match in family.pattern.finditer(text))
+    ]
+
+
+def _mistral_turns(text: str) -> list[tuple[str, str, bool]]:
+    turns = []
+    for user, answer in _MISTRAL.findall(text):
+        content, ended, _ = answer.partition(_MISTRAL_END)
+        turns += [("user", user, True), ("assistant", content.removeprefix(" "), bool(ended))]
+    return turns
+
+
+def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str]) -> list[tuple[int, int]]:
+    """Where in the whole rendering the assistant's turns stand, as `(start, end)` in characters.
+
+    Found by rendering the conversation up to each answer, with and without it, so that it works for any template that
+    only appends, generation markers or not. Nothing is searched for in the text.
+
+    Args:
+        chat: the messages.
+        render: gives a rendering of messages, with the generation prompt or without.
+
+    Raises:
+        ValueError: when the template writes an earlier turn differently once others follow.
+
+    Example:
+        >>> render = lambda chat, is_prompt: "".join(f"{m['role'][0]}:{m['content']};" for m in chat) + "a:" * is_prompt
+        >>> assistant_spans([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], render)
+        [(6, 8)]
+    """
+    whole = render(chat, False)
+    spans = []
+    for index, message in enumerate(chat):
+        if message["role"] != "assistant":
+            continue
+        prompt, answered = render(chat[:index], True), render(chat[: index + 1], False)
+        if not answered.startswith(prompt) or not whole.startswith(answered):
+            raise ValueError(
+                f"the template writes the assistant's turn (message {index}) differently once others follow, so there "
+                "is no mask over one rendering; collect with llmrl.rendering.Conversation, which forks the row instead."
+            )
+        spans.append((len(prompt), len(answered)))
+    return spans

@@ -1,0 +1,110 @@
+"""Templated text read back into conversations, and masks of what the assistant wrote."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rendering_families import END_OF_TURN, family_tokenizer, template_text
+
+from llmrl.data import History
+from llmrl.data.templated_text import parse_templated
+
+APPENDING = ["chatml", "qwen25", "llama3", "gemma"]
+# Letters that the embedded model's vocabulary can spell: it lacks some bytes.
+contents = st.text(
+    st.characters(max_codepoint=0x24F, exclude_categories=("Cs", "Cc"), exclude_characters="<>[]"), min_size=1
+).map(lambda text: f"a{text}b")
+
+
+def conversation(texts, *, has_system=False):
+    chat = [{"role": "system", "content": "s"}] if has_system else []
+    return chat + [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("family", [*APPENDING, "mistral"])
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(contents, min_size=2, max_size=6))
+def test_a_templated_conversation_is_read_back(model_path, family, texts):
+    chat = conversation(texts)
+    text = History.from_chats(chat).apply_chat_template(
+        family_tokenizer(model_path, family), chat_template=template_text(family), add_generation_prompt=False
+    )
+    read = [m for m in History.from_text(text).to_chats() if m["role"] != "system"]  # some templates write their own
+    assert read == chat
+
+
+@pytest.mark.parametrize("family", APPENDING)
+def test_a_generation_prompt_is_not_a_message_and_a_cut_answer_is_unfinished(model_path, family):
+    tokenizer = family_tokenizer(model_path, family)
+    chat = conversation(["q"])
+    prompt = History.from_chats(chat).apply_chat_template(tokenizer, chat_template=template_text(family))
+    assert parse_templated(prompt)[0][-1] == chat[-1]
+    messages, is_ended = parse_templated(prompt + "half an ans")
+    assert messages[-1] == {"role": "assistant", "content": "half an ans"} and not is_ended[-1]
+    assert parse_templated(prompt + "all" + END_OF_TURN[family])[1][-1]
+
+
+def test_batches_of_texts_and_what_is_refused():
+    text = "<|im_start|>user\nHi<|im_end|>\n"
+    assert History.from_text([text, text]).batch_size == (2,)
+    assert History.from_text(text, family="qwen").content == ["Hi"]
+    with pytest.raises(ValueError, match="marks of none"):
+        History.from_text("plain text")
+    with pytest.raises(ValueError, match="family must be one of"):
+        History.from_text(text, family="alpaca")
+    with pytest.raises(ValueError, match="no turn as 'gemma'"):
+        History.from_text(text, family="gemma")
+
+
+@pytest.mark.parametrize("family", APPENDING)
+@pytest.mark.parametrize("has_system", [False, True])
+@settings(max_examples=15, deadline=None)
+@given(texts=st.lists(contents, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
+def test_masks_hold_what_the_assistant_wrote_and_its_end(model_path, family, has_system, texts):
+    if family == "gemma" and has_system:
+        return  # it knows no system role
+    tokenizer = family_tokenizer(model_path, family)
+    chat = conversation(texts, has_system=has_system)
+    token_ids, mask = History.from_chats(chat).apply_chat_template(
+        tokenizer,
+        chat_template=template_text(family),
+        add_generation_prompt=False,
+        return_assistant_tokens_mask=True,
+    )
+    whole = History.from_chats(chat).apply_chat_template(
+        tokenizer, chat_template=template_text(family), add_generation_prompt=False, tokenize=True
+    )
+    assert token_ids == whole and len(mask) == len(token_ids)
+    written = tokenizer.decode([token_id for token_id, is_written in zip(token_ids, mask, strict=True) if is_written])
+    end = END_OF_TURN[family]
+    assert written == "".join(message["content"] + end for message in chat if message["role"] == "assistant")
+
+
+def test_a_template_that_rewrites_has_no_mask(model_path):
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "r"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    with pytest.raises(ValueError, match="differently once others follow"):
+        History.from_chats(chat).apply_chat_template(
+            family_tokenizer(model_path, "qwen3"),
+            chat_template=template_text("qwen3"),
+            return_assistant_tokens_mask=True,
+        )
+
+
+def test_parts_of_other_kinds_are_carried_through(tmp_path):
+    parts = [{"type": "image", "url": "x.png"}, {"type": "text", "text": "what is it?"}]
+    history = History.from_chats([[{"role": "user", "content": parts}], [{"role": "user", "content": "b"}]])
+    history.save(tmp_path / "chats.jsonl")
+    loaded = History.load(tmp_path / "chats.jsonl")
+    assert loaded.to_chats() == history.to_chats() and loaded.to_chats()[0][0]["content"] == parts
+    assert loaded.append({"role": "assistant", "content": "a cat"})[0].content == ["what is it?", "a cat"]
+
+
+def test_a_chat_copies_as_itself():
+    history = History.from_chats([{"role": "user", "content": "a"}])
+    assert history.clone().chats is history.chats
