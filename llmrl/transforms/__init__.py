@@ -1,15 +1,21 @@
 """Transforms that extend a `ChatEnv`."""
 
 from llmrl.transforms.incremental_tokenizer import IncrementalTokenizer
+from llmrl.transforms.kl import KLComputation, RetrieveKL, RetrieveLogProb
 from llmrl.transforms.policy_version import PolicyVersion
 from llmrl.transforms.reward import RubricReward, dataset_columns, find_rubric_reward, write_score
+from llmrl.transforms.thinking import AddThinkingPrompt
 from llmrl.transforms.tools import PythonExecutorService, PythonInterpreter, ToolTransform
 
 __all__ = [
+    "AddThinkingPrompt",
     "IncrementalTokenizer",
+    "KLComputation",
     "PolicyVersion",
     "PythonExecutorService",
     "PythonInterpreter",
+    "RetrieveKL",
+    "RetrieveLogProb",
     "RubricReward",
     "ToolTransform",
     "dataset_columns",

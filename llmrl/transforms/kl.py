@@ -1,0 +1,209 @@
+"""Log-probs under another model, and the KL to it, in an environment's output or over a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from tensordict.utils import NestedKey
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Compose, Transform
+
+from llmrl.data.ragged import flat_batch, ragged_column
+from llmrl.data.tensordicts import batch_elements
+
+_TOKENS: NestedKey = ("tokens", "full")
+_MASK: NestedKey = ("masks", "all_assistant_mask")
+
+
+class RetrieveLogProb(Transform):
+    """Scores the sampled tokens of each turn with a model, and writes its log-probs into `next`.
+
+    In an environment it scores the conversation that the policy just extended; over a batch (`forward`: a collector's
+    `postproc`, a replay buffer) each row or turn. Nothing is tokenized: the model reads `("tokens", "full")` and the
+    trained-token mask.
+
+    Args:
+        model: `TransformersWrapper`, or any TensorDict module that reads those and writes `[num_tokens]` log-probs.
+        model_factory: builds it at first use, in the process that uses it; instead of `model`.
+        log_probs_full_key: entry written under `next`.
+        detach: score without gradients.
+
+    Raises:
+        ValueError: unless exactly one of model and model_factory is given.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> from tensordict.nn import TensorDictModule
+        >>> model = TensorDictModule(lambda ids: -ids.float(), [("tokens", "full")], [("log_probs", "full")])
+        >>> row = TensorDict({"tokens": {"full": torch.arange(3)}, "next": {}})
+        >>> RetrieveLogProb(model)(lazy_stack([row]))["next", "ref_log_probs", "full"].tolist()
+        [[0.0, -1.0, -2.0]]
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        model_factory: Callable[[], Any] | None = None,
+        log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        detach: bool = True,
+    ) -> None:
+        super().__init__()
+        if (model is None) == (model_factory is None):
+            raise ValueError("exactly one of model and model_factory is needed.")
+        # In a list, so that the reference's parameters are not the environment's.
+        self._models = [] if model is None else [model]
+        self._model_factory = model_factory
+        self.log_probs_full_key = log_probs_full_key
+        self.detach = detach
+
+    @property
+    def model(self) -> Any:
+        """The model that scores."""
+        if not self._models:
+            assert self._model_factory is not None
+            self._models.append(self._model_factory())
+        return self._models[0]
+
+    def _log_probs(self, rows: TensorDictBase) -> list[torch.Tensor]:
+        model = self.model
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
+            scored = model(flat_batch(rows).select(*model.in_keys).copy())
+        return ragged_column(scored, model.out_keys[0])
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score a batch, in place."""
+        for row, log_probs in zip(flat_batch(tensordict).unbind(0), self._log_probs(tensordict), strict=True):
+            row.set(("next", *_path(self.log_probs_full_key)), log_probs)
+        return tensordict
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        elements = batch_elements(next_tensordict)
+        for element, log_probs in zip(elements, self._log_probs(tensordict), strict=True):
+            element.set(self.log_probs_full_key, log_probs)
+        return lazy_stack(elements, 0) if next_tensordict.batch_size else elements[0]
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        observation_spec[self.log_probs_full_key] = Unbounded((*observation_spec.shape, -1))
+        return observation_spec
+
+
+class KLComputation(Transform):
+    """The per-token KL `log pi - log pi_ref` (k1, http://joschu.net/blog/kl-approx.html) of the sampled tokens.
+
+    Written into `next` as `[num_tokens, 1]`, 0 outside the mask. With `add_to_reward` the reward becomes dense,
+    `[num_tokens, 1]`: each token pays `coeff` times its KL, and the turn's reward stands at the last sampled token.
+    Append it after what gives the reward.
+
+    Args:
+        gen_log_probs_full_key: the policy's log-probs, at the root.
+        ref_log_probs_full_key: the reference's, under `next`.
+        kl_key: entry written under `next`.
+        add_to_reward: whether to change the reward.
+        coeff: of the KL in the reward.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> turn = TensorDict({"log_probs": {"full": torch.tensor([0.0, -1.0])}, "masks": {"all_assistant_mask":
+        ...     torch.tensor([False, True])}, "next": {"ref_log_probs": {"full": torch.tensor([0.0, -3.0])},
+        ...     "reward": torch.ones(1, 1)}})
+        >>> KLComputation(coeff=0.1)(turn)["next", "reward"].flatten()
+        tensor([0.0000, 0.8000])
+    """
+
+    def __init__(
+        self,
+        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
+        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        *,
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.gen_log_probs_full_key, self.ref_log_probs_full_key = gen_log_probs_full_key, ref_log_probs_full_key
+        self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
+
+    def _compute(self, element: TensorDictBase, next_element: TensorDictBase) -> None:
+        mask = element.get(_MASK).bool()
+        divergence = element.get(self.gen_log_probs_full_key) - next_element.get(self.ref_log_probs_full_key)
+        divergence = torch.where(mask, divergence, torch.zeros_like(divergence)).unsqueeze(-1)
+        next_element.set(self.kl_key, divergence)
+        if self.add_to_reward:
+            reward = next_element.get("reward")
+            dense = -self.coeff * divergence
+            if reward.shape == dense.shape:
+                dense = dense + reward
+            else:
+                sampled = mask.nonzero()
+                last = int(sampled[-1]) if len(sampled) else -1
+                dense = dense.index_add(0, torch.tensor([last % len(mask)]), reward.sum().reshape(1, 1))
+            next_element.set("reward", dense)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Compute over a batch of turns or rows, in place."""
+        for element in batch_elements(tensordict):
+            self._compute(element, element.get("next"))
+        return tensordict
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        elements = batch_elements(next_tensordict)
+        for element, next_element in zip(batch_elements(tensordict), elements, strict=True):
+            self._compute(element, next_element)
+        return lazy_stack(elements, 0) if next_tensordict.batch_size else elements[0]
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        observation_spec[self.kl_key] = Unbounded((*observation_spec.shape, -1, 1))
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        if self.add_to_reward:
+            reward_spec["reward"] = Unbounded((*reward_spec.shape, -1, 1))
+        return reward_spec
+
+
+class RetrieveKL(Compose):
+    """`RetrieveLogProb` of a reference, then `KLComputation`.
+
+    Args:
+        ref_model, ref_model_factory, detach: see `RetrieveLogProb`.
+        gen_log_probs_full_key: the policy's log-probs; those that the sampler reported, by default.
+        ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
+    """
+
+    def __init__(
+        self,
+        ref_model: Any = None,
+        *,
+        ref_model_factory: Callable[[], Any] | None = None,
+        detach: bool = True,
+        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
+        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float = 1.0,
+    ) -> None:
+        retrieve = RetrieveLogProb(
+            ref_model, model_factory=ref_model_factory, log_probs_full_key=ref_log_probs_full_key, detach=detach
+        )
+        compute = KLComputation(
+            gen_log_probs_full_key,
+            ref_log_probs_full_key,
+            kl_key=kl_key,
+            add_to_reward=add_to_reward,
+            coeff=coeff,
+        )
+        super().__init__(retrieve, compute)
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)

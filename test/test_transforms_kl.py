@@ -1,0 +1,135 @@
+"""Log-probs of a reference and the KL to it; second thoughts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.envs import check_env_specs
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.engines import ScriptedEngine
+from llmrl.envs import DatasetChatEnv
+from llmrl.policies import LLMWrapperBase, TransformersWrapper
+from llmrl.transforms import AddThinkingPrompt, KLComputation, PolicyVersion, RetrieveKL, RetrieveLogProb, RubricReward
+
+DATASET = [{"query": [1, 2, 3]}, {"query": [4, 5, 6, 7]}]
+
+
+def constant(messages):
+    return 1.0
+
+
+@pytest.fixture(scope="module")
+def reference():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return TransformersWrapper(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)))
+
+
+def expected_log_probs(reference, token_ids):
+    with torch.no_grad():
+        logits = reference.model(token_ids[None]).logits[0]
+    scored = logits.log_softmax(-1)[:-1].gather(-1, token_ids[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), scored])
+
+
+def turn(prompt, sampled, log_probs, **more):
+    token_ids = torch.tensor([*prompt, *sampled])
+    mask = torch.tensor([False] * len(prompt) + [True] * len(sampled))
+    full = torch.cat([torch.zeros(len(prompt)), torch.tensor(log_probs)])
+    entries = {"tokens": {"full": token_ids}, "masks": {"all_assistant_mask": mask}, "log_probs": {"full": full}}
+    return TensorDict({**entries, "next": {"reward": torch.ones(1, 1)}, **more})
+
+
+def test_the_reference_scores_the_sampled_tokens_of_a_ragged_batch(reference):
+    rows = [turn([1, 2], [3, 4, 5], [-1.0, -1.0, -1.0]), turn([6], [7], [-2.0])]
+    batch = RetrieveLogProb(reference)(lazy_stack(rows, 0))
+    for row in batch.unbind(0):
+        written, mask = row["next", "ref_log_probs", "full"], row["masks", "all_assistant_mask"]
+        torch.testing.assert_close(written[mask], expected_log_probs(reference, row["tokens", "full"])[mask])
+        assert not written[~mask].any() and not written.requires_grad
+
+
+def test_gradients_flow_when_asked(reference):
+    batch = RetrieveLogProb(reference, detach=False)(lazy_stack([turn([1], [2], [-1.0])], 0))
+    assert batch[0]["next", "ref_log_probs", "full"].requires_grad
+
+
+def test_an_environment_writes_the_kl_and_a_dense_reward(reference):
+    env = DatasetChatEnv(DATASET, input_mode="tokens").append_transform(RetrieveKL(reference, coeff=0.5))
+    policy = LLMWrapperBase(ScriptedEngine([[8, 9]]), input_mode="tokens")
+    step = env.step(policy(env.reset()))
+    mask = step["masks", "all_assistant_mask"]
+    divergence = step["log_probs", "full"] - expected_log_probs(reference, step["tokens", "full"])
+    torch.testing.assert_close(step["next", "kl_penalty"][mask, 0], divergence[mask])
+    torch.testing.assert_close(step["next", "reward"][mask, 0], -0.5 * divergence[mask])
+    assert step["next", "reward"].shape == (len(mask), 1) and not step["next", "reward"][~mask].any()
+
+
+def test_the_turns_reward_stands_at_the_last_sampled_token():
+    step = turn([1, 2], [3, 4], [-1.0, -2.0])
+    step["next", "ref_log_probs"] = TensorDict({"full": torch.tensor([9.0, 9.0, -1.5, -2.5])})
+    dense = KLComputation(coeff=2.0)(step)["next", "reward"][:, 0]
+    torch.testing.assert_close(dense, torch.tensor([0.0, 0.0, -1.0, -1.0 + 1.0]))
+
+
+def test_a_kl_that_is_not_added_leaves_the_reward():
+    step = turn([1], [2], [-1.0])
+    step["next", "ref_log_probs"] = TensorDict({"full": torch.tensor([0.0, -1.5])})
+    step = KLComputation(add_to_reward=False, kl_key="kl")(step)
+    assert step["next", "reward"].shape == (1, 1) and step["next", "kl"][1, 0] == 0.5
+
+
+def test_a_collector_takes_them_as_they_are(reference):
+    env = DatasetChatEnv(DATASET, input_mode="tokens", repeats=2)
+    policy = LLMWrapperBase(ScriptedEngine([[8, 9]]), input_mode="tokens")
+    limits = RolloutLimits(max_turns=1)
+    with LLMCollector(
+        env, policy=policy, groups_per_batch=2, limits=limits, postproc=RetrieveLogProb(reference)
+    ) as collector:
+        batch = next(iter(collector))
+    assert all(row["next", "ref_log_probs", "full"].shape == row["tokens", "full"].shape for row in batch.unbind(0))
+
+
+def test_exactly_one_of_model_and_factory(reference):
+    with pytest.raises(ValueError, match="exactly one"):
+        RetrieveLogProb()
+    built = []
+    transform = RetrieveLogProb(model_factory=lambda: built.append(1) or reference)
+    assert not built and transform.model is reference and transform.model is reference and built == [1]
+
+
+def test_specs_of_an_environment_with_thinking_and_rewards():
+    env = DatasetChatEnv([{"query": "a"}, {"query": "b"}]).append_transform(RubricReward(constant))
+    env = env.append_transform(AddThinkingPrompt(lambda step: False)).append_transform(PolicyVersion())
+    check_env_specs(env)
+
+
+def test_another_attempt_is_asked_for_until_the_condition_is_met(renderer):
+    script = ["no<|im_end|>", "yes<|im_end|>"]
+
+    def is_yes(completion):
+        return float(completion == "yes")
+
+    env = DatasetChatEnv([{"query": "say yes"}]).append_transform(RubricReward(is_yes))
+    env = env.append_transform(AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Again."))
+    policy = LLMWrapperBase(ScriptedEngine(script, encode=renderer.encode), renderer=renderer)
+    with LLMCollector(env, policy=policy, groups_per_batch=1, limits=RolloutLimits(max_turns=5)) as collector:
+        collector.next()
+    [rollout] = collector.rollouts
+    assert [m["content"] for m in rollout.messages] == ["say yes", "no", "Again.", "yes"]
+    assert rollout.reward == 1.0 and rollout.num_turns == 2
+
+
+def test_thinking_prompts_are_chosen_by_seed_and_bad_ones_refused():
+    first, second = (AddThinkingPrompt(bool, random_prompt=True, seed=3) for _ in range(2))
+    assert [first._random.choice(first.prompts) for _ in range(9)] == [
+        second._random.choice(second.prompts) for _ in range(9)
+    ]
+    assert AddThinkingPrompt(bool, role="assistant").prompts != AddThinkingPrompt(bool).prompts
+    with pytest.raises(ValueError, match="role must be"):
+        AddThinkingPrompt(bool, role="system")
+    with pytest.raises(ValueError, match="exclude each other"):
+        AddThinkingPrompt(bool, "a", random_prompt=True)
