@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from loss_batches import VOCAB_SIZE, Table, near_policy, ragged_batch, tiny_model
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from tensordict.nn import TensorDictModuleBase
 
 from llmrl.objectives import (
     DAPO,
@@ -18,62 +18,12 @@ from llmrl.objectives import (
     aggregation_weights,
     clipped_surrogate,
     effective_sample_size,
+    importance_weights,
     kl_estimate,
     sequence_log_ratio,
     train_step,
-    importance_weights,
 )
 from llmrl.policies.transformers_wrapper import TransformersWrapper
-
-VOCAB_SIZE = 41
-
-
-class _Table(TensorDictModuleBase):
-    """A plain policy whose log-probs are a parameter: `[num_row_tokens]`."""
-
-    def __init__(self, log_probs: torch.Tensor) -> None:
-        super().__init__()
-        self.in_keys = [("tokens", "full")]
-        self.out_keys = [("log_probs", "full"), "entropy"]
-        self.log_probs = torch.nn.Parameter(log_probs)
-        self.entropies = torch.nn.Parameter(log_probs.detach().square())
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        start = 0
-        for row in tensordict.unbind(0):
-            end = start + row["tokens", "full"].shape[0]
-            row.set(("log_probs", "full"), self.log_probs[start:end])
-            row.set("entropy", self.entropies[start:end])
-            start = end
-        return tensordict
-
-
-def _ragged_batch(seed: int = 0, *, num_rows: int = 6) -> TensorDictBase:
-    """Rows of different lengths; rows 1 and 2 are of one rollout."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for index in range(num_rows):
-        length = int(torch.randint(3, 12, (), generator=generator))
-        mask = torch.rand(length, generator=generator) < 0.6
-        mask[0], mask[1] = False, True
-        sampled = -3 * torch.rand(length, generator=generator) * mask
-        row = TensorDict(
-            {
-                "tokens": {"full": torch.randint(0, VOCAB_SIZE, (length,), generator=generator)},
-                "masks": {"all_assistant_mask": mask, "all_attention_mask": torch.ones_like(mask)},
-                "log_probs": {"full": sampled},
-                "advantage": torch.randn(1, 1, generator=generator),
-                "next": {"ref_log_probs": {"full": -3 * torch.rand(length, generator=generator)}},
-                "rollout": {"rollout_id": NonTensorData(str(1 if index == 2 else index))},
-            }
-        )
-        rows.append(row)
-    return lazy_stack(rows, 0)
-
-
-def _near_policy(batch: TensorDictBase, spread: float = 0.3) -> _Table:
-    sampled = torch.cat([row["log_probs", "full"] for row in batch.unbind(0)])
-    return _Table(sampled + spread * torch.randn(sampled.shape, generator=torch.Generator().manual_seed(9)))
 
 
 def _paper_loss(
@@ -127,8 +77,8 @@ def test_values_and_gradients_are_those_of_the_papers(
     aggregation: Any, epsilon: tuple[float, float], is_cispo: bool
 ) -> None:
     for seed in range(3):
-        batch = _ragged_batch(seed)
-        policy = _near_policy(batch)
+        batch = ragged_batch(seed)
+        policy = near_policy(batch)
         loss_type = CISPOLoss if is_cispo else GRPOLoss
         loss = loss_type(policy, clip_epsilon=epsilon, aggregation=aggregation, fixed_length=7, kl_to_ref_coeff=0.3)
         output = loss(batch)
@@ -141,8 +91,8 @@ def test_values_and_gradients_are_those_of_the_papers(
 
 
 def test_measurements_are_means_over_trained_tokens_only() -> None:
-    batch = _ragged_batch()
-    policy = _near_policy(batch)
+    batch = ragged_batch()
+    policy = near_policy(batch)
     output = GRPOLoss(policy, entropy_bonus=True, entropy_coeff=0.5, kl_to_inference_coeff=0.1)(batch)
     mask = torch.cat([row["masks", "all_assistant_mask"] for row in batch.unbind(0)])
     sampled = torch.cat([row["log_probs", "full"] for row in batch.unbind(0)])[mask].double()
@@ -166,7 +116,7 @@ def test_measurements_are_means_over_trained_tokens_only() -> None:
 
 
 def test_longer_prompts_change_neither_loss_nor_measurements() -> None:
-    batch = _ragged_batch()
+    batch = ragged_batch()
     longer = []
     for row in batch.unbind(0):
         row = row.clone()
@@ -180,59 +130,20 @@ def test_longer_prompts_change_neither_loss_nor_measurements() -> None:
             column = row.get(key)
             row.set(key, torch.cat([torch.full((20,), value, dtype=column.dtype), column]))
         longer.append(row)
-    policy = _near_policy(batch)
+    policy = near_policy(batch)
     table = [
         torch.cat([torch.full((20,), -5.0), part])
         for part in policy.log_probs.detach().split([len(row["tokens", "full"]) for row in batch.unbind(0)])
     ]
     arguments: dict[str, Any] = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.2}
     short = GRPOLoss(policy, **arguments)(batch).measurements()
-    long = GRPOLoss(_Table(torch.cat(table)), **arguments)(lazy_stack(longer, 0)).measurements()
+    long = GRPOLoss(Table(torch.cat(table)), **arguments)(lazy_stack(longer, 0)).measurements()
     assert short == pytest.approx(long, rel=1e-5)
 
 
-@pytest.mark.parametrize("clip_epsilon", [0.2, (0.1, 0.28)])
-def test_the_objective_equals_that_of_torchrl_where_they_mean_the_same(clip_epsilon: Any) -> None:
-    llm = pytest.importorskip("torchrl.objectives.llm")
-    batch = _ragged_batch(3)
-    policy = _near_policy(batch)
-    lengths = [len(row["tokens", "full"]) for row in batch.unbind(0)]
-
-    def left_padded(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-
-    class Distribution:
-        mask = left_padded([row["masks", "all_assistant_mask"] for row in batch.unbind(0)])
-
-        def log_prob(self, action: torch.Tensor) -> torch.Tensor:
-            return left_padded(list(policy.log_probs.split(lengths)))
-
-    class Actor(torch.nn.Module):
-        in_keys = (("tokens", "full"),)
-
-        def get_dist(self, tensordict: TensorDictBase, logits_key: str) -> Distribution:
-            return Distribution()
-
-    for aggregation in ("token_mean", "prompt_mean"):
-        theirs = llm.GRPOLoss(
-            Actor(),
-            clip_epsilon=clip_epsilon,
-            entropy_bonus=False,
-            masking_strategy="rlhf",
-            aggregation=aggregation,
-        )(batch)
-        for row, index in zip(batch.unbind(0), range(len(lengths)), strict=True):
-            row["rollout", "rollout_id"] = NonTensorData(str(index))
-        ours = GRPOLoss(policy, clip_epsilon=clip_epsilon, aggregation=aggregation)(batch)
-        torch.testing.assert_close(ours.loss_objective, theirs.loss_objective.squeeze(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(ours.ESS, theirs.ESS.squeeze(), rtol=1e-4, atol=1e-6)
-        gradients = [torch.autograd.grad(output.loss_objective.sum(), policy.log_probs)[0] for output in (ours, theirs)]
-        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
-
-
 def test_aggregation_none_gives_one_loss_a_trained_token_in_the_order_of_the_rows() -> None:
-    batch = _ragged_batch()
-    policy = _near_policy(batch)
+    batch = ragged_batch()
+    policy = near_policy(batch)
     losses = GRPOLoss(policy, aggregation="none")(batch).loss_objective
     mean = GRPOLoss(policy)(batch).loss_objective
     assert losses.shape == (int(sum(row["masks", "all_assistant_mask"].sum() for row in batch.unbind(0))),)
@@ -254,8 +165,8 @@ def test_sequence_ratio_is_that_of_gspo_in_value_and_gradient() -> None:
 
 
 def test_without_old_log_probs_an_importance_cap_makes_the_ratio_one_and_truncates_the_mismatch() -> None:
-    batch = _ragged_batch()
-    policy = _near_policy(batch)
+    batch = ragged_batch()
+    policy = near_policy(batch)
     output = GRPOLoss(policy, importance_cap=1.1)(batch)
     assert float(output.ESS) == pytest.approx(1.0)
     assert float(output.clip_fraction) == 0.0
@@ -267,8 +178,8 @@ def test_without_old_log_probs_an_importance_cap_makes_the_ratio_one_and_truncat
 
 
 def test_old_log_probs_are_what_the_ratio_is_to_when_the_batch_has_them() -> None:
-    batch = _ragged_batch()
-    policy = _near_policy(batch)
+    batch = ragged_batch()
+    policy = near_policy(batch)
     for row, old in zip(
         batch.unbind(0),
         policy.log_probs.detach().split([len(row["tokens", "full"]) for row in batch.unbind(0)]),
@@ -324,8 +235,8 @@ def test_values_out_of_range_are_named(arguments: dict[str, Any], named: str) ->
 
 
 def test_keys_can_be_renamed_and_missing_ones_are_named() -> None:
-    batch = _ragged_batch()
-    loss = GRPOLoss(_near_policy(batch))
+    batch = ragged_batch()
+    loss = GRPOLoss(near_policy(batch))
     expected = float(loss(batch).loss_objective)
     for row in batch.unbind(0):
         row.set("my_advantage", row.pop("advantage"))
@@ -337,8 +248,8 @@ def test_keys_can_be_renamed_and_missing_ones_are_named() -> None:
 
 
 def test_misaligned_or_broken_columns_are_named() -> None:
-    batch = _ragged_batch()
-    loss = GRPOLoss(_near_policy(batch))
+    batch = ragged_batch()
+    loss = GRPOLoss(near_policy(batch))
     broken = batch.clone()
     broken[0].set(("log_probs", "full"), torch.zeros(2))
     with pytest.raises(ValueError, match="one entry a token"):
@@ -350,18 +261,7 @@ def test_misaligned_or_broken_columns_are_named() -> None:
 
 
 def _tiny_policy(**arguments: Any) -> TransformersWrapper:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.3,
-    )
-    return TransformersWrapper(LlamaForCausalLM(config), **arguments)
+    return TransformersWrapper(tiny_model(), **arguments)
 
 
 def _gradients(policy: TransformersWrapper, loss: GRPOLoss, batch: TensorDictBase) -> list[torch.Tensor]:
@@ -403,7 +303,7 @@ def test_forking_a_conversation_into_rows_changes_no_gradient(aggregation: Any) 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
 def test_micro_batches_make_the_same_step_as_one_batch(aggregation: Any) -> None:
-    batch = _ragged_batch(num_rows=12)
+    batch = ragged_batch(num_rows=12)
     states, reports = [], []
     for token_budget in (10_000, 24):
         policy = _tiny_policy()
@@ -421,7 +321,7 @@ def test_micro_batches_make_the_same_step_as_one_batch(aggregation: Any) -> None
 
 def test_a_step_raises_the_log_probs_of_what_was_good() -> None:
     policy = _tiny_policy(autocast_dtype=torch.bfloat16)
-    batch = _ragged_batch(num_rows=4)
+    batch = ragged_batch(num_rows=4)
     scored = policy(batch.clone())
     for row, now in zip(batch.unbind(0), scored.unbind(0), strict=True):
         row["log_probs", "full"] = now["log_probs", "full"].detach()
@@ -439,7 +339,7 @@ def test_a_step_raises_the_log_probs_of_what_was_good() -> None:
 
 def test_a_step_that_is_not_finite_is_skipped_and_says_so() -> None:
     policy = _tiny_policy()
-    batch = _ragged_batch()
+    batch = ragged_batch()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     before = [p.detach().clone() for p in policy.parameters()]
     hook = policy.model.model.norm.register_forward_hook(lambda module, inputs, output: output * math.inf)
@@ -460,7 +360,7 @@ def test_a_batch_without_trained_tokens_is_skipped_and_says_so() -> None:
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     empty = train_step(GRPOLoss(policy), TensorDict({}, batch_size=[0]), optimizer)
     assert (empty.is_skipped, empty.skip_reason) == (True, "no_trained_tokens")
-    batch = _ragged_batch()
+    batch = ragged_batch()
     for row in batch.unbind(0):
         row["masks", "all_assistant_mask"] = torch.zeros_like(row["masks", "all_assistant_mask"])
     assert train_step(GRPOLoss(policy), batch, optimizer).skip_reason == "no_trained_tokens"
