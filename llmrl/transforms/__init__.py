@@ -5,12 +5,20 @@ from llmrl.transforms.kl import KLComputation, RetrieveKL, RetrieveLogProb
 from llmrl.transforms.policy_version import PolicyVersion
 from llmrl.transforms.reward import RubricReward, dataset_columns, find_rubric_reward, write_score
 from llmrl.transforms.thinking import AddThinkingPrompt
-from llmrl.transforms.tools import PythonExecutorService, PythonInterpreter, ToolTransform
+from llmrl.transforms.tools import (
+    BrowserTransform,
+    MCPToolTransform,
+    PythonExecutorService,
+    PythonInterpreter,
+    ToolTransform,
+)
 
 __all__ = [
     "AddThinkingPrompt",
+    "BrowserTransform",
     "IncrementalTokenizer",
     "KLComputation",
+    "MCPToolTransform",
     "PolicyVersion",
     "PythonExecutorService",
     "PythonInterpreter",

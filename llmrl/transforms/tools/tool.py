@@ -68,7 +68,7 @@ def function_tool(function: Callable[..., Any], *, name: str | None = None) -> T
         >>> asyncio.run(function_tool(add).run({"a": 2}, ""))
         3
     """
-    signature = _Signature(function)
+    signature = Signature(function)
 
     async def run(arguments: dict[str, Any], conversation_id: str) -> Any:
         return await _call(function, signature.validate(arguments))
@@ -112,7 +112,7 @@ def class_tools(cls: type) -> list[Tool]:
             instance.close()
 
     def make(name: str, function: Callable[..., Any]) -> Tool:
-        signature = _Signature(function, is_method=True)
+        signature = Signature(function, is_method=True)
 
         async def run(arguments: dict[str, Any], conversation_id: str) -> Any:
             valid = signature.validate(arguments)
@@ -149,8 +149,12 @@ def collect_tools(tools: Iterable[Any]) -> list[Tool]:
     return collected
 
 
-class _Signature:
-    """A function's parameters as a validating model."""
+class Signature:
+    """A function's parameters as a schema that validates, and what its docstring says.
+
+    Raises:
+        TypeError: when a parameter has no type hint, or there is no docstring, naming it.
+    """
 
     def __init__(self, function: Callable[..., Any], *, is_method: bool = False) -> None:
         pydantic = require("pydantic", extra="tools")
