@@ -129,6 +129,8 @@ class RolloutPlayer:
             if self._settle(rollout, stepped):
                 return None
             element = root
+            if not self.stepper.keep_steps:
+                element.pop("next", None)
 
     async def _complete(self, prompt_ids: list[int], rollout: Rollout) -> Completion:
         """One completion, whatever becomes of its requests.

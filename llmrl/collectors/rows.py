@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 
 from llmrl.data import History, LogProbs, Masks, Rollout, Tokens
+from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
 
 def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
@@ -23,32 +24,33 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
         columns = row.columns
         token_ids = torch.tensor(columns.token_ids, dtype=torch.int64)
         is_trained = torch.tensor(columns.is_trained, dtype=torch.bool)
+        identity = {
+            "rollout_id": non_tensor(rollout.rollout_id),
+            "group_id": non_tensor(rollout.group_id),
+            "sample_index": torch.tensor(rollout.sample_index),
+            "row_index": torch.tensor(row_index),
+            "num_rows": torch.tensor(len(reconciled.rows)),
+            "num_turns": torch.tensor(rollout.num_turns),
+            "status": torch.tensor(int(rollout.status)),
+            "is_scored": torch.tensor(rollout.is_scored),
+            "reason": non_tensor(rollout.reason),
+            **{key: torch.tensor(value) for key, value in reconciled.counts.items()},
+        }
+        breakdown = {name: torch.tensor([value]) for name, value in rollout.breakdown.items()}
+        masks = {"all_attention_mask": torch.ones_like(is_trained), "all_assistant_mask": is_trained}
+        log_probs = torch.tensor(columns.log_probs, dtype=torch.float32)
+        versions = torch.tensor(columns.versions, dtype=torch.int64)
         rows.append(
-            TensorDict(
+            tensordict_of(
                 {
-                    "tokens": Tokens(full=token_ids),
-                    "masks": Masks(all_attention_mask=torch.ones_like(is_trained), all_assistant_mask=is_trained),
-                    "log_probs": LogProbs(full=torch.tensor(columns.log_probs, dtype=torch.float32)),
-                    "policy_versions": TensorDict({"full": torch.tensor(columns.versions, dtype=torch.int64)}),
-                    "next": TensorDict({"reward": torch.full((1, 1), rollout.reward)}),
-                    "reward_breakdown": TensorDict(
-                        {name: torch.tensor([value]) for name, value in rollout.breakdown.items()}
-                    ),
-                    "rollout": TensorDict(
-                        {
-                            "rollout_id": NonTensorData(rollout.rollout_id),
-                            "group_id": NonTensorData(rollout.group_id),
-                            "sample_index": torch.tensor(rollout.sample_index),
-                            "row_index": torch.tensor(row_index),
-                            "num_rows": torch.tensor(len(reconciled.rows)),
-                            "num_turns": torch.tensor(rollout.num_turns),
-                            "status": torch.tensor(int(rollout.status)),
-                            "is_scored": torch.tensor(rollout.is_scored),
-                            "reason": NonTensorData(rollout.reason),
-                            **{key: torch.tensor(value) for key, value in reconciled.counts.items()},
-                        }
-                    ),
-                    "history": TensorDict({"full": History.from_chats(rollout.messages, check=False)}),
+                    "tokens": container_of(Tokens, {"full": token_ids}),
+                    "masks": container_of(Masks, masks),
+                    "log_probs": container_of(LogProbs, {"full": log_probs}),
+                    "policy_versions": tensordict_of({"full": versions}),
+                    "next": tensordict_of({"reward": torch.full((1, 1), float(rollout.reward))}),
+                    "reward_breakdown": tensordict_of(breakdown),
+                    "rollout": tensordict_of(identity),
+                    "history": tensordict_of({"full": History.from_chats(rollout.messages, check=False)}),
                 }
             )
         )

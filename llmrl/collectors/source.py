@@ -60,7 +60,8 @@ class EnvSource:
 
     async def play(self, job: Job) -> list[Rollout]:
         """Play one rollout to its end."""
-        return [await self.player.play(job.payload, job.records[0])]
+        element, job.payload = job.payload, None  # its tensors are not needed until the group has settled
+        return [await self.player.play(element, job.records[0])]
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
         """Score a group together where its rubric does; a failed member leaves all of them unscored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Literal
 
 from llmrl.collectors.admission import Taken
@@ -134,12 +134,17 @@ class StalenessGate:
         is_full = self._num_ready >= self.groups_per_batch
         if not (is_full or (is_last and self._num_ready)) or self.overdue_ids(version):
             return None
-        oldest_first = (
-            group_id for deadline in sorted(self._ready_by_deadline) for group_id in self._ready_by_deadline[deadline]
-        )
-        chosen = set(itertools.islice(oldest_first, self.groups_per_batch))
-        if not is_last and self.late == "wait" and not self._is_feasible_without(chosen):
+        num_taken, num_wanted = dict[int, int](), self.groups_per_batch  # by deadline, the oldest first
+        for deadline in sorted(self._ready_by_deadline):
+            num_taken[deadline] = min(num_wanted, len(self._ready_by_deadline[deadline]))
+            num_wanted -= num_taken[deadline]
+        if not is_last and self.late == "wait" and not self._is_feasible_without(num_taken):
             return None
+        chosen = [
+            group_id
+            for deadline, count in num_taken.items()
+            for group_id in itertools.islice(self._ready_by_deadline[deadline], count)
+        ]
         group_ids = sorted(chosen, key=self._order.__getitem__)
         staleness = {group_id: version - self._admitted[group_id][1] for group_id in group_ids}
         for group_id in group_ids:
@@ -147,15 +152,13 @@ class StalenessGate:
         self._num_batches += 1
         return Taken(group_ids=group_ids, staleness=staleness)
 
-    def _is_feasible_without(self, chosen: Iterable[str]) -> bool:
-        """*deadlines_stay_feasible*, were these taken as the next batch."""
-        left = dict(self._num_by_deadline)
-        for group_id in chosen:
-            left[self._admitted[group_id][0]] -= 1
+    def _is_feasible_without(self, num_taken: Mapping[int, int]) -> bool:
+        """*deadlines_stay_feasible*, were so many of each deadline taken as the next batch."""
         num_before = 0
-        for deadline in sorted(left):
-            num_before += left[deadline]
-            if left[deadline] and deadline < self._num_batches + 1 + (num_before - 1) // self.groups_per_batch:
+        for deadline in sorted(self._num_by_deadline):
+            num_left = self._num_by_deadline[deadline] - num_taken.get(deadline, 0)
+            num_before += num_left
+            if num_left and deadline < self._num_batches + 1 + (num_before - 1) // self.groups_per_batch:
                 return False
         return True
 

@@ -139,6 +139,8 @@ class EnvStepper:
         following = element.get("next")
         changes = {key: value for key, value in following.items() if key != "reward"}
         if not self.keep_steps:
+            for key in _TURN_KEYS - {"next"}:
+                element.pop(key, None)  # less for the garbage collector to walk through while the engine answers
             for key, value in changes.items():
                 element.set(key, value)
             return element
