@@ -336,9 +336,21 @@ class AsyncVLLM:
             coroutine.close()
             raise EngineError("The vLLM engine is not running; start a new one.")
         try:
-            return self._background.run(coroutine)
+            return self._background.run(_unless_it_dies(self._llm, coroutine))
+        except EngineError:
+            raise
         except Exception as error:
             raise EngineError(f"vLLM refused: {error}") from error
+
+
+async def _unless_it_dies(llm: AsyncLLM, coroutine: Any) -> Any:
+    """Await an answer of the engine's process; vLLM would wait for it for ever when that dies meanwhile."""
+    task = asyncio.ensure_future(coroutine)
+    while not (await asyncio.wait({task}, timeout=0.2))[0]:
+        if llm.errored:
+            task.cancel()
+            raise EngineError("The vLLM engine died; its own log says why. Start a new one.")
+    return task.result()
 
 
 async def _start(arguments: Any) -> AsyncLLM:

@@ -57,8 +57,8 @@ class EngineLink:
 
     def commit(self, version: int) -> None:
         """Put the taken weights to use."""
-        self._is_active = False
         self.engine.finish_weight_update(version)
+        self._is_active = False  # vLLM goes on with an update whose end failed: the next one ends it
 
     def abandon(self, *, can_discard: bool) -> None:
         """End an update that was begun, with the version of before; with `can_discard` what was taken is forgotten."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -95,14 +95,17 @@ class VLLMWeightReceiver:
         """dtype that weights are sent in."""
         return self._group[0].model_dtype
 
-    @contextmanager
+    @contextlib.contextmanager
     def paused(self, links: list[EngineLink]) -> Iterator[None]:
         """Stop stepping and go on afterwards; not an engine whose weights are neither old nor new."""
         self.each(links, lambda link: link.engine.pause(self._scheme.pause_mode, clear_cache=False))
         try:
             yield
-        finally:
-            self.each([link for link in links if link not in self._mixed], lambda link: link.engine.resume())
+        except BaseException:
+            with contextlib.suppress(EngineError):  # what went wrong before is what the caller must hear
+                self._resume(links)
+            raise
+        self._resume(links)
 
     def abandon(self, links: list[EngineLink], *, are_mixed: bool) -> None:
         """End what an update began; `are_mixed` when weights may have been loaded: those engines stay paused."""
@@ -152,6 +155,9 @@ class VLLMWeightReceiver:
     def shutdown(self) -> None:
         """Release threads; the engines stay."""
         self._pool.shutdown(wait=False)
+
+    def _resume(self, links: list[EngineLink]) -> None:
+        self.each([link for link in links if link not in self._mixed], lambda link: link.engine.resume())
 
     def _reset_prefix_cache(self, engine: Any) -> None:
         reset = self._scheme.reset_running_requests

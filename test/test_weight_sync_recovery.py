@@ -1,0 +1,327 @@
+"""Updates that fail half-way, engines that die in them, and what requests see of the different pause modes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+from weight_sync_tools import (
+    SAMPLING,
+    change_every_parameter,
+    difference_of,
+    log_prob_difference,
+    make_sender,
+    out_of_reach,
+    weights_of,
+)
+
+from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig
+from llmrl.engines.base import EngineError
+from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
+from llmrl.weight_sync.double_buffer import DoubleBuffer
+from llmrl.weight_sync.link import EngineLink
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
+
+TOLERANCE, STALE = 0.15, 1.0
+"""Mean log-prob difference of a bfloat16 engine with these sharp random weights, and of one with other weights."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random llama with a tied head, small and sharp, and its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
+    model, path = LlamaForCausalLM(config), tmp_path_factory.mktemp("tiny")
+    model.to(torch.bfloat16).save_pretrained(path)
+    return model.float().eval(), path
+
+
+def start(path, **options):
+    return AsyncVLLM.from_pretrained(
+        path, max_model_len=2048, kv_cache_memory=1 << 27, cpu_threads=1,
+        engine_args={"skip_tokenizer_init": True}, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    with start(tiny[1]) as engine:
+        yield engine
+
+
+@pytest.fixture
+def model(tiny):
+    """The trainer's model; it has its first weights again afterwards."""
+    original = weights_of(tiny[0])
+    yield tiny[0]
+    tiny[0].load_state_dict(original)
+
+
+@pytest.fixture
+def sender(model, engine):
+    sender = make_sender(VLLMWeightSyncScheme(), model, engine)
+    sender.update_weights()
+    yield sender
+    sender.shutdown()
+
+
+def faulty(model, fault):
+    """The model's names with other values, and one of them wrong."""
+    weights = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    name = "model.layers.1.self_attn.k_proj.weight"
+    if fault == "unknown":
+        weights["model.extra.weight"] = torch.zeros(3)
+    elif fault == "missing":
+        del weights[name]
+    else:
+        weights[name] = torch.zeros(3, 5)
+    return weights
+
+
+@pytest.mark.parametrize("fault", ["unknown", "missing", "wrong shape"])
+def test_a_refused_update_leaves_the_old_weights_and_can_be_retried(sender, engine, model, fault):
+    version = engine.policy_version
+    with pytest.raises(WeightSyncError, match=f"hold the weights of version {version} as before"):
+        sender.update_weights(faulty(model, fault))
+    assert engine.policy_version == version
+    assert log_prob_difference(model, engine) < TOLERANCE
+    change_every_parameter(model, seed=3, size=0.3)
+    assert log_prob_difference(model, engine) > STALE
+    assert sender.update_weights() == version + 1
+    assert log_prob_difference(model, engine) < TOLERANCE
+
+
+def test_another_model_is_refused_when_the_group_is_opened(engine):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1))
+    with pytest.raises(EngineError, match="does not take these weights"):
+        make_sender(VLLMWeightSyncScheme(), other, engine)
+
+
+def test_a_broadcast_that_breaks_leaves_the_old_weights_and_can_be_retried(engine, model, monkeypatch):
+    from llmrl.weight_sync import memory_trainer
+
+    out_of_reach(monkeypatch)
+    sender = make_sender(VLLMWeightSyncScheme(), model, engine)
+    version = sender.update_weights()
+    old, broadcast = weights_of(model), memory_trainer.broadcast
+
+    def break_off(group, buffer):
+        broadcast(group, buffer[:1000])
+        group.shutdown()
+        raise RuntimeError("the cable was pulled")
+
+    change_every_parameter(model, seed=4, size=0.3)
+    new = weights_of(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_trainer, "broadcast", break_off)
+        with pytest.raises(WeightSyncError, match=f"version {version} as before"):
+            sender.update_weights()
+    model.load_state_dict(old)
+    assert log_prob_difference(model, engine) < TOLERANCE
+    model.load_state_dict(new)
+    assert sender.update_weights() == version + 1
+    assert log_prob_difference(model, engine) < TOLERANCE
+    sender.shutdown()
+
+
+def test_a_damaged_file_is_refused_and_the_one_before_is_current_again(engine, model, tmp_path, monkeypatch):
+    sender = make_sender(VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path)), model, engine)
+    version, write = sender.update_weights(), DoubleBuffer.write
+    old = DoubleBuffer(tmp_path).pointer()
+
+    def write_damaged(buffer, weights, version):
+        pointer = write(buffer, {name: torch.zeros_like(weight) for name, weight in weights.items()}, version)
+        with buffer.path(pointer.slot).open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\x01")
+        return pointer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DoubleBuffer, "write", write_damaged)
+        with pytest.raises(WeightSyncError, match=f"version {version} as before"):
+            sender.update_weights()
+    assert DoubleBuffer(tmp_path).pointer() == old
+    assert log_prob_difference(model, engine) < TOLERANCE
+    assert sender.update_weights() == version + 1
+    sender.shutdown()
+
+
+def test_an_engine_that_the_trainer_cannot_call_reads_the_double_buffer_by_itself(engine, model, tmp_path):
+    scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path))
+    writer, reader = scheme.create_sender(), scheme.create_receiver(engine)
+    assert reader.poll_and_apply() is None
+    writer.register_model(model)
+    writer.init_all_workers_group()
+    change_every_parameter(model, seed=5, size=0.3)
+    version = writer.update_weights()
+    assert reader.poll_and_apply() == version == engine.policy_version
+    assert reader.poll_and_apply() is None
+    assert log_prob_difference(model, engine) < TOLERANCE
+    reader.shutdown()
+    writer.shutdown()
+
+
+def test_the_prefix_cache_is_empty_after_an_update_unless_asked_otherwise(sender, engine, model):
+    prompt_ids, sampling = list(range(100, 400)), SamplingConfig(max_new_tokens=1)
+
+    def num_cached():
+        return engine.generate_batch([prompt_ids], sampling)[0].metrics["num_cached_tokens"]
+
+    num_cached()
+    assert num_cached() > 0
+    sender.update_weights()
+    assert num_cached() == 0
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["blocks computed anew", "blocks kept"])
+def test_what_keep_means_for_a_request_in_flight(engine, model, is_kept):
+    """Default: as if the new weights had read the whole prefix. With blocks kept: the old ones had read theirs."""
+    sender = make_sender(VLLMWeightSyncScheme(reset_running_requests=not is_kept), model, engine)
+    first = sender.update_weights()
+    old, prompt_ids = weights_of(model), [1, 2, 3]
+
+    async def run():
+        task = asyncio.create_task(engine.generate(prompt_ids, SAMPLING.with_changes(max_new_tokens=600)))
+        await _until_tokens(engine, 100)
+        change_every_parameter(model, seed=6, size=0.3)
+        await asyncio.to_thread(sender.update_weights)
+        return await task
+
+    completion = asyncio.run(run())
+    sender.shutdown()
+    assert set(completion.versions) == {first, first + 1}
+    change = completion.versions.index(first + 1)
+    token_ids = torch.tensor([[*prompt_ids, *completion.token_ids]])
+    given = torch.tensor(completion.log_probs)[change:]
+    end = len(prompt_ids) + change - 1  # the last token of the old weights is read by the new ones
+
+    def differ(past_of):
+        with torch.no_grad():
+            past = None
+            if past_of is not None:
+                new = weights_of(model)
+                model.load_state_dict(past_of)
+                past = model(token_ids[:, :end], use_cache=True).past_key_values
+                model.load_state_dict(new)
+            read = token_ids[:, :-1] if past is None else token_ids[:, end:-1]
+            log_probs = model(read, past_key_values=past).logits[0].log_softmax(-1)[-len(given) :]
+        return (given - log_probs.gather(1, token_ids[0, -len(given) :, None])[:, 0]).abs()
+
+    by_old, by_new = differ(old)[:20].mean(), differ(None)[:20].mean()
+    right, wrong = (by_old, by_new) if is_kept else (by_new, by_old)
+    assert right < TOLERANCE < wrong / 2
+
+
+@pytest.mark.parametrize("pause_mode", ["wait", "abort"])
+def test_requests_are_finished_first_or_end_with_what_they_have(engine, model, pause_mode):
+    sender = make_sender(VLLMWeightSyncScheme(pause_mode=pause_mode), model, engine)
+    version, num_tokens = engine.policy_version, 800
+
+    async def run():
+        task = asyncio.create_task(engine.generate([1, 2, 3], SAMPLING.with_changes(max_new_tokens=num_tokens)))
+        await _until_tokens(engine, 5)
+        await asyncio.to_thread(sender.update_weights)
+        return await task
+
+    completion = asyncio.run(run())
+    sender.shutdown()
+    assert engine.policy_version == version + 1
+    assert set(completion.versions) == {version}, "no token of the new weights"
+    if pause_mode == "wait":
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", num_tokens)
+    else:
+        assert completion.finish_reason == "abort"
+        assert 5 <= len(completion.token_ids) == len(completion.log_probs) < num_tokens
+        # The partial answer goes on, with the new weights.
+        [rest] = engine.generate_batch([[1, 2, 3, *completion.token_ids]], SAMPLING)
+        assert set(rest.versions) == {version + 1}
+
+
+@pytest.mark.slow
+def test_an_engine_killed_during_an_update_comes_back_with_the_current_weights(tiny, model, engine, monkeypatch):
+    """One of two replicas dies; the other goes on with the new weights, and the one in its place has them too."""
+    replicas = EngineReplicas([engine, start(tiny[1])], restart=lambda index: start(tiny[1]))
+    try:
+        sender = make_sender(VLLMWeightSyncScheme(), model, replicas)
+        sender.update_weights()
+        for num_deaths, when in enumerate(["update_weights", "commit"], start=1):
+            version, victim = engine.policy_version, replicas[1]
+            change_every_parameter(model, seed=7 + num_deaths, size=0.3)
+            with monkeypatch.context() as patch:
+                patch.setattr(EngineLink, when, killing(victim, getattr(EngineLink, when)))
+                assert sender.update_weights() == version + 1 == engine.policy_version
+            assert log_prob_difference(model, engine) < TOLERANCE
+            for _ in range(3000):
+                if replicas.serving == {0, 1}:
+                    break
+                asyncio.run(asyncio.sleep(0.02))
+            assert (replicas.serving, replicas.num_deaths) == ({0, 1}, num_deaths)
+            assert replicas[1] is not victim
+            assert replicas[1].policy_version == version + 1
+            assert log_prob_difference(model, replicas[1]) < TOLERANCE
+        sender.shutdown()
+    finally:
+        replicas[1].shutdown()
+
+
+def killing(victim, original):
+    """A method of a link that kills the engine's process first, if the engine is `victim`."""
+
+    def kill_first(link, *arguments):
+        if link.engine is victim:
+            [process] = link.engine._llm.engine_core.resources.engine_manager.processes
+            os.kill(process.pid, signal.SIGKILL)
+        return original(link, *arguments)
+
+    return kill_first
+
+
+@pytest.mark.slow
+def test_the_only_engine_killed_during_an_update_can_be_replaced(tiny, model, monkeypatch):
+    engines = [start(tiny[1])]
+    sender = make_sender(VLLMWeightSyncScheme(), model, engines)
+    sender.update_weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineLink, "commit", killing(engines[0], EngineLink.commit))
+        with pytest.raises(WeightSyncError, match="every engine died"):
+            sender.update_weights()
+    engines[0].shutdown()
+    with start(tiny[1]) as engines[0]:
+        change_every_parameter(model, seed=8, size=0.3)
+        sender.update_weights()
+        assert log_prob_difference(model, engines[0]) < TOLERANCE
+    sender.shutdown()
+
+
+async def _until_tokens(engine, num_tokens):
+    """Wait until the requests in flight have some tokens each."""
+    for _ in range(6000):
+        states = list(engine._llm.output_processor.request_states.values())
+        if states and min(state.detokenizer.num_output_tokens() for state in states) >= num_tokens:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"no {num_tokens} tokens in time")
+
+
+def test_difference_is_measured_on_the_tokens_of_the_completion(model):
+    """The tool itself: with the model's own log-probs the difference is zero."""
+    from llmrl.engines import Completion
+
+    token_ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        log_probs = model(token_ids).logits[0].log_softmax(-1)
+    own = [log_probs[1, 3].item(), log_probs[2, 4].item()]
+    completion = Completion([3, 4], own, [0, 0], "length")
+    assert difference_of(model, [1, 2], completion).abs().max() < 1e-5
