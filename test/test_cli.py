@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,13 +11,17 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from llmrl.cli.app import app
+from llmrl.cli.chat import ChatSession, make_env, talk
 from llmrl.cli.doctor import check_requirements
 from llmrl.cli.evaluate import environments, results_of
 from llmrl.data import Rollout, RolloutStatus
+from llmrl.engines import ScriptedEngine
 from llmrl.evaluation import interval_of_mean, pass_at_k
+from llmrl.policies import LLMWrapperBase
 from llmrl.run_folder import RunFolder
 
 runner = CliRunner()
@@ -113,10 +118,31 @@ def test_wrong_use_exits_with_2_and_a_sentence(tmp_path):
 
 def test_help_names_every_command_and_environment():
     text = runner.invoke(app, ["--help"]).output
-    assert all(command in text for command in ("doctor", "view", "eval", "demo"))
+    assert all(command in text for command in ("doctor", "view", "eval", "chat", "demo"))
     text = runner.invoke(app, ["eval", "--list"]).output
     assert all(name in text for name in environments())
     assert runner.invoke(app, ["--version"]).output.startswith("llmrl ")
+
+
+def test_a_chat_goes_on_through_tools_and_shows_its_tokens(renderer):
+    script = ["```python\nprint(6 * 7)\n```<|im_end|>", "It is 42.<|im_end|>", "Bye.<|im_end|>"]
+    policy = LLMWrapperBase(ScriptedEngine(script, encode=renderer.encode), renderer=renderer)
+    session = ChatSession(policy, make_env(system_prompt="Be brief.", tools=["python"]))
+    lines = iter(["/what", "What is 6 * 7?", "/tokens", "Bye!", "/reset", "/tokens", "/quit"])
+    console = Console(file=io.StringIO(), width=100)
+    talk(session, console, lambda: next(lines), renderer.decode)
+    text = console.file.getvalue()
+    assert text.count("/quit ends") == 2 and "42\n" in text and "assistant: It is 42." in text
+    assert "tokens, log-prob" in text and "assistant: Bye." in text and "forgotten" in text and "0 tokens" in text
+
+
+def test_a_chat_keeps_its_tokens_from_turn_to_turn(renderer):
+    policy = LLMWrapperBase(ScriptedEngine(["a<|im_end|>", "b<|im_end|>"], encode=renderer.encode), renderer=renderer)
+    session = ChatSession(policy, make_env(system_prompt=None, tools=[]))
+    answers = [message["content"] for text in ("1", "2") for message in session.ask(text)]
+    assert answers == ["a", "b"] and renderer.decode([token_id for token_id, _ in session.tokens()]) == "b<|im_end|>"
+    with pytest.raises(ValueError, match="must be 'python'"):
+        make_env(system_prompt=None, tools=["pyton"])
 
 
 @given(num_samples=st.integers(1, 12), data=st.data())

@@ -1,1 +1,1 @@
-"""The command line: `llmrl doctor`, `eval`, `view`, `demo`."""
+"""The command line: `llmrl doctor`, `eval`, `view`, `chat`, `demo`."""

@@ -127,6 +127,42 @@ def evaluate(
     command.run(settings, console)
 
 
+@app.command()
+def chat(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
+    ] = "embedded",
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    tool: Annotated[list[str] | None, typer.Option(help="A tool that runs live: `python`.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 256,
+    max_model_len: Annotated[int, typer.Option(min=16, help="Tokens of the whole conversation.")] = 2048,
+) -> None:
+    """Talk to a model through an environment, with its tools; `/tokens` shows how sure it was."""
+    from llmrl.cli.chat import ChatSession, make_env, talk
+    from llmrl.cli.models import model_path
+    from llmrl.engines import AsyncVLLM
+    from llmrl.policies import vLLMWrapper
+
+    try:
+        env = make_env(system_prompt=system, tools=tool or [])
+    except ValueError as error:
+        raise _fail(error) from None
+    engine = AsyncVLLM.from_pretrained(model_path(model), max_model_len=max_model_len)
+    try:
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        policy = vLLMWrapper(engine, generate_kwargs=sampling)
+        assert policy.renderer is not None
+        talk(
+            ChatSession(policy, env),
+            console,
+            lambda: console.input("[bold cyan]you:[/bold cyan] "),
+            policy.renderer.decode,
+        )
+    finally:
+        engine.shutdown()
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
     """Post-train the embedded model on one-digit sums; what follows goes to the script (`seed=1`, …)."""

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from llmrl.cli.models import model_path
 from llmrl.data import Rollout
 from llmrl.evaluation import interval_of_mean, pass_at_k
 
@@ -59,15 +60,6 @@ class EvaluationSettings:
         if self.out is not None and (self.out / "batches").exists():
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
 
-    def model_path(self) -> str:
-        """What vLLM loads; of a training run its trained model."""
-        from llmrl.embedded_model import ensure_embedded_model
-
-        if self.model == "embedded":
-            return str(ensure_embedded_model())
-        of_run = Path(self.model) / "model"
-        return str(of_run) if of_run.exists() else self.model
-
 
 def run(settings: EvaluationSettings, console: Console) -> dict[str, Any]:
     """Generate, score, print, save; gives the results."""
@@ -79,7 +71,9 @@ def run(settings: EvaluationSettings, console: Console) -> dict[str, Any]:
     env = make(settings)
     num_problems = len(env.base_env.prompts.items)
     num_problems = min(num_problems, settings.limit or num_problems)
-    engine = AsyncVLLM.from_pretrained(settings.model_path(), max_model_len=settings.max_model_len, seed=settings.seed)
+    engine = AsyncVLLM.from_pretrained(
+        model_path(settings.model), max_model_len=settings.max_model_len, seed=settings.seed
+    )
     try:
         sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
         policy = vLLMWrapper(engine, generate_kwargs=sampling)

@@ -1,0 +1,116 @@
+"""`llmrl chat`: talk to a model through an environment, tools live, and look at its tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from tensordict import TensorDict, TensorDictBase
+
+from llmrl.data import Message, text_of
+from llmrl.data.tensordicts import plain
+from llmrl.envs import ChatEnv
+from llmrl.transforms import PythonInterpreter
+
+HELP = "/tokens shows the last answer's tokens by probability, /reset forgets, /quit ends"
+_MAX_TOOL_TURNS = 8
+_STYLES = ((0.9, "green"), (0.5, "yellow"), (0.0, "red"))
+
+
+class ChatSession:
+    """One conversation with a policy, in an environment that may answer with tools.
+
+    Args:
+        policy: an `LLMWrapperBase` in history mode.
+        env: a `ChatEnv`, with transforms that answer.
+    """
+
+    def __init__(self, policy: Any, env: Any) -> None:
+        self.policy, self.env = policy, env
+        self._state: TensorDictBase | None = None
+
+    def ask(self, text: str) -> Iterator[Message]:
+        """Say something; gives the assistant's messages and the tools' as they come."""
+        if self._state is None:
+            state = self.env.reset(TensorDict({"query": text}))
+        else:
+            state = self._state
+            prompt = state.get(("history", "prompt"))
+            state.set(("history", "prompt"), prompt.append({"role": "user", "content": text}))
+        for _ in range(_MAX_TOOL_TURNS):
+            state = self.policy(state)
+            answered = len(state.get(("history", "prompt")).chats) + 1
+            yield state.get(("history", "full")).chats[-1]
+            state = self._state = self.env.step_mdp(self.env.step(state))
+            replies = state.get(("history", "prompt")).chats[answered:]
+            yield from replies
+            if not replies:
+                return
+
+    def tokens(self) -> list[tuple[int, float]]:
+        """The last answer's token ids and their log-probs."""
+        conversation = None if self._state is None else plain(self._state.get("conversation", None))
+        if conversation is None or conversation.node is None:
+            return []
+        node = conversation.node
+        return list(zip(node.completion_ids, node.log_probs, strict=True))
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self._state = None
+
+
+def make_env(*, system_prompt: str | None, tools: list[str]) -> Any:
+    """A `ChatEnv` with the named tools.
+
+    Raises:
+        ValueError: for an unknown tool.
+    """
+    env: Any = ChatEnv(system_prompt=system_prompt)
+    for tool in tools:
+        if tool != "python":
+            raise ValueError(f"--tool must be 'python', got {tool!r}.")
+        env = env.append_transform(PythonInterpreter(persistent=True))
+    return env
+
+
+def talk(session: ChatSession, console: Console, read: Callable[[], str], decode: Callable[[list[int]], str]) -> None:
+    """The loop: until `read` raises `EOFError`, or `/quit`."""
+    console.print(f"[dim]{HELP}[/dim]")
+    while True:
+        try:
+            text = read().strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if text == "/quit":
+            return
+        if text == "/reset":
+            session.reset()
+            console.print("[dim]forgotten[/dim]")
+        elif text == "/tokens":
+            console.print(coloured(session.tokens(), decode))
+        elif text.startswith("/"):
+            console.print(f"[dim]{HELP}[/dim]")
+        elif text:
+            for message in session.ask(text):
+                console.print(Text(f"{message['role']}: ", style="bold").append(said(message), style="not bold"))
+
+
+def said(message: Message) -> str:
+    """What a message says, its tool calls included."""
+    calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
+    return "\n".join(part for part in (text_of(message.get("content")).strip(), *calls) if part)
+
+
+def coloured(tokens: list[tuple[int, float]], decode: Callable[[list[int]], str]) -> Text:
+    """Tokens coloured by their probability, and the whole answer's log-prob."""
+    line = Text()
+    for token_id, log_prob in tokens:
+        probability = math.exp(log_prob)
+        style = next(style for bound, style in _STYLES if probability >= bound)
+        line.append(decode([token_id]), style=style).append(f"{probability:.2f} ", style="dim")
+    total = sum(log_prob for _, log_prob in tokens)
+    return line.append(f"\n{len(tokens)} tokens, log-prob {total:.2f}", style="dim")
