@@ -2,7 +2,8 @@
 
 Hidden states and a head of random numbers, float32. Each measurement runs in a process of its own; what counts is the
 peak above what inputs and their gradients take, which both need. The naive way holds `[num_tokens, vocab_size]`
-several times over; in chunks what is held grows with neither.
+several times over; in chunks what is held does not grow with the number of tokens, and with the vocabulary
+only as far as the head's own gradient does.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-DEFAULT_CHUNK_SIZE = 512
+NUM_CHUNK_LOGITS = 1 << 23
+"""Logits of a chunk by default, 32 MiB in float32: what is held does not grow with the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_c = grad.to(dtype)
             if grad_hidden is not None:
                 grad_hidden[start:end] = grad_c @ weight_c
-            if grad_weight is not None:
+            if grad_weight is not None and grad_weight.dtype == dtype:
+                grad_weight.addmm_(grad_c.T, hidden_c[start:end])
+            elif grad_weight is not None:
                 grad_weight += grad_c.T @ hidden_c[start:end]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -150,7 +153,7 @@ def chunked_log_probs(
     positions: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     transform: LogitTransform | None = None,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    chunk_size: int | None = None,
     has_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-prob of each target, and the entropy of its distribution when asked; both differentiable.
@@ -163,7 +166,7 @@ def chunked_log_probs(
             Default: target `i` at position `i`.
         bias: `[vocab_size]` of the output head, if it has one.
         transform: scale, soft cap and temperature; none by default.
-        chunk_size: positions whose logits are held at once.
+        chunk_size: positions whose logits are held at once; default, as many as make `NUM_CHUNK_LOGITS`.
         has_entropy: also return the entropies.
 
     Returns:
@@ -188,6 +191,8 @@ def chunked_log_probs(
         raise ValueError(f"positions must have the shape of targets, {targets.shape}, got {positions.shape}.")
     if hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(f"weight must be [vocab_size, {hidden.shape[-1]}], got {tuple(weight.shape)}.")
+    if chunk_size is None:
+        chunk_size = max(64, NUM_CHUNK_LOGITS // weight.shape[0])
     return _ChunkedLogProbs.apply(
         hidden, weight, bias, targets, positions, transform or LogitTransform(), chunk_size, has_entropy
     )

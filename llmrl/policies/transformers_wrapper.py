@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from llmrl.data.packing import DEFAULT_BIN_LENGTH, DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
 from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.policies.causal_model import CausalModel
-from llmrl.policies.log_probs import DEFAULT_CHUNK_SIZE, chunked_log_probs
+from llmrl.policies.log_probs import chunked_log_probs
 
 
 class TransformersWrapper(TensorDictModuleBase):
@@ -32,7 +32,7 @@ class TransformersWrapper(TensorDictModuleBase):
         temperature: of the sampler, so that both speak of the same distribution.
         token_budget: computed tokens in one forward pass.
         bin_length: tokens that attend to each other in one sequence, see `pack_rows`.
-        chunk_size: positions whose logits are held at once.
+        chunk_size: positions whose logits are held at once, see `chunked_log_probs`.
         autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype.
         tokens_key, mask_key, log_probs_key: entries read and written.
 
@@ -59,7 +59,7 @@ class TransformersWrapper(TensorDictModuleBase):
         temperature: float = 1.0,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         bin_length: int = DEFAULT_BIN_LENGTH,
-        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        chunk_size: int | None = None,
         autocast_dtype: torch.dtype | None = None,
         tokens_key: NestedKey = ("tokens", "full"),
         mask_key: NestedKey = ("masks", "all_assistant_mask"),
