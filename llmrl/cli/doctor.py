@@ -62,6 +62,7 @@ def examine() -> list[Finding]:
         *_processor(),
         _devices(),
         *_places(),
+        _isolation(),
     ]
 
 
@@ -172,6 +173,24 @@ def _places() -> Iterator[Finding]:
             "" if num_free >= _NUM_BYTES_NEEDED else "weights pass through it: docker run --shm-size=8g, or remount it"
         )
         yield Finding("shared memory", "note" if mend else "good", f"{num_free / 2**30:.1f} GiB free", mend)
+
+
+def _isolation() -> Finding:
+    import logging
+
+    from llmrl.sandbox.launch import IsolationError
+    from llmrl.sandbox.service import PythonExecutorService
+
+    logging.getLogger("llmrl").setLevel(logging.ERROR)  # it would say what the table says
+    mend = "apt install bubblewrap, or a kernel with user namespaces"
+    try:
+        service = PythonExecutorService(1, num_ready=1)
+    except IsolationError as error:
+        return Finding("Python tool", "note", str(error), mend)
+    try:
+        return Finding("Python tool", "note" if service.isolation == "process" else "good", service.description, mend)
+    finally:
+        service.close()
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:

@@ -123,12 +123,17 @@ class PythonExecutorService:
         except BaseException:
             self._loop.close()
             raise
-        _logger.warning("Model-written Python runs with isolation %s.", self._launcher.describe())
+        _logger.warning("Model-written Python runs with isolation %s.", self.description)
 
     @property
     def isolation(self) -> Isolation:
         """The level in force."""
         return self._launcher.level
+
+    @property
+    def description(self) -> str:
+        """What holds at this level, in a sentence."""
+        return self._launcher.describe()
 
     def _choose(self, isolation: Isolation) -> Launcher:
         refusals = []
