@@ -38,10 +38,13 @@ class GroupKeys:
         """The number under `key`, summed over its entries, of each rollout of `rows`.
 
         Raises:
+            KeyError: when a row has no such entry.
             ValueError: when rows of one rollout disagree.
         """
         values: dict[Hashable, float] = {}
         for row in rows:
+            if not has_entry(row, key):
+                raise KeyError(f"A row has no {key!r}; it has {sorted(map(str, row.keys(True, True)))}.")
             rollout_id, value = self.rollout_id(row), float(row.get(key).sum())
             if values.setdefault(rollout_id, value) != value:
                 raise ValueError(

@@ -1,0 +1,109 @@
+"""What training must not depend on, and what its report must show."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_batches import VOCAB_SIZE, ragged_batch, tiny_model
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+
+from llmrl.objectives import GRPOLoss, train_step, write_log_probs
+from llmrl.policies import TransformersWrapper
+
+POLICY = TransformersWrapper(tiny_model(), bin_length=24, token_budget=48)
+
+
+def _row(ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor, rollout: int, end: int) -> TensorDict:
+    return TensorDict(
+        {
+            "tokens": {"full": ids[:end]},
+            "masks": {"all_assistant_mask": mask[:end]},
+            "log_probs": {"full": (sampled * mask)[:end]},
+            "advantage": torch.tensor([[1.0 - 0.7 * rollout]]),
+            "rollout": {"rollout_id": NonTensorData(str(rollout))},
+        }
+    )
+
+
+@st.composite
+def _conversations(draw: st.DrawFn) -> tuple[TensorDictBase, TensorDictBase]:
+    """Conversations of several trained turns: one row each, and forked into a row at any of their turns' ends."""
+    whole: list[TensorDict] = []
+    forked: list[TensorDict] = []
+    for rollout in range(draw(st.integers(1, 3))):
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+        turns = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4))
+        mask = torch.cat([torch.arange(context + answer) >= context for context, answer in turns])
+        ids = torch.randint(0, VOCAB_SIZE, mask.shape, generator=generator)
+        sampled = -4 * torch.rand(mask.shape, generator=generator)
+        ends = torch.tensor([sum(turn) for turn in turns]).cumsum(0).tolist()
+        whole.append(_row(ids, mask, sampled, rollout, ends[-1]))
+        cuts = [end for end in ends[:-1] if draw(st.booleans())] + ends[-1:]
+        place = torch.arange(len(mask))
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            forked.append(_row(ids, mask & (place >= start), sampled, rollout, end))
+    order = draw(st.permutations(range(len(forked))))
+    return lazy_stack(whole, 0), lazy_stack([forked[index] for index in order], 0)
+
+
+def _gradients(loss: GRPOLoss, batch: TensorDictBase) -> list[torch.Tensor]:
+    POLICY.zero_grad()
+    loss(batch).total_loss().backward()
+    return [p.grad.clone() for p in POLICY.parameters() if p.grad is not None]
+
+
+@settings(max_examples=40, deadline=None)
+@given(_conversations(), st.sampled_from(["token_mean", "sequence_mean"]))
+def test_forking_conversations_into_rows_changes_no_gradient(batches: tuple, aggregation: str) -> None:
+    whole, forked = batches
+    # Far outside the bounds clipped tokens would have no gradient to compare.
+    loss = GRPOLoss(POLICY, aggregation=aggregation, clip_epsilon=(1.0, 1e6))
+    for a, b in zip(_gradients(loss, whole), _gradients(loss, forked), strict=True):
+        assert (a - b).norm() <= 1e-4 * a.norm() + 1e-6
+
+
+def test_a_stale_output_head_is_visible_in_the_report_of_the_next_step() -> None:
+    """An engine that keeps the old output head after an update of tied embeddings samples from another policy."""
+    trained = tiny_model(is_tied=True)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
+    policy = TransformersWrapper(trained)
+    loss = GRPOLoss(policy, clip_epsilon=(1.0, 1e6))
+    old_head = trained.lm_head.weight.detach().clone()
+    batch = ragged_batch(num_rows=12)
+    write_log_probs(policy, batch, ("log_probs", "full"))
+    first = train_step(loss, batch, optimizer)
+    assert first.measurements["log_prob_difference_max"] < 1e-4
+    assert first.measurements["ESS"] == pytest.approx(1.0, abs=1e-4)
+
+    def next_step(is_head_stale: bool) -> dict[str, float]:
+        served = copy.deepcopy(trained)
+        if is_head_stale:
+            served.lm_head.weight = torch.nn.Parameter(old_head)
+        sampled = write_log_probs(TransformersWrapper(served), ragged_batch(7, num_rows=12), ("log_probs", "full"))
+        return loss(sampled).measurements()
+
+    healthy, stale = next_step(False), next_step(True)
+    assert healthy["log_prob_difference_max"] < 1e-4 and healthy["ESS"] > 0.999
+    assert stale["log_prob_difference_mean"] > 0.1
+    assert stale["log_prob_difference_max"] > 0.5
+    assert stale["ESS"] < 0.97
+
+
+def test_a_rank_that_runs_out_repeats_a_micro_batch_that_counts_nothing() -> None:
+    loss = GRPOLoss(POLICY, clip_epsilon=(1.0, 1e6))
+    batch = ragged_batch(num_rows=12)
+    inputs = loss.prepare(batch)
+    everything = list(loss.micro_losses(inputs, batch))
+    num_ranks = len(everything) + 1
+    shares = [list(loss.micro_losses(inputs, batch, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)]
+    assert len(everything) > 1 and {len(share) for share in shares} == {1}
+    assert [share[0].is_repeated for share in shares] == [False] * len(everything) + [True]
+    total = sum(float(share[0].total().detach()) for share in shares)
+    assert total == pytest.approx(sum(float(micro.total().detach()) for micro in everything), rel=1e-5)
+    POLICY.zero_grad()
+    shares[-1][0].total().backward()
+    assert all(p.grad is None or not p.grad.any() for p in POLICY.parameters())
