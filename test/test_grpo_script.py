@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "sota-implementations" / "grpo" / "grpo-sync.py"
+SCRIPTS = Path(__file__).parent.parent / "sota-implementations" / "grpo"
 SMALL = ("collect.groups_per_batch=2", "collect.group_size=2", "env.num_eval_samples=1", "run.checkpoint_every=2")
 
 
-def command(run_path, *overrides):
-    return [sys.executable, str(SCRIPT), f"run.path={run_path}", *SMALL, *overrides]
+def command(script, run_path, *overrides):
+    return [sys.executable, str(SCRIPTS / script), f"run.path={run_path}", *SMALL, *overrides]
 
 
 def read_csv(path):
@@ -47,13 +47,14 @@ def descendants(pid):
     return found[1:]
 
 
-@pytest.fixture(scope="module")
-def killed_and_resumed(tmp_path_factory, model_path):
-    """A run that was killed while it collected its fourth step, then resumed to its fifth."""
+@pytest.fixture(scope="module", params=["grpo-sync.py", "grpo-async.py"])
+def killed_and_resumed(request, tmp_path_factory, model_path):
+    """A run of either script that was killed while it collected its fourth step, then resumed to its fifth."""
+    script = request.param
     folder = tmp_path_factory.mktemp("grpo")
     run_path = folder / "run"
     with (folder / "first.log").open("w") as log:
-        process = subprocess.Popen(command(run_path, "train.num_steps=50"), stdout=log, stderr=log)
+        process = subprocess.Popen(command(script, run_path, "train.num_steps=50"), stdout=log, stderr=log)
     children: list[int] = []
     try:
         deadline = time.monotonic() + 300
@@ -70,7 +71,7 @@ def killed_and_resumed(tmp_path_factory, model_path):
         time.sleep(0.2)
     orphans = [pid for pid in children if is_running(pid)]
     num_steps = len(read_csv(run_path / "metrics.csv"))
-    resume = command(run_path, f"train.num_steps={num_steps + 2}", "resume=true")
+    resume = command(script, run_path, f"train.num_steps={num_steps + 2}", "resume=true")
     output = subprocess.run(resume, capture_output=True, text=True, timeout=300)
     for pid in orphans:
         os.kill(pid, signal.SIGKILL)

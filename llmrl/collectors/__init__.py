@@ -3,6 +3,7 @@
 from llmrl.collectors.collector import LLMCollector
 from llmrl.collectors.groups import CollectionStalled, DropReason, GroupRules
 from llmrl.collectors.player import RolloutLimits
+from llmrl.collectors.ray_collector import RayLLMCollector
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rows import batch_rows, rollout_rows
 
@@ -12,6 +13,7 @@ __all__ = [
     "DropReason",
     "GroupRules",
     "LLMCollector",
+    "RayLLMCollector",
     "RolloutLimits",
     "batch_rows",
     "rollout_rows",

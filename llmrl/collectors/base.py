@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, TransformedEnv
 
 from llmrl.collectors.buffer import BufferFiller
 from llmrl.collectors.groups import GroupRules
@@ -19,6 +20,7 @@ from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.staleness import LatePolicy, StalenessGate
 from llmrl.data import Rollout
 from llmrl.data.background_loop import BackgroundLoop
+from llmrl.envs import DatasetChatEnv
 
 Result = TypeVar("Result")
 
@@ -30,6 +32,8 @@ class BatchCollector:
         self,
         source: RolloutSource,
         *,
+        dataset_env: DatasetChatEnv | None,
+        engine: Any,
         shape: BatchShape,
         rules: GroupRules,
         max_concurrent_rollouts: int | None,
@@ -47,6 +51,7 @@ class BatchCollector:
         if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
             raise ValueError("num_extra_groups needs groups_per_batch, and no max_staleness: those groups would wait.")
         self._source, self._shape = source, shape
+        self._dataset_env, self._engine = dataset_env, engine
         self.total_dialog_turns, self.postproc, self.replay_buffer = total_dialog_turns, postproc, replay_buffer
         num_batches_ahead = 1 + (max_staleness or 0)
         per_batch = (shape.size if shape.kind != "tokens" else 8) * source.group_size
@@ -198,7 +203,14 @@ class BatchCollector:
         return version
 
     def _make_sender(self, scheme: Any, model: Any) -> Any:
-        raise NotImplementedError
+        from llmrl.weight_sync import get_model_metadata
+
+        if self._engine is None:
+            raise ValueError("weight_sync_schemes need an engine that is reached from here: pass engine=.")
+        sender = scheme.create_sender()
+        sender.register_model(model)
+        sender.init_all_workers_group(get_model_metadata(model), self._engine)
+        return sender
 
     @property
     def policy_version(self) -> int:
@@ -217,10 +229,17 @@ class BatchCollector:
 
     async def _state_dict(self) -> dict[str, Any]:
         async with self._scheduler.holding_still() as unfinished:
-            return {"num_turns": self._num_turns, "env": self._env_state(unfinished)}
+            state: dict[str, Any] = {"num_turns": self._num_turns}
+            if self._dataset_env is not None:
+                prompts = self._dataset_env.prompts.state_dict(unfinished=unfinished)
+                state["env"] = {**self._dataset_env.state_dict(), "prompts": prompts}
+            return state
 
-    def _env_state(self, unfinished: list[int]) -> dict[str, Any]:
-        raise NotImplementedError
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; before the first batch."""
+        self._num_turns = state["num_turns"]
+        if self._dataset_env is not None:
+            self._dataset_env.load_state_dict(state["env"])
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._background.run(coroutine)
@@ -243,3 +262,10 @@ class BatchCollector:
 
     def __exit__(self, *exception: Any) -> None:
         self.shutdown()
+
+
+def dataset_env_of(env: EnvBase) -> DatasetChatEnv | None:
+    """The dataset environment under an environment's transforms, if it is one."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env if isinstance(env, DatasetChatEnv) else None

@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
-from llmrl.collectors.base import BatchCollector
+from llmrl.collectors.base import BatchCollector, dataset_env_of
 from llmrl.collectors.groups import GroupRules
 from llmrl.collectors.player import RolloutLimits, RolloutPlayer
 from llmrl.collectors.report import CollectionReport
@@ -21,7 +21,7 @@ from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout
-from llmrl.envs import DatasetChatEnv, EndOfData
+from llmrl.envs import EndOfData
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
 
@@ -104,23 +104,25 @@ class LLMCollector(BatchCollector):
             follow = PolicyVersion(lambda: self.policy.engine.policy_version)
             tracker = track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
             self.env = TransformedEnv(self.env, tracker)
-        self._dataset_env = dataset_env_of(self.env)
+        dataset_env = dataset_env_of(self.env)
         is_open = asyncio.Event()
         is_open.set()
         self._stepper = EnvStepper(self.env, timeout_seconds=step_timeout_seconds, keep_steps=not shape.is_grouped)
-        if shape.is_grouped and self._dataset_env is None:
+        if shape.is_grouped and dataset_env is None:
             raise ValueError("groups need a DatasetChatEnv, whose repeats give the size of a group.")
         player = RolloutPlayer(self._stepper, self.policy, limits=limits or RolloutLimits(), is_open=is_open)
         is_group_scored = player.rubric is not None and player.rubric.is_group_scored
         self._env_source = EnvSource(
             self._stepper,
             player,
-            None if self._dataset_env is None else self._dataset_env.prompts,
+            None if dataset_env is None else dataset_env.prompts,
             is_grouped=shape.is_grouped or is_group_scored,
         )
         self._play_concurrency = max_concurrent_rollouts
         super().__init__(
             self._env_source,
+            dataset_env=dataset_env,
+            engine=self.policy.engine,
             shape=shape,
             rules=group_rules or GroupRules(is_failure_shared=is_group_scored),
             max_concurrent_rollouts=max_concurrent_rollouts,
@@ -166,36 +168,7 @@ class LLMCollector(BatchCollector):
             await source.score_group(list(group))
         return rollouts
 
-    def _make_sender(self, scheme: Any, model: Any) -> Any:
-        from llmrl.weight_sync import get_model_metadata
-
-        sender = scheme.create_sender()
-        sender.register_model(model)
-        sender.init_all_workers_group(get_model_metadata(model), self.policy.engine)
-        return sender
-
-    def _env_state(self, unfinished: list[int]) -> dict[str, Any]:
-        if self._dataset_env is None:
-            return {}
-        return {
-            **self._dataset_env.state_dict(),
-            "prompts": self._dataset_env.prompts.state_dict(unfinished=unfinished),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self._num_turns = state["num_turns"]
-        if self._dataset_env is not None:
-            self._dataset_env.load_state_dict(state["env"])
-
     def shutdown(self) -> None:
         """Cancel what is in flight and end the collector's threads. The engine is its owner's to shut down."""
         super().shutdown()
         self._stepper.shutdown()
-
-
-def dataset_env_of(env: EnvBase) -> DatasetChatEnv | None:
-    """The dataset environment under an environment's transforms, if it is one."""
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return env if isinstance(env, DatasetChatEnv) else None
