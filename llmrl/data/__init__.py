@@ -6,6 +6,7 @@ from llmrl.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.data.history import History
 from llmrl.data.message import MalformedToolCall, Message, ParsedCompletion, ToolSchema, check_messages, text_of
 from llmrl.data.rollout import Rollout
+from llmrl.data.sources import load_rows, rows_of_batches
 from llmrl.data.status import RolloutStatus, StopReason, decide_status
 from llmrl.data.turn import Turn
 
@@ -28,6 +29,8 @@ __all__ = [
     "Turn",
     "check_messages",
     "decide_status",
+    "load_rows",
+    "rows_of_batches",
     "run_sync",
     "text_of",
 ]

@@ -6,12 +6,14 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor, Unbounded
 
+from llmrl.data import load_rows, rows_of_batches
 from llmrl.data.tensordicts import non_tensor, tensordict_of
 from llmrl.envs.chat import ChatEnv
 
@@ -122,7 +124,9 @@ class DatasetChatEnv(ChatEnv):
     `("rollout", "group_id" | "sample_index" | "group_size")` say which group a conversation belongs to.
 
     Args:
-        dataset: mappings, strings, or anything indexable that gives mappings (a Hugging Face `Dataset`).
+        dataset: a hub name, a file or folder, a Hugging Face `Dataset`, or an iterable of mappings or of strings; see
+            `load_rows`.
+        split: which part of the dataset, where it has several.
         data_key: column with the query.
         repeats: conversations per prompt: the group size.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
@@ -130,6 +134,7 @@ class DatasetChatEnv(ChatEnv):
         input_mode, batch_size, system_prompt, device: see `ChatEnv`.
 
     Raises:
+        FileNotFoundError: for a dataset that is not there.
         ValueError: for an empty dataset or a missing column.
 
     Example:
@@ -141,8 +146,9 @@ class DatasetChatEnv(ChatEnv):
 
     def __init__(
         self,
-        dataset: Iterable[Mapping[str, Any] | str],
+        dataset: str | Path | Iterable[Mapping[str, Any] | str],
         *,
+        split: str | None = None,
         data_key: str = "query",
         repeats: int = 1,
         shuffle: bool = False,
@@ -155,10 +161,10 @@ class DatasetChatEnv(ChatEnv):
         system_prompt: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        items: Any = dataset if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else list(dataset)
-        if len(items) and isinstance(items[0], str):
+        items: Any = load_rows(dataset, split=split)
+        if isinstance(items[0], str):
             items = [{data_key: item} for item in items]
-        if len(items) and prepare is None and data_key not in items[0]:
+        if prepare is None and data_key not in items[0]:
             raise ValueError(f"dataset has no column {data_key!r}, only {sorted(items[0])}; name it with data_key.")
         self.prompts = PromptSampler(
             items, num_samples=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name=name
@@ -171,6 +177,22 @@ class DatasetChatEnv(ChatEnv):
             data_key=data_key,
             device=device,
         )
+
+    @classmethod
+    def from_dataloader(cls, dataloader: Iterable[Any], **kwargs: Any) -> DatasetChatEnv:
+        """An environment over everything that a `DataLoader` yields in one pass, in its order.
+
+        Args:
+            dataloader: finite; its batches are columns of equal length, rows, or TensorDicts.
+            kwargs: see the class.
+
+        Example:
+            >>> from torch.utils.data import DataLoader
+            >>> loader = DataLoader([{"query": "1 + 1 ="}, {"query": "1 + 2 ="}], batch_size=2)
+            >>> DatasetChatEnv.from_dataloader(loader, repeats=4).reset()["query"]
+            '1 + 1 ='
+        """
+        return cls(rows_of_batches(dataloader), **kwargs)
 
     def _make_specs(self, shape: torch.Size) -> None:
         super()._make_specs(shape)

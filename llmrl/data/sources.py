@@ -1,0 +1,219 @@
+"""`load_rows`: the rows of a data set, from wherever it lies."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from llmrl.data.tensordicts import plain
+
+Row = Mapping[str, Any]
+
+
+def load_rows(
+    source: str | Path | Iterable[Any],
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    columns: Iterable[str] = (),
+) -> Sequence[Row]:
+    """The rows of a data set, as a sequence of mappings.
+
+    Args:
+        source: a file (JSON lines, JSON, CSV, Parquet), a folder of such files or one that `datasets` saved, a hub
+            name (`"openai/gsm8k"`), a Hugging Face `Dataset` (which stays as it is, on disk), a mapping from split
+            names to any of these, or any finite iterable of mappings. A path is told from a hub name by being there,
+            by its ending, or by a `.`, `~` or `/` at its start.
+        split: which part, where the source has several: of a folder, the files whose names begin with it.
+        subset: the configuration of a data set of the hub that has several.
+        columns: names that every row must have.
+
+    Raises:
+        FileNotFoundError: when there is no such file, or nothing readable in the folder.
+        ValueError: for an unreadable line, an unknown split, an empty data set or a missing column.
+        TypeError: when the source, or a row, is of another type.
+
+    Example:
+        >>> load_rows([{"question": "1 + 1 ="}], columns=["question"])
+        [{'question': '1 + 1 ='}]
+        >>> load_rows([{"text": "1 + 1 ="}], columns=["question"])
+        Traceback (most recent call last):
+        ValueError: row 0 of the data set has no column 'question', only ['text'].
+    """
+    label = f"data set {str(source)!r}" if isinstance(source, str | Path) else "data set"
+    rows = _rows_of(source, split, subset, label)
+    if len(rows) == 0:
+        raise ValueError(f"{label} is empty; at least one row is needed.")
+    _check(rows, list(columns), label)
+    return rows
+
+
+def _rows_of(source: Any, split: str | None, subset: str | None, label: str) -> Sequence[Row]:
+    if isinstance(source, str | Path):
+        source = _open(source, split, subset, label)
+    if isinstance(source, Mapping):  # splits by name; a `DatasetDict` is one
+        return _rows_of(_choose(source, split, label), None, None, label)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return source
+    if isinstance(source, Iterable):
+        return list(source)
+    raise TypeError(
+        f"source must be a path, a hub name, a Hugging Face Dataset or an iterable of mappings, got "
+        f"{type(source).__name__}."
+    )
+
+
+def _choose(parts: Mapping[str, Any], split: str | None, label: str) -> Any:
+    if split is None and len(parts) == 1:
+        return next(iter(parts.values()))
+    if split not in parts:
+        raise ValueError(f"{label} has the splits {sorted(map(str, parts))}; split must be one of them, got {split!r}.")
+    return parts[split]
+
+
+def _check(rows: Sequence[Row], columns: list[str], label: str) -> None:
+    # A Hugging Face Dataset has the same columns in each row, and reading them all may be reading a disk.
+    to_check = [rows[0]] if hasattr(rows, "column_names") else rows
+    for index, row in enumerate(to_check):
+        if not isinstance(row, Mapping) and (columns or not isinstance(row, str)):
+            raise TypeError(f"row {index} of the {label} must be a mapping from columns to values, got {row!r:.80}.")
+        for column in columns:
+            if column not in row:
+                raise ValueError(f"row {index} of the {label} has no column {column!r}, only {sorted(map(str, row))}.")
+
+
+def _open(source: str | Path, split: str | None, subset: str | None, label: str) -> Any:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _read_folder(path, split)
+    if path.is_file():
+        return _read_file(path)
+    if isinstance(source, Path) or path.suffix in _READERS or str(source)[:1] in ("/", ".", "~"):
+        raise FileNotFoundError(f"no file or folder {str(path)!r}; the current folder is {Path.cwd()}.")
+    datasets = _datasets("a data set of the hub")
+    try:
+        return datasets.load_dataset(source, subset, split=split)
+    except Exception as error:
+        raise ValueError(
+            f"{label} is no file or folder here, and could not be loaded from the hub (split {split!r}, subset "
+            f"{subset!r}): {type(error).__name__}: {error}. Where the hub cannot be reached, give a local path."
+        ) from error
+
+
+def _read_folder(path: Path, split: str | None) -> Any:
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        return _datasets("a saved Dataset").load_from_disk(str(path))
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in _READERS)
+    if not files:
+        raise FileNotFoundError(f"folder {str(path)!r} holds no file of {sorted(_READERS)}.")
+    chosen = [file for file in files if split is None or split in _names(file.relative_to(path))]
+    if not chosen:
+        raise ValueError(
+            f"folder {str(path)!r} has no file of the split {split!r}, only "
+            f"{[str(file.relative_to(path)) for file in files[:20]]}."
+        )
+    parts = [_read_file(file) for file in chosen]
+    return parts[0] if len(parts) == 1 else [row for part in parts for row in part]
+
+
+def _names(relative: Path) -> set[str]:
+    """The splits that a file may belong to by its path: `train-00000-of-00001.parquet`, `train/part-0.jsonl`."""
+    return {*relative.parts[:-1], relative.stem, relative.stem.split("-")[0], relative.stem.split("_")[0]}
+
+
+def _read_file(path: Path) -> Any:
+    if path.suffix not in _READERS:
+        raise ValueError(f"file {str(path)!r} must end in one of {sorted(_READERS)}.")
+    return _READERS[path.suffix](path)
+
+
+def _read_json_lines(path: Path) -> list[Row]:
+    return list(_parsed_lines(path))
+
+
+def _parsed_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number} is not a line of JSON: {error}.") from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return _read_json_lines(path)  # JSON lines are often named so
+    is_row = isinstance(content, Mapping) and not all(isinstance(part, list) for part in content.values())
+    return [content] if is_row else content
+
+
+def _read_csv(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _read_parquet(path: Path) -> Any:
+    return _datasets("a Parquet file").Dataset.from_parquet(str(path))
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _datasets(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f"{what} needs the extra 'data': pip install 'llmrl[data]'.") from error
+    return datasets
+
+
+def rows_of_batches(batches: Iterable[Any]) -> list[Row]:
+    """The rows of what a `DataLoader` yields: columns of equal length, lists of rows, TensorDicts or single rows.
+
+    Raises:
+        TypeError: for a batch of another kind.
+
+    Example:
+        >>> rows_of_batches([{"query": ["a", "b"], "answer": ["1", "2"]}, [{"query": "c", "answer": "3"}]])
+        [{'query': 'a', 'answer': '1'}, {'query': 'b', 'answer': '2'}, {'query': 'c', 'answer': '3'}]
+    """
+    return [row for batch in batches for row in _rows_of_batch(batch)]
+
+
+def _rows_of_batch(batch: Any) -> list[Row]:
+    if isinstance(batch, str):
+        return [{"query": batch}]
+    if isinstance(batch, TensorDictBase):
+        elements = batch.unbind(0) if batch.batch_size else [batch]
+        return [{str(key): _uncollated(value) for key, value in element.items()} for element in elements]
+    if isinstance(batch, Mapping):
+        if not all(_is_column(values) for values in batch.values()):
+            return [batch]
+        return [dict(zip(batch, map(_uncollated, row), strict=True)) for row in zip(*batch.values(), strict=True)]
+    if isinstance(batch, Iterable):
+        return [row for element in batch for row in _rows_of_batch(element)]
+    raise TypeError(f"a batch must be a mapping of columns, rows or a TensorDict, got {type(batch).__name__}.")
+
+
+def _is_column(values: Any) -> bool:
+    return isinstance(values, list | tuple) or getattr(values, "ndim", 0) > 0
+
+
+def _uncollated(value: Any) -> Any:
+    """Numbers as they were before they were collated into tensors."""
+    value = plain(value)
+    return value.item() if getattr(value, "ndim", None) == 0 else value

@@ -1,0 +1,135 @@
+"""Data sets come from files, folders, saved data sets, mappings and loaders; what is wrong with them is said."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+
+from llmrl.data import load_rows, rows_of_batches
+from llmrl.envs import DatasetChatEnv
+
+ROWS = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]
+
+
+def write_json_lines(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return path
+
+
+def write_csv(path):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["query", "answer"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "lines.json", "array.json", "rows.csv", "rows.parquet"])
+def test_a_file_gives_its_rows(tmp_path, name):
+    path = tmp_path / name
+    if name == "array.json":
+        path.write_text(json.dumps(ROWS))
+    elif name == "rows.csv":
+        write_csv(path)
+    elif name == "rows.parquet":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(ROWS).to_parquet(str(path))
+    else:
+        write_json_lines(path)
+    assert list(load_rows(path)) == ROWS
+    assert list(load_rows(str(path), columns=["query", "answer"])) == ROWS
+
+
+def test_a_split_is_the_files_that_are_named_after_it(tmp_path):
+    write_json_lines(tmp_path / "train-00000-of-00002.jsonl", ROWS[:1])
+    write_json_lines(tmp_path / "train-00001-of-00002.jsonl", ROWS[1:])
+    (tmp_path / "test").mkdir()
+    write_json_lines(tmp_path / "test" / "part.jsonl", ROWS[:1])
+    assert load_rows(tmp_path, split="train") == ROWS
+    assert load_rows(tmp_path, split="test") == ROWS[:1]
+    with pytest.raises(ValueError, match=r"no file of the split 'validation', only \["):
+        load_rows(tmp_path, split="validation")
+
+
+def test_saved_and_split_hugging_face_data_sets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(ROWS)
+    assert load_rows(data) is data
+    parts = datasets.DatasetDict({"train": data, "test": data.select([0])})
+    assert len(load_rows(parts, split="test")) == 1
+    parts.save_to_disk(str(tmp_path / "saved"))
+    assert list(load_rows(tmp_path / "saved", split="train")) == ROWS
+    with pytest.raises(ValueError, match=r"splits \['test', 'train'\]; split must be one of them, got None"):
+        load_rows(parts)
+
+
+def test_iterables_and_mappings_of_splits():
+    assert load_rows(iter(ROWS)) == ROWS
+    assert load_rows({"train": ROWS}) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("missing.jsonl", FileNotFoundError, "missing.jsonl"),
+        ("./missing", FileNotFoundError, "no file or folder 'missing'"),
+        ([], ValueError, "empty"),
+        (iter(()), ValueError, "empty"),
+        (7, TypeError, "got int"),
+        ([{"text": "hi"}], ValueError, "no column 'query', only \\['text'\\]"),
+        ([ROWS[0], {"answer": "3"}], ValueError, "row 1 of the data set has no column 'query'"),
+        ([1, 2], TypeError, "row 0 of the data set must be a mapping"),
+    ],
+)
+def test_a_bad_source_is_named(source, error, message):
+    with pytest.raises(error, match=message):
+        load_rows(source, columns=["query"])
+
+
+def test_a_bad_line_is_named_with_its_number(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"query": "a"}\n{"query": \n')
+    with pytest.raises(ValueError, match=r"rows.jsonl:2 is not a line of JSON"):
+        load_rows(path)
+    (tmp_path / "notes.txt").write_text("hi")
+    with pytest.raises(ValueError, match="must end in one of"):
+        load_rows(tmp_path / "notes.txt")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no file"):
+        load_rows(tmp_path / "empty")
+
+
+def test_a_hub_that_cannot_be_reached_is_said_with_the_way_out(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"ConnectionError: no network.*give a local path"):
+        load_rows("somebody/something", split="train")
+
+
+def test_dataset_env_takes_a_path_and_a_split(tmp_path):
+    write_json_lines(tmp_path / "train.jsonl")
+    write_json_lines(tmp_path / "test.jsonl", ROWS[1:])
+    env = DatasetChatEnv(tmp_path, split="test", repeats=2)
+    assert env.reset()["answer"] == "3"
+    with pytest.raises(ValueError, match="name it with data_key"):
+        DatasetChatEnv(tmp_path, split="test", data_key="question")
+
+
+def test_batches_of_a_loader_become_rows_again():
+    numbered = [{**row, "index": index} for index, row in enumerate(ROWS)]
+    assert rows_of_batches(DataLoader(numbered, batch_size=2)) == numbered
+    assert rows_of_batches(DataLoader(numbered, batch_size=None)) == numbered
+    assert rows_of_batches(DataLoader(numbered, batch_size=2, collate_fn=list)) == numbered
+    batch = TensorDict(query=["a", "b"], index=[1, 2], batch_size=[2])
+    assert rows_of_batches([batch]) == [{"query": "a", "index": 1}, {"query": "b", "index": 2}]
+    assert rows_of_batches(DataLoader(["a", "b"])) == [{"query": "a"}, {"query": "b"}]
+    with pytest.raises(TypeError, match="got int"):
+        rows_of_batches([1])
