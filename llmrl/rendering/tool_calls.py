@@ -173,6 +173,34 @@ def parse_pythonic(text: str) -> ParsedCalls:
     return _finish("", calls, [])
 
 
+@register_tool_call_parser("fenced")
+def parse_fenced(text: str) -> ParsedCalls:
+    """Fenced blocks marked `tool_call` with a JSON call in each, or marked `json` where the JSON is a call.
+
+    Example:
+        >>> text = '```tool_call\\n{"name": "add", "arguments": {"a": 1}}\\n```'
+        >>> parse_fenced(text).tool_calls[0]["function"]["name"]
+        'add'
+    """
+    calls: list[dict[str, Any]] = []
+    malformed: list[MalformedToolCall] = []
+
+    def read(block: re.Match[str]) -> str:
+        is_call = block[1] == "tool_call"
+        try:
+            value = json.loads(block[2])
+            if is_call or (isinstance(value, dict) and {"name", "arguments"} <= set(value)):
+                calls.append(_check_call(value))
+                return ""
+        except _UNREADABLE as error:
+            if is_call:
+                malformed.append(MalformedToolCall(block[0], _reason(error)))
+        return block[0]
+
+    content = re.sub(r"^```(tool_call|json)[^\S\n]*\n(.*?)^```", read, text, flags=re.DOTALL | re.MULTILINE)
+    return _finish(content, calls, malformed)
+
+
 def _parse_tagged(text: str, read: Callable[[str], dict[str, Any]]) -> ParsedCalls:
     content: list[str] = []
     calls: list[dict[str, Any]] = []

@@ -180,6 +180,8 @@ class Launcher:
             for name in ("SETUID", "SETGID", "SETPCAP", "CHOWN", "KILL", "SYS_RESOURCE"):
                 command += ["--cap-add", f"CAP_{name}"]
         for path in [*self._settings["readable"], f"{package}/sandbox", f"{package}/__init__.py"]:
+            for parent in reversed(Path(path).parents[:-1]):
+                command += ["--perms", "0755", "--dir", str(parent)]
             if Path(path).is_symlink():
                 command += ["--symlink", str(Path(path).readlink()), path]
             else:

@@ -10,6 +10,7 @@ from llmrl.transforms.tools import (
     MCPToolTransform,
     PythonExecutorService,
     PythonInterpreter,
+    SearchIndex,
     ToolTransform,
 )
 
@@ -25,6 +26,7 @@ __all__ = [
     "RetrieveKL",
     "RetrieveLogProb",
     "RubricReward",
+    "SearchIndex",
     "ToolTransform",
     "dataset_columns",
     "find_rubric_reward",

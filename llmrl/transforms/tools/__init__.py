@@ -5,6 +5,7 @@ from llmrl.sandbox.service import PythonExecutorService, PythonResult
 from llmrl.transforms.tools.browser import BrowserTransform
 from llmrl.transforms.tools.mcp import MCPToolTransform
 from llmrl.transforms.tools.python_interpreter import PythonInterpreter
+from llmrl.transforms.tools.search import SearchIndex
 from llmrl.transforms.tools.session import ToolSession
 from llmrl.transforms.tools.tool import Tool, ToolError, class_tools, function_tool
 from llmrl.transforms.tools.transform import ToolTransform
@@ -17,6 +18,7 @@ __all__ = [
     "PythonInterpreter",
     "PythonLimits",
     "PythonResult",
+    "SearchIndex",
     "Tool",
     "ToolError",
     "ToolSession",

@@ -1,0 +1,125 @@
+"""Many conversations that run Python at once: wall time beside the machine's own limit and TorchRL's interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+NUM_CONVERSATIONS = 256
+NUM_CALLS = 4
+WORK_SECONDS = 0.02
+NUM_REPEATS = 3
+# TorchRL's runs one call after another, so a part of its conversations says what all take.
+NUM_PEER_CONVERSATIONS = 32
+NUM_EMPTY_CALLS = 200
+GOAL = 1.35
+# Processor time, so that work stays work when interpreters share a core.
+WORK = f"""```python
+import time
+end = time.process_time() + {WORK_SECONDS}
+while time.process_time() < end: pass
+print('done')
+```"""
+EMPTY = "```python\npass\n```"
+
+
+async def converse(interpreter: Any, num_conversations: int, text: str) -> list[float]:
+    """Play conversations together, each of its calls after the one before; seconds of each call."""
+    from llmrl.transforms.tools import ToolSession
+
+    seconds: list[float] = []
+
+    async def play() -> None:
+        session = ToolSession()
+        interpreter._join(session)
+        for turn in range(NUM_CALLS):
+            started = time.perf_counter()
+            (message,) = await interpreter.answer({"role": "assistant", "content": text}, (), session, turn=turn)
+            seconds.append(time.perf_counter() - started)
+            assert "executed successfully" in message["content"], message
+        session.release()
+
+    await asyncio.gather(*(play() for _ in range(num_conversations)))
+    return seconds
+
+
+def ours(*, persistent: bool) -> tuple[float, float]:
+    """Wall seconds of all conversations, and the median milliseconds of a call that does nothing."""
+    from llmrl.transforms import PythonExecutorService, PythonInterpreter
+
+    executor = PythonExecutorService(pool_size=2 * num_cores())
+    interpreter = PythonInterpreter(persistent=persistent, executor=executor)
+    try:
+        interpreter.loop.run(converse(interpreter, 4, EMPTY))  # the first interpreters are there
+        started = time.perf_counter()
+        interpreter.loop.run(converse(interpreter, NUM_CONVERSATIONS, WORK))
+        wall = time.perf_counter() - started
+        empty: list[float] = []
+        for _ in range(NUM_EMPTY_CALLS // NUM_CALLS):
+            empty += interpreter.loop.run(converse(interpreter, 1, EMPTY))
+        return wall, 1000 * statistics.median(empty)
+    finally:
+        interpreter.close()
+        executor.close()
+
+
+def torchrl() -> tuple[float, float]:
+    """As `ours`, of TorchRL's interpreter with its own defaults, scaled to all conversations."""
+    from torchrl.envs.llm.transforms import PythonInterpreter
+
+    interpreter = PythonInterpreter()
+    started = time.perf_counter()
+    for index in range(NUM_PEER_CONVERSATIONS):
+        for _ in range(NUM_CALLS):
+            (answer,) = interpreter._process_batch_item(WORK, index) or [""]
+            assert "executed successfully" in answer, answer
+    wall = (time.perf_counter() - started) * NUM_CONVERSATIONS / NUM_PEER_CONVERSATIONS
+    empty = []
+    for _ in range(20):
+        started = time.perf_counter()
+        interpreter._process_batch_item(EMPTY, 0)
+        empty.append(time.perf_counter() - started)
+    return wall, 1000 * statistics.median(empty)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def run() -> dict[str, Any]:
+    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    ideal = NUM_CONVERSATIONS * NUM_CALLS * WORK_SECONDS / num_cores()
+    measured: dict[str, list[tuple[float, float]]] = {"variables kept": [], "afresh each call": [], "TorchRL": []}
+    for _ in range(NUM_REPEATS):
+        measured["variables kept"].append(ours(persistent=True))
+        measured["afresh each call"].append(ours(persistent=False))
+        measured["TorchRL"].append(torchrl())
+    walls = {name: statistics.median(wall for wall, _ in runs) for name, runs in measured.items()}
+    calls = {name: statistics.median(call for _, call in runs) for name, runs in measured.items()}
+
+    table = Table(title=f"{NUM_CONVERSATIONS} conversations, {NUM_CALLS} calls of {1000 * WORK_SECONDS:.0f} ms each")
+    for column in ("interpreter", "wall s", "beside ideal", "empty call ms"):
+        table.add_column(column, justify="left" if column == "interpreter" else "right")
+    table.add_row(f"ideal on {num_cores()} cores", f"{ideal:.2f}", "1.00", "")
+    for name, wall in walls.items():
+        table.add_row(name, f"{wall:.2f}", f"{wall / ideal:.2f}", f"{calls[name]:.2f}")
+    Console().print(table)
+    ratio = walls["variables kept"] / ideal
+    return {
+        "name": "tools",
+        "ratio": ratio,
+        "ratio_of": "wall time of all conversations that keep their variables to that of their work alone on all cores",
+        "goal": f"<= {GOAL}",
+        "met": ratio <= GOAL,
+        "ideal_seconds": ideal,
+        "seconds": walls,
+        "empty_call_milliseconds": calls,
+        "torchrl_to_ours": walls["TorchRL"] / walls["variables kept"],
+    }

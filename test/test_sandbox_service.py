@@ -1,0 +1,170 @@
+"""The service of interpreters: levels, sessions, and its own end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmrl.sandbox import launch
+from llmrl.sandbox.launch import IsolationError, PythonLimits
+from llmrl.sandbox.service import PythonExecutorService
+
+
+@pytest.fixture(scope="module")
+def service():
+    service = PythonExecutorService(num_ready=2)
+    yield service
+    service.close()
+
+
+def children_of(process):
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True).stdout
+    return [int(word) for word in listed.split()]
+
+
+def test_without_a_session_each_call_starts_afresh(service):
+    assert service.execute("x = 1")["success"]
+    assert "NameError" in service.execute("print(x)")["stderr"]
+
+
+def test_sessions_keep_their_own_variables(service):
+    service.execute("x = 1", session="a")
+    service.execute("x = 2", session="b")
+    assert [service.execute("print(x)", session=name)["stdout"] for name in "ab"] == ["1\n", "2\n"]
+    service.release("a")
+    assert "NameError" in service.execute("print(x)", session="a")["stderr"]
+    for name in "ab":
+        service.release(name)
+
+
+def test_a_traceback_shows_the_line(service):
+    stderr = service.execute("def f():\n    return 1 / 0\nf()")["stderr"]
+    assert stderr.startswith("Traceback (most recent call last):\n") and "return 1 / 0" in stderr
+    assert "interpreter.py" not in stderr
+    assert "SyntaxError" in service.execute("def")["stderr"]
+
+
+def test_a_call_costs_milliseconds(service):
+    service.execute("1", session="timed")
+    started = time.perf_counter()
+    for _ in range(50):
+        service.execute("1", session="timed")
+    assert (time.perf_counter() - started) / 50 < 0.02
+    service.release("timed")
+
+
+def test_processor_time_is_limited():
+    service = PythonExecutorService(timeout=20.0, limits=PythonLimits(cpu_seconds=0.1), num_ready=1)
+    try:
+        assert "of processor time and was stopped" in service.execute("while True: pass")["stderr"]
+    finally:
+        service.close()
+
+
+def test_the_level_in_force_is_said_once_and_can_be_required(caplog, monkeypatch):
+    with caplog.at_level("INFO", logger="llmrl"):
+        service = PythonExecutorService(isolation="process", num_ready=1)
+        service.execute("1")
+    assert service.isolation == "process"
+    service.close()
+    said = [record.message for record in caplog.records if "isolation" in record.message]
+    assert len(said) == 1 and "process: resource limits" in said[0]
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    with pytest.raises(IsolationError, match=r"bubblewrap: the program bwrap .* is not installed"):
+        PythonExecutorService(isolation="bubblewrap")
+
+
+def test_a_level_that_fails_is_passed_over(monkeypatch):
+    start = launch.Launcher._start_zygote
+
+    def refuse(self):
+        if self.level == "namespaces":
+            raise IsolationError("namespaces cannot be had here.")
+        start(self)
+
+    monkeypatch.setattr(launch.Launcher, "_start_zygote", refuse)
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    service = PythonExecutorService(num_ready=1)
+    assert service.isolation == "process" and service.execute("print(1)")["stdout"] == "1\n"
+    service.close()
+    with pytest.raises(IsolationError, match="namespaces"):
+        PythonExecutorService(isolation="namespaces")
+
+
+def test_what_starts_interpreters_is_started_again_when_it_dies(service):
+    zygote = service._launcher._processes[-1]
+    os.kill(zygote.pid, signal.SIGKILL)
+    zygote.wait()
+    assert [service.execute(f"print({n})")["stdout"] for n in range(6)] == [f"{n}\n" for n in range(6)]
+
+
+def test_nothing_outlives_the_program_however_it_ends():
+    code = (
+        "import os, threading, time\n"
+        "from llmrl.sandbox.service import PythonExecutorService\n"
+        "service = PythonExecutorService(num_ready=2)\n"
+        "service.execute('1', session='kept')\n"
+        "run = lambda: service.execute('while True: pass', timeout=300)\n"
+        "threading.Thread(target=run, daemon=True).start()\n"
+        "time.sleep(0.3); print(service._launcher.folder, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    folder = program.stdout.readline().strip()
+    program.wait()
+    program.stdout.close()
+    assert folder
+    deadline = time.monotonic() + 5
+    while (left := _with_folder(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def _with_folder(folder):
+    """Processes of the service that used this folder: all were started with it among their settings."""
+    found = []
+    for path in Path("/proc").glob("[1-9]*/cmdline"):
+        try:
+            if folder.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_closing_ends_every_process():
+    service = PythonExecutorService(num_ready=3)
+    service.execute("1", session="kept")
+    folder = service._launcher.folder
+    assert _with_folder(folder)
+    service.close()
+    service.close()
+    deadline = time.monotonic() + 5
+    while _with_folder(folder) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _with_folder(folder) and not Path(folder).exists()
+    with pytest.raises(RuntimeError):
+        service.execute("1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"pool_size": 0}, "pool_size must be positive"),
+        ({"timeout": 0}, "timeout must be positive"),
+        ({"isolation": "gvisor"}, "isolation must be 'auto' or one of"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, reason):
+    with pytest.raises(ValueError, match=reason):
+        PythonExecutorService(**arguments)
+
+
+def test_limits_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="memory_bytes must be positive"):
+        PythonLimits(memory_bytes=0)
