@@ -17,7 +17,7 @@ from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfi
 MAX_IN_FLIGHT = 1 << 16
 """Calls that an actor works on at once; Ray holds back what comes beyond."""
 
-_FACTS = ("max_model_len", "vocab_size", "model_dtype", "num_workers", "weight_transfer_backend")
+_FACTS = ("max_model_len", "vocab_size", "model_dtype", "quantization", "num_workers", "weight_transfer_backend")
 
 
 class EngineDiedError(EngineError):
@@ -79,6 +79,8 @@ class RayEngine:
         self.vocab_size: int | None = facts["vocab_size"]
         self.model_dtype = facts["model_dtype"]
         """dtype of the weights in the engine."""
+        self.quantization: str | None = facts["quantization"]
+        """How the weights in the engine are quantised, `None` when they are not."""
         self.num_workers: int | None = facts["num_workers"]
         self.weight_transfer_backend: str | None = facts["weight_transfer_backend"]
         """The vLLM backend that new weights come through, `None` when started without."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmrl.weight_sync.receiver import VLLMDoubleBufferWeightReceiver, VLLMWeightReceiver
 from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
-from llmrl.weight_sync.sender import VLLMWeightSender
+from llmrl.weight_sync.sender import VLLMDoubleBufferWeightSender, VLLMWeightSender
 from llmrl.weight_sync.source import get_model_metadata
 from llmrl.weight_sync.transport import VLLMCollectiveTransport, VLLMDoubleBufferTransport
 
@@ -13,6 +13,7 @@ __all__ = [
     "VLLMDoubleBufferSyncScheme",
     "VLLMDoubleBufferTransport",
     "VLLMDoubleBufferWeightReceiver",
+    "VLLMDoubleBufferWeightSender",
     "VLLMWeightReceiver",
     "VLLMWeightSender",
     "VLLMWeightSyncScheme",

@@ -10,7 +10,7 @@ from llmrl.engines.base import EngineError
 
 if TYPE_CHECKING:
     from llmrl.weight_sync.receiver import VLLMDoubleBufferWeightReceiver, VLLMWeightReceiver
-    from llmrl.weight_sync.sender import VLLMWeightSender
+    from llmrl.weight_sync.sender import VLLMDoubleBufferWeightSender, VLLMWeightSender
     from llmrl.weight_sync.transport import WeightTransport
 
 
@@ -100,6 +100,12 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
     remote_addr: str
     local_addr: str | None = None
+
+    def create_sender(self) -> VLLMDoubleBufferWeightSender:
+        """The trainer's end."""
+        from llmrl.weight_sync.sender import VLLMDoubleBufferWeightSender
+
+        return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, engine: Any | Sequence[Any]) -> VLLMDoubleBufferWeightReceiver:
         """The end of one engine, or of several that are to hold the same weights."""

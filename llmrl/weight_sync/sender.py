@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme, WeightSyncError
+from llmrl.weight_sync.scheme import WeightSyncError
 from llmrl.weight_sync.source import ModelMetadata, is_sharded, make_weight_source
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class VLLMWeightSender:
     In a trainer of several processes each has a sender, with its rank in the scheme: rank 0's has the engines, the
     others call the same methods without an engine, so that sharded weights can be gathered.
     """
+
+    _may_lack_engine = False
 
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
         self._scheme = scheme
@@ -61,8 +63,7 @@ class VLLMWeightSender:
 
         Args:
             model_metadata: from `get_model_metadata`; checked against the registered model.
-            engine: an `AsyncVLLM`, a sequence of them, or `EngineReplicas`. `None` on ranks above 0, and for a double
-                buffer whose engines read it by themselves.
+            engine: an `AsyncVLLM`, a sequence of them, or `EngineReplicas`; `None` on ranks above 0.
 
         Raises:
             RuntimeError: without a registered model.
@@ -71,8 +72,7 @@ class VLLMWeightSender:
         """
         if self._model is None:
             raise RuntimeError("no model is registered; call sender.register_model(model) first.")
-        may_lack_engine = self._scheme.rank > 0 or isinstance(self._scheme, VLLMDoubleBufferSyncScheme)
-        if engine is None and not may_lack_engine:
+        if engine is None and self._scheme.rank == 0 and not self._may_lack_engine:
             raise ValueError("engine must be an AsyncVLLM or a sequence of them, got None.")
         if engine is not None and self._scheme.rank > 0:
             raise ValueError(f"rank {self._scheme.rank} has no engine: rank 0 sends, the others help to gather.")
@@ -172,9 +172,7 @@ class VLLMWeightSender:
                 pass
             return -1
         clock = _Clock()
-        if receiver is None:
-            transport.stage(None)
-            return transport.staged.pointer.version
+        assert receiver is not None
         version = receiver.next_version
         transport.stage(version)
         clock.lap("stage_s")
@@ -231,6 +229,21 @@ class VLLMWeightSender:
         if can_retract:
             return f"The engines hold the weights of version {version} as before; mend the cause and try again."
         return "The engines hold a mixture of weights and stay paused until an update succeeds."
+
+
+class VLLMDoubleBufferWeightSender(VLLMWeightSender):
+    """Writes a model's weights to a double buffer and makes engines read them.
+
+    Given no engine it only writes, and returns the version that it wrote: engines read by themselves then.
+    """
+
+    _may_lack_engine = True
+
+    def _update(self) -> int:
+        if self._receiver is not None or self._transport is None:
+            return super()._update()
+        self._transport.stage(None)
+        return self._transport.staged.pointer.version
 
 
 def _brief(error: Exception, limit: int = 400) -> str:
