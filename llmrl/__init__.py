@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from llmrl.collectors import LLMCollector, RolloutLimits
+    from llmrl.collectors import GroupRules, LLMCollector, RayLLMCollector, RolloutLimits
     from llmrl.data import History, RolloutStatus
     from llmrl.embedded_model import ensure_embedded_model
     from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig, ServerEngine, TransformersEngine
@@ -32,7 +32,9 @@ _EXPORTS = {
     "EngineReplicas": "llmrl.engines",
     "GRPOLoss": "llmrl.objectives",
     "History": "llmrl.data",
+    "GroupRules": "llmrl.collectors",
     "LLMCollector": "llmrl.collectors",
+    "RayLLMCollector": "llmrl.collectors",
     "MCAdvantage": "llmrl.objectives",
     "MessageChatEnv": "llmrl.envs",
     "MessageEnv": "llmrl.envs",
@@ -61,7 +63,9 @@ __all__ = [
     "EngineReplicas",
     "GRPOLoss",
     "History",
+    "GroupRules",
     "LLMCollector",
+    "RayLLMCollector",
     "MCAdvantage",
     "MessageChatEnv",
     "MessageEnv",
