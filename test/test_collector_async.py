@@ -18,7 +18,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from llmrl.collectors import CollectionStalled, DropReason, GroupRules, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus, StopReason
-from llmrl.engines import ScriptedEngine
+from llmrl.engines import EngineReplicas, ScriptedEngine
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
@@ -342,6 +342,25 @@ def test_every_rollout_is_accounted_for_whatever_breaks(make_policy):
         wait_until(lambda: policy.engine.num_in_flight == 0)
     assert set(seen.values()) == {1} and len(seen) == delivered + num_dropped
     assert len(seen) % 4 == 0 and num_dropped > 0
+
+
+def test_a_replica_that_dies_costs_retries_and_nothing_else(renderer):
+    engines = [ScriptedEngine(["1<|im_end|>"], encode=renderer.encode, latency_s=0.1) for _ in range(3)]
+    policy = LLMWrapperBase(EngineReplicas(engines), renderer=renderer)
+    with LLMCollector(addition(4), policy=policy, groups_per_batch=6) as collector:
+
+        def die():
+            wait_until(lambda: engines[0].num_in_flight > 0)
+            engines[0].shutdown()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        seen = Counter(collector.next()["rollout", "rollout_id"])
+        thread.join()
+        seen.update(collector.next()["rollout", "rollout_id"])
+        assert collector.report.num_dropped_by_reason == {}
+    assert seen == Counter(f"train/0/{group}/{sample}" for group in range(12) for sample in range(4))
+    assert all(engine.num_in_flight == 0 for engine in engines)
 
 
 def test_an_interrupted_wait_loses_no_batch(make_policy):

@@ -61,14 +61,6 @@ class EnvStepper:
         """Run a function in the environment's thread, so that nothing else touches the environment meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    async def reset(self, count: int) -> list[TensorDictBase]:
-        """Open `count` conversations, each of batch shape `[]`."""
-
-        def reset() -> list[TensorDictBase]:
-            return list(self.env.reset(TensorDict(batch_size=[count])).unbind(0))
-
-        return await self.call(reset)
-
     async def step(self, element: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step one conversation: it with its `next`, and the root of its next turn (the same object, unless kept).
 
