@@ -19,11 +19,10 @@ RAY_OPTIONS = {"num_cpus": 0}
 VLLM_OPTIONS = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "weight_transfer": False}
 SAMPLING = SamplingConfig(max_new_tokens=20, ignore_eos=True)
 
-start_scripted = functools.partial(
-    RayEngine.start,
-    functools.partial(ScriptedEngine, [list(range(20))], latency_s=0.5, max_model_len=100),
-    ray_options=RAY_OPTIONS,
-)
+
+def start_scripted(latency_s=0.5):
+    make_engine = functools.partial(ScriptedEngine, [list(range(20))], latency_s=latency_s, max_model_len=100)
+    return RayEngine.start(make_engine, ray_options=RAY_OPTIONS)
 
 
 def wait_until(condition, timeout_s=60.0):
@@ -116,7 +115,9 @@ def test_pause_resume_and_versions_reach_the_actor(engine):
 @pytest.mark.parametrize("victim", ["actor", "actor's process", "engine"])
 def test_a_death_costs_retries_only(ray_cluster, victim):
     seen = []
-    with EngineReplicas([start_scripted() for _ in range(2)], restart=lambda index: start_scripted()) as engines:
+    # Long enough that the death is heard of while every request is in flight, on a busy machine too.
+    start = functools.partial(start_scripted, latency_s=1.5)
+    with EngineReplicas([start() for _ in range(2)], restart=lambda index: start()) as engines:
         engines.policy_version = 3
 
         def bring_to_version(engine):

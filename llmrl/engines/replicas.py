@@ -212,7 +212,7 @@ class EngineReplicas(Sequence[Any]):
 
         Between calls the one that is chosen for a request is looked at, which costs the same however many there are.
         """
-        if self._are_all_open and all([e.is_alive and e.policy_version == self._version for e in self._engines]):
+        if self._are_all_open and all(e.is_alive and e.policy_version == self._version for e in self._engines):
             return
         with self._lock:
             self._looked_s = time.monotonic()
