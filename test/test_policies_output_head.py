@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,8 @@ from loss_batches import ragged_batch, tiny_model, with_lora
 
 from llmrl.objectives import GRPOLoss, train_step, write_log_probs
 from llmrl.policies import TransformersWrapper
-from llmrl.policies.log_probs import chunked_log_probs
+from llmrl.policies.fused_head import check_fused_head
+from llmrl.policies.log_probs import LogitTransform, chunked_log_probs
 
 LORA = {
     "decoder": {"targets": ["q_proj", "up_proj"]},
@@ -135,3 +140,20 @@ def test_a_compiled_decoder_and_compiled_log_probs_give_the_same_gradients() -> 
         results.append(torch.autograd.grad(function(hidden, weight).sum(), [hidden, weight]))
     for plain, compiled in zip(*results[2:], strict=True):
         torch.testing.assert_close(compiled, plain)
+
+
+def test_the_fused_head_gives_the_same_log_probs_and_gradients() -> None:
+    """On the CPU the kernel runs in Triton's interpreter, which is chosen when Triton is imported."""
+    pytest.importorskip("liger_kernel")
+    script = Path(__file__).parent / "fused_head.py"
+    environ = os.environ | {"TRITON_INTERPRET": "1"}
+    process = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=250)
+    assert process.returncode == 0 and process.stdout.strip().endswith("same"), process.stdout + process.stderr
+
+
+def test_a_fused_head_that_cannot_do_what_the_model_does_is_refused() -> None:
+    pytest.importorskip("liger_kernel")
+    with pytest.raises(ValueError, match="head_kernel"):
+        TransformersWrapper(tiny_model(), head_kernel="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="soft cap"):
+        check_fused_head(LogitTransform(soft_cap=3.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 from llmrl.data.packing import DEFAULT_BIN_LENGTH, DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
 from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.policies.causal_model import CausalModel
+from llmrl.policies.fused_head import check_fused_head, fused_log_probs
 from llmrl.policies.log_probs import chunked_log_probs
 
 
@@ -34,10 +35,12 @@ class TransformersWrapper(TensorDictModuleBase):
         bin_length: tokens that attend to each other in one sequence, see `pack_rows`.
         chunk_size: positions whose logits are held at once, see `chunked_log_probs`.
         autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype.
+        head_kernel: what makes log-probs of hidden states: `torch`, everywhere, or `liger`, liger-kernel on a GPU,
+            which the extra `gpu` installs. Entropies are always made by `torch`.
         tokens_key, mask_key, log_probs_key: entries read and written.
 
     Raises:
-        ValueError: when the temperature is not positive, or gradient checkpointing meets dropout.
+        ValueError: for an unknown kernel, a temperature that is not positive, or gradient checkpointing with dropout.
         TypeError: when the model's head or mask is of a kind that is not known (see `CausalModel`).
 
     Example:
@@ -61,6 +64,7 @@ class TransformersWrapper(TensorDictModuleBase):
         bin_length: int = DEFAULT_BIN_LENGTH,
         chunk_size: int | None = None,
         autocast_dtype: torch.dtype | None = None,
+        head_kernel: Literal["torch", "liger"] = "torch",
         tokens_key: NestedKey = ("tokens", "full"),
         mask_key: NestedKey = ("masks", "all_assistant_mask"),
         log_probs_key: NestedKey = ("log_probs", "full"),
@@ -79,6 +83,11 @@ class TransformersWrapper(TensorDictModuleBase):
         self.in_keys = [tokens_key, mask_key]
         self.out_keys = [log_probs_key]
         self._causal_model = CausalModel(model, temperature=temperature)
+        if head_kernel not in ("torch", "liger"):
+            raise ValueError(f"head_kernel must be 'torch' or 'liger', got {head_kernel!r}.")
+        if head_kernel == "liger":
+            check_fused_head(self._causal_model.transform)
+        self.head_kernel = head_kernel
         self.train()
 
     @property
@@ -124,6 +133,16 @@ class TransformersWrapper(TensorDictModuleBase):
         with self.autocast():
             hidden = self._causal_model.hidden_states(packed)
             predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
+            if self.head_kernel == "liger" and not has_entropy:
+                log_probs = fused_log_probs(
+                    hidden.flatten(0, 1)[predictors],
+                    self._causal_model.head.weight(),
+                    packed.targets,
+                    positions=positions,
+                    bias=self._causal_model.head.bias(),
+                    transform=self._causal_model.transform,
+                )
+                return log_probs, None
             return chunked_log_probs(
                 hidden.flatten(0, 1)[predictors],
                 self._causal_model.head.weight(),
