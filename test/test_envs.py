@@ -163,11 +163,26 @@ def test_step_counter_truncates_and_the_reward_is_still_given():
 
 def test_policy_version_follows_its_source():
     version = [4]
-    env = TransformedEnv(ChatEnv(), PolicyVersion(lambda: version[0]))
+    env = TransformedEnv(ChatEnv(), PolicyVersion(source=lambda: version[0]))
     data = env.reset(TensorDict({"query": "hi"}))
     assert data["policy_version"].item() == 4
     version[0] = 5
     assert env.step(answer_with("ho")(data))["next", "policy_version"].item() == 5
+
+
+def test_policy_version_as_uuid_changes_with_each_update_and_is_restored():
+    transform = PolicyVersion("uuid")
+    check_env_specs(DatasetChatEnv(DATASET, batch_size=(2,)).append_transform(transform))
+    first = transform.version
+    restored = PolicyVersion(str)
+    restored.load_state_dict(transform.state_dict())
+    assert restored.version == first != PolicyVersion("uuid").version
+    transform.increment_version()
+    assert transform.version != first
+    data = TransformedEnv(ChatEnv(), transform.clone()).reset(TensorDict({"query": ["a", "b"]}, batch_size=2))
+    assert list(data["policy_version"]) == [transform.version] * 2
+    with pytest.raises(ValueError, match="keyword source"):
+        PolicyVersion(lambda: 3)
 
 
 def test_addition_splits_share_no_problem():

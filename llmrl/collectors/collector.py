@@ -101,7 +101,7 @@ class LLMCollector(BatchCollector):
         self.policy: LLMWrapperBase = policy if policy is not None else policy_factory()  # type: ignore[misc]
         self.env: EnvBase = env if isinstance(env, EnvBase) else env()
         if track_policy_version:
-            follow = PolicyVersion(lambda: self.policy.engine.policy_version)
+            follow = PolicyVersion(source=lambda: self.policy.engine.policy_version)
             tracker = track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
             self.env = TransformedEnv(self.env, tracker)
         dataset_env = dataset_env_of(self.env)

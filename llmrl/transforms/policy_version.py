@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
-from torchrl.data import Composite, Unbounded
+from tensordict import NonTensorData, TensorDictBase
+from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
 
 class PolicyVersion(Transform):
-    """Writes the policy's version into `"policy_version"` (`[*batch]` int64) at reset and step.
+    """Writes the policy's version into `"policy_version"` at reset and step: `[*batch]` int64, or a uuid each.
 
     The version is counted once, by whoever holds the weights: pass the engine's counter as `source`. Per-token
     versions, exact also when weights change within a completion, are in `("policy_versions", "full")`.
 
     Args:
-        source: gives the current version; by default a counter of its own, raised by `increment_version`.
+        version_type: `int` (or `"int"`), or `str` (or `"uuid"`) for names that no other run gives its versions.
+        source: gives the current count; by default a counter of its own, raised by `increment_version`.
+
+    Raises:
+        ValueError: for another type of versions.
 
     Example:
         >>> transform = PolicyVersion()
         >>> transform.increment_version()
         >>> transform.version
         1
+        >>> len(PolicyVersion("uuid").version)
+        36
     """
 
-    def __init__(self, source: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, version_type: type | Literal["int", "uuid"] = int, *, source: Callable[[], int] | None = None
+    ) -> None:
         super().__init__()
+        if version_type not in (int, "int", str, "uuid"):
+            raise ValueError(
+                f"version_type must be int, 'int', str or 'uuid', got {version_type!r}; "
+                "a function that counts versions is the keyword source."
+            )
+        self.is_uuid = version_type in (str, "uuid")
         self._source = source
         self._count = 0
+        self._run = uuid.uuid4()
 
     @property
-    def version(self) -> int:
-        """The current version."""
+    def count(self) -> int:
+        """How often the weights were updated."""
         return self._count if self._source is None else self._source()
+
+    @property
+    def version(self) -> int | str:
+        """The current version."""
+        # Made of the count, so that the uuid of a token's version can be told too.
+        return str(uuid.uuid5(self._run, str(self.count))) if self.is_uuid else self.count
 
     def increment_version(self) -> None:
         """Count one update of the weights.
@@ -50,19 +72,24 @@ class PolicyVersion(Transform):
         self._count += 1
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict.set("policy_version", torch.full(next_tensordict.batch_size, self.version))
+        shape, version = next_tensordict.batch_size, self.version
+        written = NonTensorData(version, batch_size=shape) if self.is_uuid else torch.full(shape, version)
+        return next_tensordict.set("policy_version", written)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return self._call(tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        observation_spec["policy_version"] = Unbounded(observation_spec.shape, dtype=torch.int64)
+        shape = observation_spec.shape
+        spec = NonTensor(shape=tuple(shape), example_data="") if self.is_uuid else Unbounded(shape, dtype=torch.int64)
+        observation_spec["policy_version"] = spec
         return observation_spec
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The counter."""
-        return {"count": self._count}
+        """The counter, and what tells the uuids of this run from others."""
+        return {"count": self._count, "run": str(self._run)}
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         """Continue from a saved counter."""
         self._count = int(state_dict["count"])
+        self._run = uuid.UUID(state_dict["run"])

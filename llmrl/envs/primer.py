@@ -1,0 +1,194 @@
+"""`DataLoadingPrimer`: opens an environment's conversations with the rows of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch.utils.data import DataLoader
+from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.envs import Transform
+
+from llmrl._imports import require
+from llmrl.data import load_rows, rows_of_batches
+from llmrl.data.tensordicts import non_tensor, tensordict_of
+from llmrl.envs.dataset import Drawn, EndOfData, PromptSampler
+
+_COUNTS = ("sample_index", "group_size")
+
+
+class DataLoadingPrimer(Transform):
+    """Draws a row at each reset and hands its columns to the environment; they travel with the conversation.
+
+    `DatasetChatEnv` does the same in one piece; this is for any environment whose reset reads a column, and its Ray
+    sibling for several environments that share one pass over the data. A reset whose tensordict already has the first
+    column draws nothing.
+
+    Args:
+        dataloader: finite: a `DataLoader`, or anything that `load_rows` reads. It is read once.
+        dataloader_factory: makes it; instead of `dataloader`.
+        repeats: how often a row is drawn in a row; its draws form a group.
+        shuffle, seed, num_epochs, name: see `PromptSampler`.
+
+    Raises:
+        ValueError: unless exactly one of dataloader and dataloader_factory is given, or when it is empty.
+
+    Example:
+        >>> from llmrl.envs import ChatEnv
+        >>> env = ChatEnv().append_transform(DataLoadingPrimer([{"query": "1 + 1 =", "answer": "2"}], repeats=2))
+        >>> data = env.reset()
+        >>> data["history"].prompt.content, data["answer"], data["rollout", "group_id"]
+        (['1 + 1 ='], '2', 'train/0/0')
+    """
+
+    def __init__(
+        self,
+        dataloader: str | Path | Iterable[Any] | None = None,
+        *,
+        dataloader_factory: Callable[[], Any] | None = None,
+        repeats: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        name: str = "train",
+    ) -> None:
+        super().__init__()
+        if (dataloader is None) == (dataloader_factory is None):
+            raise ValueError("exactly one of dataloader and dataloader_factory is needed.")
+
+        def make_prompts() -> PromptSampler:
+            source = dataloader if dataloader_factory is None else dataloader_factory()
+            return PromptSampler(
+                _rows(source), num_samples=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name=name
+            )
+
+        self.group_size = repeats
+        self._start(make_prompts)
+
+    def _start(self, make_prompts: Callable[[], PromptSampler]) -> None:
+        self._prompts = make_prompts()
+        self.columns: tuple[str, ...] = tuple(self._prompts.items[0])
+
+    def draw(self, count: int) -> list[Drawn]:
+        """The next rows.
+
+        Raises:
+            EndOfData: after the last epoch.
+        """
+        return [self._prompts.draw() for _ in range(count)]
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
+        parent = self.parent
+        assert parent is not None
+        if tensordict is None:
+            tensordict = TensorDict(batch_size=parent.batch_size)
+        mask = tensordict.get("_reset", None)
+        if mask is None and tensordict.get(self.columns[0], None) is not None:
+            return tensordict
+        shape = tensordict.batch_size
+        chosen = torch.ones(shape, dtype=torch.bool) if mask is None else mask.reshape(shape)
+        drawn = iter(self.draw(int(chosen.sum())))
+        elements = [
+            self._written(element, next(drawn)) if bool(chosen.reshape(-1)[index]) else element
+            for index, element in enumerate(tensordict.reshape(-1).unbind(0) if shape else [tensordict])
+        ]
+        return lazy_stack(elements, 0).reshape(shape) if shape else elements[0]
+
+    def _written(self, element: TensorDictBase, drawn: Drawn) -> TensorDictBase:
+        row, group_id, sample_index = drawn
+        rollout = {"group_id": non_tensor(group_id), "sample_index": torch.tensor(sample_index)}
+        rollout["group_size"] = torch.tensor(self.group_size)
+        element = element.copy()
+        for key, value in row.items():
+            element.set(key, non_tensor(value))
+        return element.set("rollout", tensordict_of(rollout))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset.update(tensordict.select(*self.columns, "rollout", strict=False))
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        shape = input_spec.shape
+        rollout: dict[str, Any] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
+        rollout |= {key: Unbounded(shape, dtype=torch.int64) for key in _COUNTS}
+        state_spec = input_spec["full_state_spec"]
+        for column in self.columns:
+            state_spec[column] = NonTensor(shape=tuple(shape), example_data=None)
+        state_spec["rollout"] = Composite(rollout, shape=shape)
+        return input_spec
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The position in the data."""
+        return {"prompts": self._prompts.state_dict()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        """Continue from a saved position."""
+        self._prompts.load_state_dict(state_dict["prompts"])
+
+
+class RayDataLoadingPrimer(DataLoadingPrimer):
+    """A `DataLoadingPrimer` whose position is in a Ray actor: environments in many processes share one pass.
+
+    The data is read in the actor, once. Primers of one `actor_name` share it, and a pickled primer shares that of the
+    one it was pickled from. The actor ends with the last handle to it.
+
+    Args:
+        dataloader, dataloader_factory, repeats, shuffle, seed, num_epochs, name: see `DataLoadingPrimer`; the first
+            primer of an `actor_name` decides them.
+        num_cpus: cores that the actor reserves.
+        actor_name: in Ray's namespace; None makes an actor of its own.
+    """
+
+    def __init__(self, *args: Any, num_cpus: float = 0, actor_name: str | None = None, **kwargs: Any) -> None:
+        self._actor_options = {"num_cpus": num_cpus, "name": actor_name, "get_if_exists": actor_name is not None}
+        super().__init__(*args, **kwargs)
+
+    def _start(self, make_prompts: Callable[[], PromptSampler]) -> None:
+        ray = require("ray", extra="ray")
+        self._actor = ray.remote(_SharedPrompts).options(**self._actor_options).remote(make_prompts)
+        self.columns, self.group_size = self._call("facts")
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return require("ray", extra="ray").get(getattr(self._actor, method).remote(*arguments))
+
+    def draw(self, count: int) -> list[Drawn]:
+        """The next rows, which no other primer of the actor gets."""
+        drawn = self._call("draw", count)
+        if len(drawn) < count:  # not raised in the actor: Ray would wrap the error
+            raise EndOfData(f"the data of the actor has {len(drawn)} more rows, {count} were to be drawn.")
+        return drawn
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The position in the data, of all that share it."""
+        return {"prompts": self._call("state_dict")}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        """Continue from a saved position, for all that share it."""
+        self._call("load_state_dict", state_dict["prompts"])
+
+
+class _SharedPrompts:
+    """What runs in the actor."""
+
+    def __init__(self, make_prompts: Callable[[], PromptSampler]) -> None:
+        self._prompts = make_prompts()
+
+    def facts(self) -> tuple[tuple[str, ...], int]:
+        return tuple(self._prompts.items[0]), self._prompts.num_samples
+
+    def draw(self, count: int) -> list[Drawn]:
+        return [self._prompts.draw() for _ in range(len(self._prompts.upcoming(count)))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._prompts.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._prompts.load_state_dict(state)
+
+
+def _rows(source: Any) -> Any:
+    """A loader's batches as rows; any other source through `load_rows`."""
+    rows = load_rows(rows_of_batches(source) if isinstance(source, DataLoader) else source)
+    return [{"query": row} for row in rows] if isinstance(rows[0], str) else rows
