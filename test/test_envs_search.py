@@ -28,10 +28,10 @@ def test_train_and_test_share_no_question():
 def test_searching_and_answering_is_rewarded(renderer):
     def script(prompt_ids):
         text = renderer.decode(prompt_ids)
-        question = text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
-        if "[1]" not in text:
+        question, _, following = text.split("<|im_start|>user\n")[-1].partition("<|im_end|>")
+        if "[1]" not in following:
             return f'<tool_call>{{"name": "search", "arguments": {{"query": "{question}"}}}}</tool_call><|im_end|>'
-        return text.split("[1] ")[1].split("\n")[0] + "<|im_end|>"
+        return following.split("[1] ")[1].split("\n")[0] + "<|im_end|>"
 
     policy = LLMWrapperBase(ScriptedEngine(script, encode=renderer.encode), renderer=renderer)
     with LLMCollector(make_search_env(), policy=policy, groups_per_batch=1) as collector:
@@ -49,7 +49,7 @@ def test_rows_of_tool_turns_are_as_exact_as_others_on_a_real_engine(vllm_engine,
     answer = tools.answer
 
     async def always_answer(message, malformed, session, *, turn):
-        if turn > 6:
+        if turn > 10:
             return await answer(message, malformed, session, turn=turn)
         text = await tools.call("search", {"query": message["content"][:200]}, session)
         return [tools.tool_message(text, name="search")]

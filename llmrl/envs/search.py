@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from torchrl.envs import TransformedEnv
 
+from llmrl.data import Message
 from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.rendering.tool_calls import make_tool_call
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.transforms import RubricReward, SearchIndex, ToolTransform
 
@@ -72,14 +75,36 @@ def is_answer_named(completion: str, answer: str) -> float:
     return float(re.search(rf"\b{re.escape(answer)}\b", completion, re.IGNORECASE) is not None)
 
 
-def has_searched(messages: tuple[dict[str, object], ...]) -> float:
-    """1 when a search gave something.
+def has_searched(messages: Sequence[Message]) -> float:
+    """1 when a search since the question gave something.
 
     Example:
         >>> has_searched(({"role": "tool", "content": "[1] Ada lives in Oslo."},)), has_searched(())
         (1.0, 0.0)
     """
-    return float(any(m["role"] == "tool" and str(m["content"]).startswith("[1]") for m in messages))
+    for message in reversed(messages):
+        if message["role"] == "tool" and str(message["content"]).startswith("[1]"):
+            return 1.0
+        if message["role"] == "user":
+            break
+    return 0.0
+
+
+def example_conversation() -> tuple[Message, ...]:
+    """A question about nobody in any corpus, searched for and answered: it shows a model how it is done.
+
+    Example:
+        >>> [message["role"] for message in example_conversation()]
+        ['user', 'assistant', 'tool', 'assistant']
+    """
+    question, statement, _ = _FACTS["city"]
+    query = question.format(name="Zoe Zimmer")
+    return (
+        {"role": "user", "content": query},
+        {"role": "assistant", "content": "", "tool_calls": [make_tool_call("search", {"query": query})]},
+        {"role": "tool", "content": f"[1] {statement.format(name='Zoe Zimmer', value='Rome')}", "name": "search"},
+        {"role": "assistant", "content": "Rome"},
+    )
 
 
 def make_search_env(
@@ -89,6 +114,7 @@ def make_search_env(
     num_results: int = 2,
     repeats: int = 1,
     search_weight: float = 0.2,
+    has_example: bool = True,
     tool_parser: str = "none",
     seed: int = 0,
 ) -> TransformedEnv:
@@ -103,6 +129,7 @@ def make_search_env(
         num_results: documents that a search shows.
         repeats: conversations per question.
         search_weight: weight of a search that found something.
+        has_example: whether every conversation begins with one that is searched and answered.
         tool_parser: see `ToolTransform`.
         seed: of the corpus and of the order.
 
@@ -111,7 +138,7 @@ def make_search_env(
         MissingExtraError: without the `tools` extra.
 
     Example:
-        >>> data = make_search_env().reset()
+        >>> data = make_search_env(has_example=False).reset()
         >>> data["history"].prompt.role, data["tools"][0]["function"]["name"]
         (['system', 'user'], 'search')
     """
@@ -119,6 +146,7 @@ def make_search_env(
         raise ValueError(f"split must be 'train' or 'test', got {split!r}.")
     documents, questions = search_corpus(num_people=num_people, seed=seed)
     num_test = len(questions) // 4
+    opening = example_conversation() if has_example else ()
     env = DatasetChatEnv(
         questions[:num_test] if split == "test" else questions[num_test:],
         repeats=repeats,
@@ -126,6 +154,7 @@ def make_search_env(
         seed=seed,
         name=split,
         system_prompt=_SYSTEM_PROMPT,
+        prepare=lambda item: [*opening, {"role": "user", "content": item["query"]}],
     )
     rubric = Rubric(
         RewardFn(is_answer_named, name="answer"), RewardFn(has_searched, name="searched", weight=search_weight)
