@@ -123,7 +123,7 @@ def test_only_web_addresses_are_opened(chat, url):
 
 
 def test_failures_are_told_and_the_page_goes_on(sites):
-    transform = BrowserTransform([sites[0].address], timeout=1.0)
+    transform = BrowserTransform([sites[0].address], timeout=4.0)
     try:
         chat = Chat(transform)
         chat.call("navigate", url=f"http://{sites[0].address}/")
@@ -151,7 +151,7 @@ def test_conversations_share_no_cookies_and_their_pages_end_with_them(browser, s
 
 def test_a_conversation_waits_for_a_page_until_another_ends(sites):
     url = f"http://{sites[0].address}/more"
-    transform = BrowserTransform([sites[0].address], max_pages=1, timeout=3.0)
+    transform = BrowserTransform([sites[0].address], max_pages=1, timeout=10.0)
     try:
         first, second = Chat(transform), Chat(transform)
         first.call("navigate", url=url)
