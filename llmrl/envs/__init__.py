@@ -2,33 +2,34 @@
 
 from llmrl.envs.addition import AdditionEnv, addition_problems, make_addition_env
 from llmrl.envs.chat import ChatEnv
-from llmrl.envs.countdown import CountdownEnv, CountdownRewardParser, countdown_problems
+from llmrl.envs.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
 from llmrl.envs.dataset import DatasetChatEnv, EndOfData, PromptSampler
 from llmrl.envs.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
 from llmrl.envs.gymnasium import GymnasiumTextEnv
-from llmrl.envs.ifeval import IFEvalEnv, IfEvalScorer
-from llmrl.envs.math import MATHEnv, MATHRewardParser
-from llmrl.envs.gsm8k import GSM8KEnv, make_gsm8k_env
+from llmrl.envs.ifeval import IFEvalEnv, IfEvalScorer, make_ifeval_env
+from llmrl.envs.math import MATHEnv, MATHRewardParser, make_math_env
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
-from llmrl.envs.task import TaskEnv, TaskOptions
-from llmrl.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems
+from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
+from llmrl.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems, make_reasoning_gym_env
 from llmrl.envs.search import make_search_env, search_corpus
-from llmrl.envs.sum_of_digits import SumOfDigitsEnv, sum_of_digits_problems
+from llmrl.envs.sum_of_digits import SumOfDigitsEnv, make_sum_of_digits_env, sum_of_digits_problems
 from llmrl.envs.task import TaskEnv, TaskOptions
+from llmrl.rewards import IFEvalScoreData
 
 __all__ = [
     "AdditionEnv",
     "ChatEnv",
     "CountdownEnv",
     "CountdownRewardParser",
+    "DataLoadingPrimer",
     "DatasetChatEnv",
     "EndOfData",
-    "GSM8KEnv",
     "GSM8KEnv",
     "GSM8KPrepareQuestion",
     "GSM8KRewardParser",
     "GymnasiumTextEnv",
     "IFEvalEnv",
+    "IFEvalScoreData",
     "IfEvalScorer",
     "MATHEnv",
     "MATHRewardParser",
@@ -36,8 +37,7 @@ __all__ = [
     "MessageEnv",
     "MessageStep",
     "PromptSampler",
-    "TaskEnv",
-    "TaskOptions",
+    "RayDataLoadingPrimer",
     "ReasoningGymEnv",
     "ReasoningGymProblems",
     "SumOfDigitsEnv",
@@ -46,9 +46,13 @@ __all__ = [
     "addition_problems",
     "countdown_problems",
     "make_addition_env",
+    "make_countdown_env",
     "make_gsm8k_env",
-    "make_gsm8k_env",
+    "make_ifeval_env",
+    "make_math_env",
+    "make_reasoning_gym_env",
     "make_search_env",
+    "make_sum_of_digits_env",
     "search_corpus",
     "sum_of_digits_problems",
 ]

@@ -1,6 +1,32 @@
 """Scoring: pure functions over settled conversations, weighed by a rubric."""
 
+from llmrl.rewards.adapters import prompt_completion_reward, score_reasoning_gym
+from llmrl.rewards.answers import extract_answer, extract_tag, last_number
+from llmrl.rewards.countdown import evaluate_expression, is_countdown_right
+from llmrl.rewards.gsm8k import has_gsm8k_answer, is_gsm8k_right
+from llmrl.rewards.ifeval import IFEvalScoreData, check_instructions, score_instructions
+from llmrl.rewards.math import boxed_answer, is_math_right
 from llmrl.rewards.reward import RewardFn, ScoredRollout, UnknownRewardInput
 from llmrl.rewards.rubric import Rubric, Score
 
-__all__ = ["RewardFn", "Rubric", "Score", "ScoredRollout", "UnknownRewardInput"]
+__all__ = [
+    "IFEvalScoreData",
+    "RewardFn",
+    "Rubric",
+    "Score",
+    "ScoredRollout",
+    "UnknownRewardInput",
+    "boxed_answer",
+    "check_instructions",
+    "evaluate_expression",
+    "extract_answer",
+    "extract_tag",
+    "has_gsm8k_answer",
+    "is_countdown_right",
+    "is_gsm8k_right",
+    "is_math_right",
+    "last_number",
+    "prompt_completion_reward",
+    "score_instructions",
+    "score_reasoning_gym",
+]

@@ -1,0 +1,129 @@
+"""GSM8K: word problems of grade-school mathematics (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from tensordict import TensorDictBase
+from torchrl.envs import Transform
+
+from llmrl.data.tensordicts import batch_elements, non_tensor, plain
+from llmrl.envs.task import REASONING_PROMPT, Dataset, Split, TaskEnv, TaskOptions, task_rows
+from llmrl.rewards import RewardFn, Rubric, extract_tag, has_gsm8k_answer, is_gsm8k_right
+from llmrl.transforms import RubricReward
+
+HUB_NAME = "openai/gsm8k"
+
+
+class GSM8KPrepareQuestion(Transform):
+    """Writes DeepSeek-R1's prompt around a question when an environment of plain text is reset.
+
+    Args:
+        in_keys, out_keys: where the question is and where the prompt goes; `["text"]` unless given.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> GSM8KPrepareQuestion().prepare(TensorDict({"text": "1 + 1 ="}))["text"][-42:]
+        'answer>. User: 1 + 1 =. Assistant: <think>'
+    """
+
+    def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None) -> None:
+        in_keys = ["text"] if in_keys is None else list(in_keys)
+        super().__init__(in_keys, in_keys if out_keys is None else list(out_keys))
+
+    def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the prompts of a tensordict of any batch shape."""
+        for element in batch_elements(tensordict):
+            for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+                prompt = f"{REASONING_PROMPT} User: {plain(element.get(in_key))}. Assistant: <think>"
+                element.set(out_key, non_tensor(prompt))
+        return tensordict
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.prepare(tensordict)
+
+    def _apply_transform(self, value: Any) -> Any:
+        return value
+
+
+class GSM8KRewardParser(RubricReward):
+    """Rewards the right number with `correct_reward`, another answer with `format_reward`, none or a cut one with 0.
+
+    The breakdown has `reward_right` (the reward) and, unweighted, `reward_answer`, `reward_think` and `success`.
+
+    Args:
+        format_reward, correct_reward: see above.
+        is_reasoning: whether the answer stands inside `<answer>` tags; else the last number is the answer.
+
+    Example:
+        >>> GSM8KRewardParser().rubric.names
+        ['reward_right', 'reward_answer', 'reward_think', 'success']
+    """
+
+    def __init__(self, *, format_reward: float = 0.1, correct_reward: float = 1.0, is_reasoning: bool = True) -> None:
+        def success(completion: str, answer: str) -> float:
+            return float(is_gsm8k_right(completion, answer, is_reasoning=is_reasoning))
+
+        def reward_answer(completion: str) -> float:
+            return float(has_gsm8k_answer(completion, is_reasoning=is_reasoning))
+
+        def reward_right(completion: str, answer: str) -> float:
+            return correct_reward if success(completion, answer) else format_reward * reward_answer(completion)
+
+        def reward_think(completion: str) -> float:
+            return float(bool(extract_tag(completion, "think")))
+
+        unweighted = [RewardFn(function, weight=0) for function in (reward_answer, reward_think, success)]
+        super().__init__(Rubric(RewardFn(reward_right), *unweighted, truncation_reward=0.0))
+
+
+class GSM8KEnv(TaskEnv):
+    """Word problems whose answer is a number; see `GSM8KRewardParser` for the reward.
+
+    Args:
+        dataset: hub name, local file or folder, or rows, with columns `question` and `answer`, which ends with
+            `#### NUMBER`.
+        split: `train` (7,473 problems on the hub) or `test` (1,319).
+        is_reasoning: whether thoughts and answer are asked for in tags.
+        **options: how problems are drawn; see `TaskOptions`.
+
+    Raises:
+        FileNotFoundError: for a file that is not there.
+        ValueError: for an empty dataset or a missing column.
+
+    Example:
+        >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
+        >>> GSM8KEnv([row], repeats=4).reset()["history"].prompt.content[-1]
+        'Tom has 2 boxes of 6 eggs. How many eggs?'
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset = HUB_NAME,
+        *,
+        split: Split = "train",
+        is_reasoning: bool = True,
+        **options: Unpack[TaskOptions],
+    ) -> None:
+        subset = "main" if dataset == HUB_NAME else None
+        super().__init__(
+            task_rows(dataset, split=split, subset=subset, query="question", columns=("answer",)),
+            system_prompt="The answer is a number: end with it.",
+            reward=GSM8KRewardParser(is_reasoning=is_reasoning),
+            is_reasoning=is_reasoning,
+            options={"name": split, **options},
+        )
+
+
+def make_gsm8k_env(
+    split: Split = "train", *, data: Dataset | None = None, is_reasoning: bool = True, **options: Unpack[TaskOptions]
+) -> GSM8KEnv:
+    """A `GSM8KEnv` over a local copy, or over the hub's.
+
+    Example:
+        >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
+        >>> make_gsm8k_env("test", data=[row]).reset()["rollout", "group_id"]
+        'test/0/0'
+    """
+    return GSM8KEnv(HUB_NAME if data is None else data, split=split, is_reasoning=is_reasoning, **options)

@@ -1,0 +1,67 @@
+"""A text `gymnasium.Env` as a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from llmrl.data import Message, text_of
+from llmrl.envs.message_env import MessageEnv, MessageStep
+
+
+class GymnasiumTextEnv(MessageEnv):
+    """Plays a `gymnasium.Env` whose observations and actions are strings; give it to `MessageChatEnv`.
+
+    Observations are the user's messages, what the policy says is the action. The environment's calls run in a thread.
+
+    Args:
+        env: one environment; it plays one conversation.
+        seed: of its reset.
+        system_prompt: what the model is told first.
+
+    Raises:
+        TypeError: when an observation is not a string.
+
+    Example:
+        >>> class Echo:
+        ...     def reset(self, seed=None):
+        ...         return "Say hi.", {}
+        ...     def step(self, action):
+        ...         return "bye", float(action == "hi"), True, False, {}
+        ...     def close(self):
+        ...         pass
+        >>> from llmrl.envs import MessageChatEnv
+        >>> MessageChatEnv(lambda item: GymnasiumTextEnv(Echo())).reset()["history"].prompt.content
+        ['Say hi.']
+    """
+
+    def __init__(self, env: Any, *, seed: int | None = None, system_prompt: str | None = None) -> None:
+        self.env, self.seed, self.system_prompt = env, seed, system_prompt
+
+    async def init(self) -> list[Message]:
+        """The first observation."""
+        observation, _ = await asyncio.to_thread(self.env.reset, seed=self.seed)
+        opening: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*opening, self._message(observation)]
+
+    async def step(self, message: Message) -> MessageStep:
+        """Act with the text of the message; a last observation is not shown to anybody."""
+        step: Callable[[str], Any] = self.env.step
+        observation, reward, is_terminated, is_truncated, info = await asyncio.to_thread(
+            step, text_of(message.get("content"))
+        )
+        is_done = bool(is_terminated or is_truncated)
+        return MessageStep([] if is_done else [self._message(observation)], float(reward), is_done, info)
+
+    async def close(self) -> None:
+        """Close the environment."""
+        await asyncio.to_thread(self.env.close)
+
+    def _message(self, observation: Any) -> Message:
+        if not isinstance(observation, str):
+            raise TypeError(
+                f"observations must be strings, got {type(observation).__name__}; wrap the environment in a "
+                "gymnasium.ObservationWrapper that describes them."
+            )
+        return {"role": "user", "content": observation}

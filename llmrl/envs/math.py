@@ -1,0 +1,97 @@
+"""MATH: competition mathematics (Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Unpack
+
+from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
+from llmrl.rewards import RewardFn, Rubric, boxed_answer, extract_answer, extract_tag, is_math_right
+from llmrl.transforms import RubricReward
+
+HUB_NAME = "DigitalLearningGmbH/MATH-lighteval"
+_SYSTEM_PROMPT = "Solve the problem. Write the final answer in LaTeX, as \\boxed{answer}."
+
+
+class MATHRewardParser(RubricReward):
+    """Rewards an answer that math-verify finds equal to the reference, awaited off the batch.
+
+    The breakdown has `reward_right` (the reward), `reward_answer` and `reward_think`.
+
+    Args:
+        format_reward, correct_reward, is_reasoning: see `GSM8KRewardParser`.
+
+    Example:
+        >>> MATHRewardParser().rubric.names
+        ['reward_right', 'reward_answer', 'reward_think']
+    """
+
+    def __init__(self, *, format_reward: float = 0.1, correct_reward: float = 1.0, is_reasoning: bool = True) -> None:
+        def has_answer(completion: str) -> bool:
+            given = extract_answer(completion, is_reasoning=is_reasoning)
+            return given is not None and (is_reasoning or boxed_answer(given) is not None)
+
+        async def reward_right(completion: str, answer: str) -> float:
+            if await asyncio.to_thread(is_math_right, completion, answer, is_reasoning=is_reasoning):
+                return correct_reward
+            return format_reward * has_answer(completion)
+
+        def reward_answer(completion: str) -> float:
+            return float(has_answer(completion))
+
+        def reward_think(completion: str) -> float:
+            return float(bool(extract_tag(completion, "think")))
+
+        unweighted = [RewardFn(function, weight=0) for function in (reward_answer, reward_think)]
+        super().__init__(Rubric(RewardFn(reward_right), *unweighted, truncation_reward=0.0))
+
+
+class MATHEnv(TaskEnv):
+    r"""Competition problems whose answers are expressions.
+
+    Args:
+        dataset: hub name, local file or rows, with columns `problem` and `solution` (its last `\boxed{…}` is the
+            answer), or `problem` and `answer`.
+        split, is_reasoning, **options: see `GSM8KEnv`.
+
+    Raises:
+        ValueError: for an empty dataset, a missing column, or a solution without a boxed answer.
+
+    Example:
+        >>> MATHEnv([{"problem": "Half of one?", "solution": r"It is $\boxed{\frac{1}{2}}$."}]).reset()["answer"]
+        '\\frac{1}{2}'
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset = HUB_NAME,
+        *,
+        split: Split = "train",
+        is_reasoning: bool = True,
+        **options: Unpack[TaskOptions],
+    ) -> None:
+        rows = task_rows(dataset, split=split, query="problem")
+        for index, row in enumerate(rows):
+            if row.get("answer") is None:
+                row["answer"] = boxed_answer(row.get("solution") or "")
+            if row["answer"] is None:
+                raise ValueError(f"row {index} of dataset has no 'answer', and no \\boxed{{…}} in its 'solution'.")
+        super().__init__(
+            rows,
+            system_prompt=_SYSTEM_PROMPT,
+            reward=MATHRewardParser(is_reasoning=is_reasoning),
+            is_reasoning=is_reasoning,
+            options={"name": split, **options},
+        )
+
+
+def make_math_env(
+    split: Split = "train", *, data: Dataset | None = None, is_reasoning: bool = True, **options: Unpack[TaskOptions]
+) -> MATHEnv:
+    """A `MATHEnv` over a local copy, or over the hub's.
+
+    Example:
+        >>> make_math_env("test", data=[{"problem": "1 + 1?", "answer": "2"}]).reset()["rollout", "group_id"]
+        'test/0/0'
+    """
+    return MATHEnv(HUB_NAME if data is None else data, split=split, is_reasoning=is_reasoning, **options)

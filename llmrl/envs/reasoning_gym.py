@@ -1,0 +1,210 @@
+"""reasoning-gym's generated tasks, one or a mix, with a curriculum."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+from llmrl._imports import require
+from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.task import Split, TaskEnv, TaskOptions
+from llmrl.rewards import RewardFn, Rubric, score_reasoning_gym
+from llmrl.transforms import RubricReward
+
+_NUM_KEPT = 1024
+"""Problems that are kept once drawn: a group shares its problem while the level rises."""
+
+
+class ReasoningGymProblems:
+    """Problems of a weighted mix of tasks, generated when drawn.
+
+    With a curriculum a task starts at its easiest level; when the mean score of its last `window` answers reaches
+    `raise_at`, its level rises by one. Problems that were just drawn are kept, so that a group shares its problem.
+
+    Args:
+        tasks: a task's name, or names with their weights.
+        num_problems: how many there are to an epoch.
+        split: `train` and `test` generate from different seeds.
+        seed: of the mix and of the problems.
+        has_curriculum: whether levels rise.
+        raise_at, window: when they do.
+
+    Raises:
+        ValueError: for an unknown task, weights without a sum, or a curriculum that a task does not have.
+
+    Example:
+        >>> problems = ReasoningGymProblems({"chain_sum": 1.0}, num_problems=8)
+        >>> problems[0]["task"], problems[0] == problems[0]
+        ('chain_sum', True)
+    """
+
+    def __init__(
+        self,
+        tasks: str | Mapping[str, float],
+        *,
+        num_problems: int = 10_000,
+        split: Split = "train",
+        seed: int = 0,
+        has_curriculum: bool = False,
+        raise_at: float = 0.8,
+        window: int = 64,
+    ) -> None:
+        factory = require("reasoning_gym.factory", extra="envs")
+        require("reasoning_gym", extra="envs")
+        self.weights = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
+        unknown = sorted(set(self.weights) - set(factory.DATASETS))
+        if unknown:
+            raise ValueError(f"unknown tasks {unknown}; reasoning-gym has {sorted(factory.DATASETS)}.")
+        if not self.weights or min(self.weights.values()) < 0 or not sum(self.weights.values()) > 0:
+            raise ValueError(f"tasks must have non-negative weights with a positive sum, got {self.weights}.")
+        without = sorted(task for task in self.weights if not factory.has_curriculum(task))
+        if has_curriculum and without:
+            raise ValueError(f"has_curriculum is set, and reasoning-gym has none for {without}.")
+        self.num_problems, self.split, self.seed, self.has_curriculum = num_problems, split, seed, has_curriculum
+        self.raise_at, self.window = raise_at, window
+        self.levels = dict.fromkeys(self.weights, 0)
+        self._scores: dict[str, deque[float]] = {task: deque(maxlen=window) for task in self.weights}
+        self._drawn: dict[int, Mapping[str, Any]] = {}
+        self._drawn_levels: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return self.num_problems
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if not 0 <= index < self.num_problems:
+            raise IndexError(index)
+        if index not in self._drawn:
+            self._drawn[index] = self._generate(index, self._drawn_levels.get(index))
+            if len(self._drawn) > _NUM_KEPT:
+                del self._drawn[next(iter(self._drawn))]
+        return self._drawn[index]
+
+    def _generate(self, index: int, level: int | None) -> Mapping[str, Any]:
+        generator = random.Random(f"{self.seed}/{index}")
+        task = generator.choices(list(self.weights), list(self.weights.values()))[0]
+        level = self.levels[task] if level is None else level
+        factory = require("reasoning_gym.factory", extra="envs")
+        # Even seeds train, odd ones test.
+        seed = {"seed": 2 * generator.randrange(2**30) + (self.split == "test"), "size": 1}
+        if self.has_curriculum:
+            curriculum = factory.create_curriculum(task)
+            curriculum.set_global_level(level)
+            dataset = factory.DATASETS[task][0](curriculum.generate_configuration(seed))
+        else:
+            dataset = factory.create_dataset(task, **seed)
+        entry = dataset[0]
+        return {"query": entry["question"], "task": task, "entry": entry, "level": level}
+
+    def record(self, task: str, level: int, score: float) -> None:
+        """Note an answer's score; enough good ones at the task's present level raise it."""
+        scores = self._scores[task]
+        if not self.has_curriculum or level != self.levels[task]:
+            return
+        scores.append(score)
+        if len(scores) == self.window and sum(scores) / self.window >= self.raise_at:
+            factory = require("reasoning_gym.factory", extra="envs")
+            attributes = factory.create_curriculum(task).attributes.values()
+            highest = max((len(attribute.levels) - 1 for attribute in attributes), default=0)
+            self.levels[task] = min(level + 1, highest)
+            scores.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Levels, the scores since they rose, and the levels of the problems that were just drawn."""
+        drawn = {index: problem["level"] for index, problem in self._drawn.items()}
+        return {"levels": dict(self.levels), "scores": {k: list(v) for k, v in self._scores.items()}, "drawn": drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved curriculum."""
+        self.levels = dict(state["levels"])
+        self._scores = {task: deque(scores, maxlen=self.window) for task, scores in state["scores"].items()}
+        self._drawn, self._drawn_levels = {}, dict(state["drawn"])
+
+
+class ReasoningGymChatEnv(DatasetChatEnv):
+    """Saves the curriculum with the position.
+
+    Example:
+        >>> ReasoningGymChatEnv(ReasoningGymProblems("chain_sum", num_problems=8)).state_dict()["curriculum"]["levels"]
+        {'chain_sum': 0}
+    """
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The position and the curriculum."""
+        return {**super().state_dict(), "curriculum": self.prompts.items.state_dict()}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Continue from a saved position and curriculum."""
+        super().load_state_dict(state_dict)
+        self.prompts.items.load_state_dict(state_dict["curriculum"])  # type: ignore[attr-defined]
+
+
+class ReasoningGymEnv(TaskEnv):
+    """Any of reasoning-gym's tasks, or a weighted mix, scored by its own scorers.
+
+    Args:
+        tasks, split, num_problems, has_curriculum, raise_at, window: see `ReasoningGymProblems`.
+        is_reasoning, **options: see `GSM8KEnv`.
+
+    Raises:
+        ValueError: for an unknown task, weights without a sum, or a curriculum that a task does not have.
+
+    Example:
+        >>> env = ReasoningGymEnv({"chain_sum": 2.0, "spell_backward": 1.0}, num_problems=8)
+        >>> env.reset()["task"] in ("chain_sum", "spell_backward")
+        True
+    """
+
+    def __init__(
+        self,
+        tasks: str | Mapping[str, float],
+        *,
+        split: Split = "train",
+        num_problems: int = 10_000,
+        has_curriculum: bool = False,
+        raise_at: float = 0.8,
+        window: int = 64,
+        is_reasoning: bool = False,
+        **options: Unpack[TaskOptions],
+    ) -> None:
+        problems = ReasoningGymProblems(
+            tasks,
+            num_problems=num_problems,
+            split=split,
+            seed=options.get("seed", 0),
+            has_curriculum=has_curriculum,
+            raise_at=raise_at,
+            window=window,
+        )
+
+        def right(completion: str, task: str, entry: Mapping[str, Any], level: int) -> float:
+            score = score_reasoning_gym(completion, task, entry, is_reasoning=is_reasoning)
+            problems.record(task, level, score)
+            return score
+
+        super().__init__(
+            problems,
+            system_prompt="Reply with the final answer only." if not is_reasoning else None,
+            reward=RubricReward(Rubric(RewardFn(right), truncation_reward=0.0)),
+            is_reasoning=is_reasoning,
+            options={"name": split, **options},
+            chat_env=ReasoningGymChatEnv,
+        )
+
+
+def make_reasoning_gym_env(
+    split: Split = "train",
+    *,
+    tasks: str | Mapping[str, float] = "chain_sum",
+    has_curriculum: bool = False,
+    is_reasoning: bool = False,
+    **options: Unpack[TaskOptions],
+) -> ReasoningGymEnv:
+    """A `ReasoningGymEnv` of a task or a weighted mix.
+
+    Example:
+        >>> make_reasoning_gym_env("test", tasks="spell_backward").reset()["task"]
+        'spell_backward'
+    """
+    return ReasoningGymEnv(tasks, split=split, has_curriculum=has_curriculum, is_reasoning=is_reasoning, **options)

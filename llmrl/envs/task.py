@@ -1,0 +1,107 @@
+"""`TaskEnv`: problems and how answers to them are rewarded, which is what a task environment is."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import torch
+from torchrl.envs import Transform, TransformedEnv
+
+from llmrl.data import load_rows
+from llmrl.envs.dataset import DatasetChatEnv
+
+Split = Literal["train", "test"]
+Dataset = str | Path | Iterable[Mapping[str, Any]]
+"""What `load_rows` reads."""
+
+REASONING_PROMPT = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
+    "process and answer are enclosed within <think></think> and <answer></answer> tags, respectively, i.e., "
+    "<think>reasoning process here</think> <answer>answer here</answer>."
+)
+"""DeepSeek-R1's prompt (https://arxiv.org/abs/2501.12948, table 1)."""
+
+
+class TaskOptions(TypedDict, total=False):
+    """How a task's problems are drawn; see `DatasetChatEnv`."""
+
+    repeats: int
+    shuffle: bool
+    seed: int
+    num_epochs: int | None
+    name: str
+    batch_size: Sequence[int] | int | None
+    device: torch.device | None
+
+
+class TaskEnv(TransformedEnv):
+    """A `DatasetChatEnv` over the problems of a task, with its reward appended.
+
+    Args:
+        problems: rows with a column `query` and those that the reward reads.
+        reward: the transform that ends and scores conversations.
+        system_prompt: what the model is told first, if anything.
+        is_reasoning: whether it is also asked for `<think>` and `<answer>`.
+        options: how problems are drawn.
+        chat_env: what draws them.
+
+    Raises:
+        TypeError: for an unknown option.
+
+    Example:
+        >>> from llmrl.transforms import RubricReward
+        >>> def right(completion, answer):
+        ...     return float(completion == answer)
+        >>> problems = [{"query": "1 + 1 =", "answer": "2"}]
+        >>> TaskEnv(problems, reward=RubricReward(right), options={"repeats": 2}).reset()["answer"]
+        '2'
+    """
+
+    def __init__(
+        self,
+        problems: Any,
+        *,
+        reward: Transform,
+        system_prompt: str | None = None,
+        is_reasoning: bool = False,
+        options: TaskOptions | None = None,
+        chat_env: type[DatasetChatEnv] = DatasetChatEnv,
+    ) -> None:
+        prompts = [REASONING_PROMPT] * is_reasoning + [system_prompt] * (system_prompt is not None)
+        env = chat_env(problems, system_prompt=" ".join(map(str, prompts)) or None, **(options or {}))
+        super().__init__(env, reward)
+
+
+def task_rows(
+    dataset: Dataset, *, split: str | None, query: str, columns: Sequence[str] = (), subset: str | None = None
+) -> list[dict[str, Any]]:
+    """Rows of a task's dataset that have all columns, with the column `query` under that name.
+
+    Raises:
+        FileNotFoundError, ValueError: see `load_rows`.
+
+    Example:
+        >>> task_rows([{"problem": "1 + 1 ="}], split=None, query="problem")
+        [{'problem': '1 + 1 =', 'query': '1 + 1 ='}]
+    """
+    rows = load_rows(dataset, split=split, subset=subset, columns=(query, *columns))
+    return [{**row, "query": row[query]} for row in rows]
+
+
+def is_in_split(problem: str, split: Split) -> bool:
+    """Whether a generated problem belongs to a split: a tenth of all, by their text, are for testing.
+
+    Raises:
+        ValueError: for an unknown split.
+
+    Example:
+        >>> is_in_split("1 + 1 =", "train") != is_in_split("1 + 1 =", "test")
+        True
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split must be 'train' or 'test', got {split!r}.")
+    return (zlib.crc32(problem.encode()) % 10 == 0) == (split == "test")

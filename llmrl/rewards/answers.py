@@ -1,0 +1,46 @@
+"""Finding the answer in a completion: tags and numbers, in time linear in its length."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+# A minus between two numbers subtracts; elsewhere it is a sign.
+_NUMBER = re.compile(r"(?:(?<![0-9)])-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+_MAX_DIGITS = 100
+
+
+def extract_tag(text: str, tag: str) -> str | None:
+    """What stands between the last closing `tag` and the opening one before it; None without such a pair.
+
+    Example:
+        >>> extract_tag("<think>2 + 2</think> <answer> 4 </answer>", "answer"), extract_tag("4", "answer")
+        ('4', None)
+    """
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return text[start + len(tag) + 2 : end].strip() if 0 <= start < end else None
+
+
+def extract_answer(completion: str, *, is_reasoning: bool) -> str | None:
+    """The part of a completion that is judged: the `<answer>` of a reasoning prompt, else all after any `</think>`.
+
+    Example:
+        >>> extract_answer("<think>…</think>It is 4.", is_reasoning=False)
+        'It is 4.'
+    """
+    answer = completion.rpartition("</think>")[2]
+    return (extract_tag(answer, "answer") if is_reasoning else answer.strip()) or None
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text, written with or without thousands separators; None without one.
+
+    Example:
+        >>> last_number("48 + 24 = 1,072.50 dollars"), last_number("no idea")
+        (Decimal('1072.50'), None)
+    """
+    numbers = _NUMBER.findall(text)
+    if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+        return None
+    return Decimal(numbers[-1].replace(",", ""))

@@ -1,0 +1,116 @@
+"""Scoring of competition mathematics (Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874) by math-verify."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from llmrl.rewards.answers import extract_answer
+
+_MAX_CHARACTERS = 500
+_TIMEOUT_SECONDS = 30.0
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""What the last `\boxed{…}` holds; None without a complete one.
+
+    Example:
+        >>> boxed_answer(r"So $x = \boxed{\frac{1}{2}}$.")
+        '\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : end].strip()
+    return None
+
+
+class MathVerifier:
+    """Compares answers in a child process that is started when first needed and restarted when it hangs.
+
+    Example:
+        >>> MathVerifier().is_equal("0.5", r"\\frac{1}{2}")
+        True
+    """
+
+    def __init__(self, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def is_equal(self, reference: str, given: str) -> bool:
+        """Whether two LaTeX or plain expressions are mathematically the same; unparsable or endless ones are not.
+
+        Raises:
+            MissingExtraError: without math-verify.
+        """
+        if _stripped(reference) == _stripped(given):
+            return True
+        if max(len(reference), len(given)) > _MAX_CHARACTERS:
+            return False
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(json.dumps([reference, given]) + "\n")
+                process.stdin.flush()
+                is_ready = select.select([process.stdout], [], [], self.timeout_seconds)[0]
+                line = process.stdout.readline() if is_ready else ""
+            except BrokenPipeError:
+                line = ""
+            if not line:
+                self._stop()
+            return line.strip() == "true"
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            from llmrl._imports import require
+
+            require("math_verify", extra="envs")
+            worker = Path(__file__).with_name("math_worker.py")
+            # -I: without it, the worker's folder would come first on the path, and our math.py hide Python's.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(worker)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            atexit.register(self._stop)
+        return self._process
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+            atexit.unregister(self._stop)
+
+
+def _stripped(text: str) -> str:
+    return "".join(text.replace("$", "").split())
+
+
+_verifier = MathVerifier()
+
+
+def is_math_right(completion: str, answer: str, *, is_reasoning: bool = False) -> bool:
+    r"""Whether a completion's answer equals the reference: its `\boxed{…}`, else, of a plain one, its last line.
+
+    Example:
+        >>> is_math_right(r"Hence $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"), is_math_right("I cannot.", "2")
+        (True, False)
+    """
+    given = extract_answer(completion, is_reasoning=is_reasoning)
+    if given is None:
+        return False
+    return _verifier.is_equal(answer, boxed_answer(given) or (given if is_reasoning else given.splitlines()[-1]))

@@ -1,0 +1,267 @@
+"""Task environments: prompts, rewards, done, and what bad input does to them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tensordict import TensorDict, lazy_stack
+from torchrl.envs import check_env_specs
+
+from llmrl.data import ChatHistory, StopReason
+from llmrl.data.tensordicts import batch_elements
+from llmrl.envs import (
+    CountdownEnv,
+    GSM8KEnv,
+    GymnasiumTextEnv,
+    IFEvalEnv,
+    MATHEnv,
+    MessageChatEnv,
+    ReasoningGymEnv,
+    ReasoningGymProblems,
+    SumOfDigitsEnv,
+    countdown_problems,
+    make_addition_env,
+    make_gsm8k_env,
+)
+
+GSM8K = [
+    {"question": "Ida has 3 boxes of 400 nails. How many nails?", "answer": "3 * 400 = <<3*400=1200>>1200 #### 1,200"},
+    {"question": "A shirt is $20, half off. What is the price?", "answer": "It is $10. #### 10"},
+    {"question": "It was 4 degrees and fell by 9. What is it?", "answer": "4 - 9 = -5 #### -5"},
+]
+MATH = [
+    {"problem": "What is half of one?", "solution": r"It is $\boxed{\frac{1}{2}}$."},
+    {"problem": "Factor x^2 - 1.", "solution": r"$\boxed{(x-1)(x+1)}$"},
+]
+IFEVAL = [{"prompt": "Name a colour without commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}]
+
+
+class Guess:
+    """A text environment in gymnasium's manner: one guess, then over."""
+
+    is_closed = False
+
+    def reset(self, seed=None):
+        return "Guess my number.", {}
+
+    def step(self, action):
+        return "So it is.", float("7" in action), True, False, {}
+
+    def close(self):
+        self.is_closed = True
+
+
+ENVS = {
+    "gsm8k": lambda **options: GSM8KEnv(GSM8K, **options),
+    "gsm8k-plain": lambda **options: GSM8KEnv(GSM8K, is_reasoning=False, **options),
+    "math": lambda **options: MATHEnv(MATH, **options),
+    "math-plain": lambda **options: MATHEnv(MATH, is_reasoning=False, **options),
+    "ifeval": lambda **options: IFEvalEnv(IFEVAL, **options),
+    "ifeval-plain": lambda **options: IFEvalEnv(IFEVAL, is_reasoning=False, **options),
+    "countdown": lambda **options: CountdownEnv(num_problems=4, **options),
+    "countdown-plain": lambda **options: CountdownEnv(num_problems=4, is_reasoning=False, **options),
+    "reasoning-gym": lambda **options: ReasoningGymEnv("chain_sum", num_problems=4, **options),
+    "reasoning-gym-tags": lambda **options: ReasoningGymEnv("chain_sum", num_problems=4, is_reasoning=True, **options),
+    "sum-of-digits": lambda **options: SumOfDigitsEnv(num_problems=4, **options),
+    "sum-of-digits-tags": lambda **options: SumOfDigitsEnv(num_problems=4, is_reasoning=True, **options),
+}
+
+
+def answered(env, text, data=None, **entries):
+    """One step in which the policy says `text`."""
+    data = env.reset() if data is None else data
+    elements = batch_elements(data)
+    for element in elements:
+        prompt = element["history"].prompt
+        element["history"] = ChatHistory(prompt=prompt, full=prompt.append({"role": "assistant", "content": text}))
+    data = lazy_stack(elements, 0) if data.batch_size else elements[0]
+    for key, value in entries.items():
+        data["rollout", key] = value
+    return env.step(data)["next"]
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_task_env_passes_check_env_specs(name):
+    check_env_specs(ENVS[name]())
+
+
+@pytest.mark.parametrize("name", [name for name in ENVS if name != "ifeval-plain"])  # there any text is an answer
+@pytest.mark.parametrize(
+    "text", ["", "no idea", "<answer>", "</answer><answer>", "<answer></answer>", "<think><answer>5</think>", "\x00<<"]
+)
+def test_an_answer_that_cannot_be_read_gets_nothing_and_ends_the_conversation(name, text):
+    data = answered(ENVS[name](), text)
+    assert data["reward"].item() == 0.0 and data["terminated"].item() and data["is_scored"].item()
+
+
+@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("piece", ["(", "[", "<<", "<answer>", "1", "1,", "a b. ", "\\boxed{", "-"])
+def test_a_200_kb_completion_costs_little(name, piece):
+    text = piece * (200_000 // len(piece))
+    for wrapped in (text, f"<answer>{text}</answer>"):
+        started = time.monotonic()
+        data = answered(ENVS[name](), wrapped)
+        assert time.monotonic() - started < 3
+        assert data["reward"].item() < 0.11 and data["terminated"].item()
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_an_answer_that_was_cut_gets_nothing(name):
+    data = answered(ENVS[name](), "<answer>5</answer>", reason=StopReason.LENGTH)
+    assert data["reward"].item() == 0.0 and not data["terminated"].item()
+
+
+@pytest.mark.parametrize("is_reasoning", [True, False])
+@pytest.mark.parametrize("row", GSM8K)
+def test_gsm8k_reference_gets_full_reward_and_a_mutated_number_does_not(row, is_reasoning):
+    number = row["answer"].rpartition("#### ")[2]
+    wrap = "<think>hm</think><answer>It is ${}.</answer>" if is_reasoning else "So it is ${}."
+    env = GSM8KEnv([row], is_reasoning=is_reasoning)
+    right = answered(env, wrap.format(number))
+    wrong = answered(env, wrap.format(number + "3"))
+    assert right["reward"].item() == 1.0 and right["reward_breakdown", "success"].item() == 1.0
+    assert wrong["reward"].item() == pytest.approx(0.1) and wrong["reward_breakdown", "success"].item() == 0.0
+    assert right["reward_breakdown", "reward_think"].item() == is_reasoning
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "is_right"),
+    [(0, "0.5", True), (0, r"\frac{2}{4}", True), (0, "0.6", False), (1, "(x+1)(x-1)", True), (1, "(x+1)(x-2)", False)],
+)
+def test_math_answers_are_compared_as_mathematics(row, given, is_right):
+    reward = answered(MATHEnv([MATH[row]]), f"<answer>{given}</answer>")["reward"].item()
+    assert reward == pytest.approx(1.0 if is_right else 0.1)
+    assert answered(MATHEnv([MATH[row]], is_reasoning=False), f"So\n\\boxed{{{given}}}")[
+        "reward"
+    ].item() == pytest.approx(reward)
+
+
+def test_an_endless_expression_is_wrong():
+    assert answered(MATHEnv(MATH[:1]), "<answer>9^{9^{9^{9^9}}}</answer>")["reward"].item() == pytest.approx(0.1)
+
+
+def test_countdown_problems_can_be_solved_and_only_with_their_numbers():
+    for problem in countdown_problems(50, seed=3):
+        assert 0 < problem["target"] <= 1000
+    env = CountdownEnv(num_problems=8, is_reasoning=False, num_epochs=1)
+    for _ in range(8):
+        data = env.reset()
+        solution, target = data["solution"], data["target"]
+        assert answered(env, f"I see:\n{solution} = {target}", data.clone())["reward"].item() == 1.0
+        assert answered(env, str(target), data)["reward"].item() == float(target in data["numbers"])
+
+
+@pytest.mark.parametrize(
+    "expression", ["5 ** 2", "1 // 1", "1 / 0", "((" * 80, "1 1", "__import__('os')", "5(5)", "-5"]
+)
+def test_what_is_no_expression_gets_the_format_reward_at_most(expression):
+    assert answered(CountdownEnv(num_problems=1), f"<answer>{expression}</answer>")["reward"].item() < 0.11
+
+
+def test_ifeval_reward_weighs_strict_and_loose_following():
+    env = IFEvalEnv(IFEVAL, is_reasoning=False)
+    assert answered(env, "Red")["reward"].item() == pytest.approx(1.0)
+    assert answered(env, "Sure, here:\nRed")["reward"].item() == pytest.approx(0.3)  # loosely, without the first line
+    assert answered(env, "Red, blue")["reward"].item() == 0.0
+    assert answered(IFEvalEnv(IFEVAL), "Red")["reward"].item() == 0.0  # no <answer>
+
+
+def test_reasoning_gym_scores_with_the_tasks_own_scorer():
+    env = ReasoningGymEnv({"chain_sum": 1.0, "spell_backward": 1.0}, num_problems=16)
+    seen = set()
+    for _ in range(16):
+        data = env.reset()
+        seen.add(data["task"])
+        assert answered(env, data["entry"]["answer"], data)["reward"].item() == 1.0
+    assert seen == {"chain_sum", "spell_backward"}
+
+
+def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
+    problems = ReasoningGymProblems("chain_sum", has_curriculum=True, window=4)
+    first = problems[0]
+    for score in (0.0, 1.0, 1.0, 1.0, 1.0):
+        assert problems.levels["chain_sum"] == 0
+        problems.record("chain_sum", 0, score)
+    assert problems.levels["chain_sum"] == 1
+    problems.record("chain_sum", 0, 1.0)  # a late answer to an easier problem counts for nothing
+    assert problems[0] is first and problems[1]["level"] == 1
+    for _ in range(400):
+        problems.record("chain_sum", problems.levels["chain_sum"], 1.0)
+    assert 1 < problems.levels["chain_sum"] < 20 and problems[2]["query"]
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: GSM8KEnv([]), "empty"),
+        (lambda: GSM8KEnv([*GSM8K, {"question": "?"}]), "answer"),
+        (lambda: MATHEnv([{"problem": "?", "solution": "two"}]), "boxed"),
+        (lambda: IFEvalEnv([{**IFEVAL[0], "instruction_id_list": ["punctuation:none"]}]), "punctuation:none"),
+        (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": [{"comma": 1}]}]), "comma"),
+        (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": []}]), "one entry an instruction"),
+        (lambda: ReasoningGymEnv("chain_sun"), "chain_sun"),
+        (lambda: ReasoningGymEnv({"chain_sum": 0.0}), "positive sum"),
+        (lambda: CountdownEnv(max_target=3), "max_target"),
+    ],
+)
+def test_bad_data_is_refused_by_name(make, named):
+    with pytest.raises(ValueError, match=named):
+        make()
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="repeat"):
+        GSM8KEnv(GSM8K, repeat=2)
+
+
+def test_a_wrong_role_is_refused():
+    env = make_gsm8k_env(data=GSM8K)
+    with pytest.raises((TypeError, ValueError), match="role"):
+        env.base_env.opening_messages([{"rôle": "user", "content": "?"}])
+
+
+def test_prompts_of_reasoning_environments_ask_for_tags():
+    for name in ("gsm8k", "math", "ifeval", "countdown", "reasoning-gym-tags"):
+        assert "<answer>" in ENVS[name]().reset()["history"].prompt.content[0]
+    assert "<answer>" not in ENVS["gsm8k-plain"]().reset()["history"].prompt.content[0]
+
+
+def test_a_local_file_is_an_offline_source(tmp_path):
+    import json
+
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(map(json.dumps, GSM8K)))
+    assert GSM8KEnv(str(path), repeats=2).reset(TensorDict(batch_size=[4]))["answer"][2] == GSM8K[1]["answer"]
+
+
+def test_a_gymnasium_env_plays_as_a_conversation():
+    guess = Guess()
+    env = MessageChatEnv(lambda item: GymnasiumTextEnv(guess, system_prompt="Be brief."))
+    data = env.reset()
+    assert data["history"].prompt.content == ["Be brief.", "Guess my number."]
+    step = answered(env, "7!", data)
+    assert step["reward"].item() == 1.0 and step["terminated"].item()
+    env.release(data)
+    assert guess.is_closed
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(ENVS[name] for name in ("gsm8k", "math", "ifeval", "countdown", "reasoning-gym", "sum-of-digits")),
+        lambda: make_addition_env(),
+        lambda: MessageChatEnv(lambda item: GymnasiumTextEnv(Guess())),
+    ],
+    ids=["gsm8k", "math", "ifeval", "countdown", "reasoning-gym", "sum-of-digits", "addition", "gymnasium"],
+)
+def test_the_model_plays_every_environment(vllm_engine, tokenizer, make):
+    from llmrl.policies import vLLMWrapper
+
+    policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 8})
+    env = make()
+    rollout = env.rollout(1, policy, auto_reset=False, tensordict=env.reset(TensorDict(batch_size=[2])))
+    assert rollout["next", "reward"].shape == (2, 1, 1, 1)
+    for element in batch_elements(rollout):
+        assert element["history"].full.role[-1] == "assistant"

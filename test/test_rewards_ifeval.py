@@ -1,0 +1,93 @@
+"""Every class of instruction has answers that follow it and answers that do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmrl.rewards import score_instructions
+from llmrl.rewards.ifeval import _known_checks
+
+ENGLISH = "This is a plain English sentence about the weather in the north of the country today."
+CASES = {
+    "change_case:capital_word_frequency": (
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "A BIG DAY",
+        "big",
+    ),
+    "change_case:english_capital": ({}, ENGLISH.upper(), ENGLISH),
+    "change_case:english_lowercase": ({}, ENGLISH.lower(), ENGLISH),
+    "combination:repeat_prompt": ({"prompt_to_repeat": "Say hi."}, "Say hi. Hi!", "Hi!"),
+    "combination:two_responses": ({}, "one thing\n******\nanother thing", "one thing"),
+    "detectable_content:number_placeholders": ({"num_placeholders": 2}, "[name] lives in [city]", "[name] lives"),
+    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Bye.\nP.S. Call me.", "Bye."),
+    "detectable_format:constrained_response": ({}, "My answer is yes.", "Yes."),
+    "detectable_format:json_format": ({}, '```json\n{"a": 1}\n```', "a: 1"),
+    "detectable_format:multiple_sections": (
+        {"section_spliter": "Section", "num_sections": 2},
+        "Section 1\nfirst\nSection 2\nsecond",
+        "Section 1\nfirst",
+    ),
+    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* one\n* two", "* one"),
+    "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, "*one* and *two*", "*one*"),
+    "detectable_format:title": ({}, "<<A day>>\nIt rained.", "A day\nIt rained."),
+    "keywords:existence": ({"keywords": ["rain", "sun"]}, "Rain and sun.", "Rain."),
+    "keywords:forbidden_words": ({"forbidden_words": ["rain"]}, "Sun.", "Rain."),
+    "keywords:frequency": ({"keyword": "rain", "frequency": 2, "relation": "at least"}, "rain, rain", "rain"),
+    "keywords:letter_frequency": (
+        {"letter": "e", "let_frequency": 3, "let_relation": "at least"},
+        "eleven",
+        "two",
+    ),
+    "language:response_language": ({"language": "de"}, "Heute regnet es im ganzen Norden des Landes.", ENGLISH),
+    "length_constraints:nth_paragraph_first_word": (
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
+        "First this.\n\nThen that.",
+        "First this.\n\nNow that.",
+    ),
+    "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, "one\n***\ntwo", "one"),
+    "length_constraints:number_sentences": (
+        {"num_sentences": 3, "relation": "less than"},
+        "Mr. A. Smith paid 3.50 euros! Really?",
+        "One. Two. Three.",
+    ),
+    "length_constraints:number_words": ({"num_words": 3, "relation": "at least"}, "one two three", "one two"),
+    "punctuation:no_comma": ({}, "one and two", "one, two"),
+    "startend:end_checker": ({"end_phrase": "The end."}, "It rained. The end.", "It rained."),
+    "startend:quotation": ({}, '"It rained."', "It rained."),
+}
+
+
+def test_cases_cover_every_class():
+    assert set(CASES) == set(_known_checks()) and len(CASES) == 25
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_following_and_failing_answers_are_told_apart(name):
+    kwargs, following, failing = CASES[name]
+    # Tables of all rows name every argument of every instruction.
+    kwargs = {**kwargs, "absent": None}
+    assert score_instructions(following, [name], [kwargs]).prompt_level_strict_acc
+    assert not score_instructions(failing, [name], [kwargs]).prompt_level_loose_acc
+
+
+def test_loose_forgives_an_opening_line_a_closing_line_and_asterisks():
+    data = score_instructions("Sure:\n**My answer is yes.**", ["startend:end_checker"], [{"end_phrase": "yes."}])
+    assert data.inst_level_loose_acc == (True,)
+    assert not score_instructions("Sure, yes:\nfine", ["punctuation:no_comma"], [{}]).prompt_level_strict_acc
+    assert score_instructions("Sure, yes:\nfine", ["punctuation:no_comma"], [{}]).prompt_level_loose_acc
+
+
+@pytest.mark.parametrize("answer", ["", "   \n", "a" * 200_000])
+def test_nothing_and_too_much_follow_no_instruction(answer):
+    data = score_instructions(answer, ["punctuation:no_comma"], [{}])
+    assert not data.prompt_level_strict_acc and not data.prompt_level_loose_acc
+
+
+def test_a_score_is_the_same_each_time():
+    from llmrl.rewards.ifeval import _score
+
+    scores = set()
+    for _ in range(5):
+        _score.cache_clear()
+        scores.add(score_instructions("Ja no si", ["language:response_language"], [{"language": "de"}]))
+    assert len(scores) == 1
