@@ -325,3 +325,27 @@ def test_difference_is_measured_on_the_tokens_of_the_completion(model):
     own = [log_probs[1, 3].item(), log_probs[2, 4].item()]
     completion = Completion([3, 4], own, [0, 0], "length")
     assert difference_of(model, [1, 2], completion).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_ray_actor_that_is_killed_comes_back_with_the_current_weights(tiny, model, ray_cluster):
+    with AsyncVLLM.from_pretrained(
+        tiny[1], max_model_len=2048, kv_cache_memory=1 << 26, use_ray=True, ray_options={"num_cpus": 0},
+        engine_args={"skip_tokenizer_init": True},
+    ) as replicas:  # fmt: skip
+        sender = make_sender(VLLMWeightSyncScheme(), model, replicas)
+        change_every_parameter(model, seed=9, size=0.3)
+        assert sender.update_weights() == 1
+        victim = replicas[0]
+        ray_cluster.kill(victim._actor)
+        for _ in range(6000):
+            if replicas.serving == {0} and replicas[0] is not victim:
+                break
+            asyncio.run(asyncio.sleep(0.02))
+        assert replicas[0] is not victim
+        assert replicas[0].policy_version == 1
+        prompt_ids = [1, 493, 198]
+        completion = asyncio.run(replicas.generate(prompt_ids, SAMPLING))
+        assert set(completion.versions) == {1}
+        assert difference_of(model, prompt_ids, completion).abs().mean() < TOLERANCE
+        sender.shutdown()

@@ -38,7 +38,7 @@ class VLLMWeightSender:
         self._transport: WeightTransport | None = None
         self._hooks: list[Any] | None = None
         self._lock = threading.RLock()
-        self._was_sent = False
+        self._sent_version: int | None = None
         self.last_timings: dict[str, float] = {}
         """Seconds of the parts of the last update: `stage_s` (the engines generate), `pause_s`, `send_s` (the workers
         take and check), `load_s` (they put to use and empty their prefix caches), `resume_s`."""
@@ -117,9 +117,10 @@ class VLLMWeightSender:
             if self._receiver is None or self._transport is None:
                 raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
             version = max(one.policy_version for one in [*self._receiver.engines, engine])
+            version = max(version, self._sent_version or 0)  # they may all have died since
             if engine.policy_version == version:
                 return
-            if not self._was_sent:  # all of them hold the weights that they started with
+            if self._sent_version is None:  # all of them hold the weights that they started with
                 engine.policy_version = version
                 return
             if not self._transport.can_catch_up:
@@ -173,7 +174,7 @@ class VLLMWeightSender:
             return -1
         clock = _Clock()
         assert receiver is not None
-        version = receiver.next_version
+        version = max(receiver.next_version, (self._sent_version or 0) + 1)
         transport.stage(version)
         clock.lap("stage_s")
         links = receiver.links()
@@ -198,7 +199,7 @@ class VLLMWeightSender:
                     f"The weight update failed while the weights were loaded: {_brief(error)} Engines that failed "
                     f"hold a mixture and stay paused until an update succeeds; the others serve version {version}."
                 ) from error
-            self._was_sent = True
+            self._sent_version = version
             clock.lap("load_s")
         clock.lap("resume_s")
         self.last_timings = clock.laps
