@@ -6,9 +6,11 @@ from llmrl.envs.countdown import CountdownEnv, CountdownRewardParser, countdown_
 from llmrl.envs.dataset import DatasetChatEnv, EndOfData, PromptSampler
 from llmrl.envs.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
 from llmrl.envs.gymnasium import GymnasiumTextEnv
+from llmrl.envs.hashing import LLMHashingEnv
 from llmrl.envs.ifeval import IFEvalEnv, IfEvalScorer, make_ifeval_env
 from llmrl.envs.math import MATHEnv, MATHRewardParser, make_math_env
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
 from llmrl.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems, make_reasoning_gym_env
 from llmrl.envs.search import make_search_env, search_corpus
@@ -31,8 +33,10 @@ __all__ = [
     "IFEvalEnv",
     "IFEvalScoreData",
     "IfEvalScorer",
+    "LLMHashingEnv",
     "MATHEnv",
     "MATHRewardParser",
+    "MLGymWrapper",
     "MessageChatEnv",
     "MessageEnv",
     "MessageStep",
@@ -50,6 +54,7 @@ __all__ = [
     "make_gsm8k_env",
     "make_ifeval_env",
     "make_math_env",
+    "make_mlgym",
     "make_reasoning_gym_env",
     "make_search_env",
     "make_sum_of_digits_env",
