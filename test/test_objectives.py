@@ -337,6 +337,20 @@ def test_a_step_raises_the_log_probs_of_what_was_good() -> None:
     assert all(math.isfinite(value) for value in first.to_metrics().values())
 
 
+def test_a_step_reports_the_log_probs_that_it_was_taken_at() -> None:
+    policy, batch = _tiny_policy(), ragged_batch(num_rows=8)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    with torch.no_grad():
+        expected = policy(batch.clone())
+    report = train_step(GRPOLoss(policy), batch, optimizer, token_budget=24)
+    assert report.num_micro_batches > 1 and len(report.log_probs) == batch.shape[0]
+    for row, log_probs in zip(expected.unbind(0), report.log_probs, strict=True):
+        mask = row["masks", "all_assistant_mask"]
+        torch.testing.assert_close(log_probs[mask], row["log_probs", "full"][mask], atol=1e-5, rtol=1e-5)
+        assert log_probs[~mask].isnan().all()
+    assert "log_probs" not in report.to_metrics()
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_says_so() -> None:
     policy = _tiny_policy()
     batch = ragged_batch()

@@ -29,6 +29,8 @@ class MicroLoss:
     """[num_tokens] place of each token among the batch's row tokens."""
     sequence_index: torch.Tensor
     """[num_tokens]."""
+    log_probs: torch.Tensor | None = None
+    """[num_tokens] detached: the policy's, before the update."""
     is_repeated: bool = False
     """Whether another rank counts it: its gradient is zero."""
 
@@ -47,12 +49,13 @@ class MicroLoss:
         def moved(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: column.to(device) for name, column in columns.items()}
 
-        return MicroLoss(
-            moved(self.losses),
-            moved(self.measured),
-            self.flat_index.to(device),
-            self.sequence_index.to(device),
-            self.is_repeated,
+        return replace(
+            self,
+            losses=moved(self.losses),
+            measured=moved(self.measured),
+            flat_index=self.flat_index.to(device),
+            sequence_index=self.sequence_index.to(device),
+            log_probs=None if self.log_probs is None else self.log_probs.to(device),
         )
 
 
@@ -143,7 +146,8 @@ class LLMLoss(LossModule):
         log_probs, entropy = self.actor_network.packed_log_probs(packed, has_entropy=self.has_entropy)
         tokens = inputs.tokens(packed.row_index, packed.token_index)
         flat_index = inputs.row_starts[packed.row_index] + packed.token_index
-        return self.token_loss(tokens, log_probs, entropy, flat_index)
+        micro = self.token_loss(tokens, log_probs, entropy, flat_index)
+        return replace(micro, log_probs=log_probs.detach())
 
     def _plain_policy_loss(self, inputs: LossInputs, tensordict: TensorDictBase) -> MicroLoss:
         """The loss from the log-probs, and the entropy if asked, that any TensorDict module writes."""
@@ -153,7 +157,8 @@ class LLMLoss(LossModule):
         entropy = torch.cat(ragged_column(scored, "entropy"))[flat_index] if self.has_entropy else None
         row_index = torch.searchsorted(inputs.row_starts, flat_index, right=True) - 1
         tokens = inputs.tokens(row_index, flat_index - inputs.row_starts[row_index])
-        return self.token_loss(tokens, log_probs, entropy, flat_index)
+        micro = self.token_loss(tokens, log_probs, entropy, flat_index)
+        return replace(micro, log_probs=log_probs.detach())
 
     @property
     @abstractmethod

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
 from llmrl.objectives.base import LLMLoss, MicroLoss
+from llmrl.objectives.inputs import LossInputs
 
 
 @dataclass(slots=True)
@@ -34,6 +35,8 @@ class TrainStepReport:
     seconds: float = 0.0
     measurements: dict[str, float] = field(default_factory=dict)
     """The loss's own: loss terms, ESS, clip fraction, log-prob differences, ..."""
+    log_probs: list[torch.Tensor] = field(default_factory=list, repr=False)
+    """The policy's before the update, `[num_tokens]` a row of the batch, NaN where nothing is trained."""
 
     def to_metrics(self) -> dict[str, float]:
         """Everything that is a number, flat.
@@ -42,10 +45,9 @@ class TrainStepReport:
             >>> TrainStepReport(num_rows=3).to_metrics()["num_rows"]
             3.0
         """
-        named = asdict(self)
-        named.pop("skip_reason")
-        measured = named.pop("measurements")
-        return {name: float(value) for name, value in (named | measured).items()}
+        left_out = ("skip_reason", "measurements", "log_probs")
+        named = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out}
+        return {name: float(value) for name, value in (named | self.measurements).items()}
 
 
 def train_step(
@@ -103,6 +105,7 @@ def train_step(
     output = loss_module.collect(done)
     report.loss = float(output.total_loss())
     report.measurements = output.measurements()
+    report.log_probs = _rows_of([(micro.flat_index, micro.log_probs) for micro in done], inputs)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     report.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -116,6 +119,15 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _rows_of(parts: Iterable[tuple[torch.Tensor, torch.Tensor | None]], inputs: LossInputs) -> list[torch.Tensor]:
+    """Values of trained tokens as one tensor a row."""
+    column = torch.full((inputs.is_scored.shape[0],), torch.nan)
+    for flat_index, values in parts:
+        if values is not None:
+            column[flat_index.cpu()] = values.float().cpu()
+    return list(column.split([len(token_ids) for token_ids in inputs.token_ids]))
 
 
 def _skipped(report: TrainStepReport, reason: str, started: float) -> TrainStepReport:
