@@ -27,6 +27,9 @@ class DataLoadingPrimer(Transform):
     sibling for several environments that share one pass over the data. A reset whose tensordict already has the first
     column draws nothing.
 
+    A collector draws ahead, and knows of groups and of the end of the data only from a `DatasetChatEnv`: give it one of
+    those, or a primer without `num_epochs`.
+
     Args:
         dataloader: finite: a `DataLoader`, or anything that `load_rows` reads. It is read once.
         dataloader_factory: makes it; instead of `dataloader`.
