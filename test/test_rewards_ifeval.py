@@ -91,3 +91,11 @@ def test_a_score_is_the_same_each_time():
         _score.cache_clear()
         scores.add(score_instructions("Ja no si", ["language:response_language"], [{"language": "de"}]))
     assert len(scores) == 1
+
+
+@pytest.mark.parametrize("answer", ["*****", "12 34", "https://example.org"])
+def test_a_text_in_no_language_follows_no_rule_of_language(answer, caplog):
+    for name in ("language:response_language", "change_case:english_capital", "change_case:english_lowercase"):
+        kwargs = {"language": "en"} if name.startswith("language") else {}
+        assert not score_instructions(answer, [name], [kwargs]).prompt_level_loose_acc
+    assert not caplog.records

@@ -110,14 +110,39 @@ def _checker(name: str, arguments: Mapping[str, Any]) -> Callable[[str], bool]:
 
 @functools.cache
 def _known_checks() -> dict[str, Any]:
-    known = require("if_verifiable.ifeval", extra="envs").INSTRUCTION_DICT
-    # Language detection draws at random: unseeded, one answer has two rewards.
-    require("langdetect", extra="envs").DetectorFactory.seed = 0
-    return known
+    return require("if_verifiable.ifeval", extra="envs").INSTRUCTION_DICT
 
 
-# These are done here: the package's own need tokenizer data that it downloads, or, for placeholders, the square of
-# the answer's length.
+# These are done here. The package's own need tokenizer data that it downloads, or, for placeholders, the square of the
+# answer's length; and a text whose language cannot be told, a row of asterisks say, follows its rules of language.
+
+
+@functools.cache
+def _languages() -> Any:
+    langdetect = require("langdetect.detector_factory", extra="envs")
+    factory = langdetect.DetectorFactory()
+    # Detection draws at random: unseeded, one answer has two rewards.
+    factory.set_seed(0)
+    factory.load_profile(langdetect.PROFILES_DIRECTORY)
+    return factory
+
+
+def _is_in(answer: str, language: str) -> bool:
+    detector = _languages().create()
+    detector.append(answer)
+    return detector.detect() == language  # a text without any feature raises: it is in no language
+
+
+def _response_language(language: str) -> Callable[[str], bool]:
+    return lambda answer: _is_in(answer, language)
+
+
+def _english_capital() -> Callable[[str], bool]:
+    return lambda answer: answer.isupper() and _is_in(answer.lower(), "en")
+
+
+def _english_lowercase() -> Callable[[str], bool]:
+    return lambda answer: answer.islower() and _is_in(answer, "en")
 
 
 def _number_of_sentences(num_sentences: int, relation: str) -> Callable[[str], bool]:
@@ -148,6 +173,9 @@ def _count_sentences(text: str) -> int:
 
 
 _OWN_CHECKS: dict[str, Callable[..., Callable[[str], bool]]] = {
+    "language:response_language": _response_language,
+    "change_case:english_capital": _english_capital,
+    "change_case:english_lowercase": _english_lowercase,
     "length_constraints:number_sentences": _number_of_sentences,
     "change_case:capital_word_frequency": _capital_words,
     "detectable_content:number_placeholders": _number_of_placeholders,
