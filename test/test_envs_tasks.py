@@ -12,6 +12,7 @@ from llmrl.data import ChatHistory, StopReason
 from llmrl.data.tensordicts import batch_elements
 from llmrl.envs import (
     CountdownEnv,
+    DatasetChatEnv,
     GSM8KEnv,
     GymnasiumTextEnv,
     IFEvalEnv,
@@ -22,8 +23,13 @@ from llmrl.envs import (
     SumOfDigitsEnv,
     countdown_problems,
     make_addition_env,
+    make_countdown_env,
     make_gsm8k_env,
+    make_reasoning_gym_env,
+    make_sum_of_digits_env,
 )
+from llmrl.rewards import prompt_completion_reward
+from llmrl.transforms import RubricReward
 
 GSM8K = [
     {"question": "Ida has 3 boxes of 400 nails. How many nails?", "answer": "3 * 400 = <<3*400=1200>>1200 #### 1,200"},
@@ -244,6 +250,84 @@ def test_a_gymnasium_env_plays_as_a_conversation():
     assert step["reward"].item() == 1.0 and step["terminated"].item()
     env.release(data)
     assert guess.is_closed
+
+
+def test_a_curriculum_is_saved_and_a_group_goes_on_with_its_problem():
+    def make():
+        return ReasoningGymEnv("chain_sum", num_problems=8, has_curriculum=True, window=2, repeats=4)
+
+    env = make()
+    opened = env.reset()
+    for _ in range(2):
+        answered(env, opened["entry"]["answer"], opened.clone())
+    assert env.base_env.prompts.items.levels == {"chain_sum": 1}
+    state = env.base_env.state_dict()
+    again = make()
+    again.base_env.load_state_dict(state)
+    # The rest of the group has the problem of its first member, in this process and in the next.
+    assert again.reset()["query"] == env.reset()["query"] == opened["query"]
+    assert again.base_env.prompts.items.levels == {"chain_sum": 1}
+
+
+@pytest.mark.parametrize(
+    "make", [make_countdown_env, make_sum_of_digits_env, make_reasoning_gym_env], ids=lambda make: make.__name__
+)
+def test_generated_train_and_test_problems_differ_and_are_the_same_each_time(make):
+    def queries(split):
+        items = make(split).base_env.prompts.items
+        return [items[index]["query"] for index in range(40)]
+
+    assert queries("train") == queries("train")
+    assert not {*queries("train")} & {*queries("test")} or make is make_reasoning_gym_env
+    assert queries("train") != queries("test")
+    assert make("test").reset()["rollout", "group_id"] == "test/0/0"
+    if make is not make_reasoning_gym_env:
+        with pytest.raises(ValueError, match="split must be"):
+            make("validation")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_plain_function_of_prompt_and_completion_is_a_reward(is_async):
+    def shorter(prompt, completion):
+        return float(len(completion) < len(prompt))
+
+    async def judged(prompt, completion):
+        return shorter(prompt, completion)
+
+    reward = RubricReward(prompt_completion_reward(judged if is_async else shorter))
+    env = DatasetChatEnv(["How are you?"]).append_transform(reward)
+    assert answered(env, "Fine.")["reward"].item() == 1.0
+    step = answered(env, "I am rather well, thank you.")
+    assert step["reward"].item() == 0.0
+    assert step["reward_breakdown"].keys() == {"judged" if is_async else "shorter"}
+
+
+def test_a_real_gymnasium_env_of_text_is_played_to_its_end():
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Countdown(gymnasium.Env):
+        observation_space = action_space = gymnasium.spaces.Text(100)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.left = 2
+            return "Two steps.", {}
+
+        def step(self, action):
+            self.left -= 1
+            return f"{self.left} left.", 1.0, self.left == 0, False, {}
+
+    env = MessageChatEnv(lambda item: GymnasiumTextEnv(Countdown(), seed=1))
+
+    def policy(data):
+        prompt = data["history"].prompt
+        full = prompt.append({"role": "assistant", "content": "go"})
+        return data.set("history", ChatHistory(prompt=prompt, full=full))
+
+    rollout = env.rollout(5, policy)
+    assert rollout["next", "reward"].flatten().tolist() == [1.0, 1.0]
+    assert rollout["next", "terminated"].flatten().tolist() == [False, True]
+    assert rollout[-1]["history"].full.content == ["Two steps.", "go", "1 left.", "go"]
 
 
 @pytest.mark.engine
