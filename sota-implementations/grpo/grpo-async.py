@@ -17,14 +17,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import hydra
 import torch
-from grpo_run import Run
+from grpo_run import make_run
 from omegaconf import DictConfig
 from rich.console import Console
 
 from llmrl.live_view import LiveView
+from llmrl.training_run import TrainingRun
 
 
-def train(run: Run, first_step: int, view: LiveView) -> None:
+def train(run: TrainingRun, first_step: int, view: LiveView) -> None:
     """Take what is ready, train, sync; the collector goes on by itself, as far ahead as it may."""
     step, batches = first_step, iter(run.collector)
     while step < run.cfg.train.num_steps:
@@ -43,7 +44,7 @@ def train(run: Run, first_step: int, view: LiveView) -> None:
 def main(cfg: DictConfig) -> None:
     """Set up, train, report."""
     torch.set_num_threads(cfg.train.cpu_threads)  # the engine has the other cores
-    run = Run(cfg, Console(), max_staleness=cfg.collect.max_staleness)
+    run = make_run(cfg, Console(), max_staleness=cfg.collect.max_staleness)
     try:
         run.execute(train, __file__)
     finally:

@@ -13,14 +13,15 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import hydra
-from grpo_run import Run
+from grpo_run import make_run
 from omegaconf import DictConfig
 from rich.console import Console
 
 from llmrl.live_view import LiveView
+from llmrl.training_run import TrainingRun
 
 
-def train(run: Run, first_step: int, view: LiveView) -> None:
+def train(run: TrainingRun, first_step: int, view: LiveView) -> None:
     """Generate, train, sync, until the last step."""
     step, batches = first_step, iter(run.collector)
     while step < run.cfg.train.num_steps:
@@ -38,7 +39,7 @@ def train(run: Run, first_step: int, view: LiveView) -> None:
 @hydra.main(config_path="config", config_name="grpo-sync", version_base=None)
 def main(cfg: DictConfig) -> None:
     """Set up, train, report."""
-    run = Run(cfg, Console())
+    run = make_run(cfg, Console())
     try:
         run.execute(train, __file__)
     finally:

@@ -1,187 +1,31 @@
-"""What the GRPO scripts share: the engine, the collector, the trainer, and what a run leaves and resumes from."""
+"""What both GRPO scripts train: the environment, the loss and the advantages of a configuration."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
-from typing import Any
-
-# Before torch: idle threads that spin would take the engine's cores.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
-from tensordict import TensorDictBase
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
-from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.embedded_model import ensure_embedded_model
-from llmrl.engines import AsyncVLLM
 from llmrl.envs import make_addition_env
-from llmrl.live_view import LiveView
-from llmrl.objectives import GRPOLoss, MCAdvantage, train_step
-from llmrl.policies import TransformersWrapper, vLLMWrapper
-from llmrl.report import before_after_table, plot_curve, print_how_to_go_on
-from llmrl.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states
-from llmrl.weight_sync import VLLMWeightSyncScheme
+from llmrl.objectives import GRPOLoss, MCAdvantage
+from llmrl.policies import TransformersWrapper
+from llmrl.training_run import LossUpdate, TrainingRun
 
 
-class Run:
-    """Everything that one training run holds.
+def make_run(cfg: DictConfig, console: Console, *, max_staleness: int | None = None) -> TrainingRun:
+    """Groups of answers to the same sum, compared with each other."""
 
-    Args:
-        cfg: the configuration of either script.
-        console: where it reports.
-        max_staleness: versions that collection may be ahead of training; None collects on demand.
-    """
+    def make_update(actor: TransformersWrapper, optimizer: torch.optim.Optimizer) -> LossUpdate:
+        loss = GRPOLoss(actor, clip_epsilon=cfg.train.clip_epsilon)
+        return LossUpdate(loss, optimizer, max_grad_norm=cfg.train.max_grad_norm)
 
-    def __init__(self, cfg: DictConfig, console: Console, *, max_staleness: int | None = None) -> None:
-        self.cfg, self.console = cfg, console
-        self.folder = RunFolder(cfg.run.path, resume=cfg.resume)
-        self.logged_steps = {row["step"] for row in self.folder.read_metrics()}
-        OmegaConf.save(cfg, self.folder.path / "config.yaml", resolve=True)
-        torch.manual_seed(cfg.seed)
-        disable_progress_bar()  # the live view owns the terminal
-        model_path = str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
-
-        # The engine: vLLM in a process of its own.
-        self.engine = AsyncVLLM.from_pretrained(
-            model_path,
-            max_model_len=cfg.model.max_model_len,
-            seed=cfg.seed,
-            cpu_threads=cfg.model.engine_cpu_threads,
-        )
-        console.print(f"engine ready after {self.engine.start_s:.0f} s")
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
-        sampling = {"max_new_tokens": cfg.collect.max_new_tokens, "temperature": cfg.collect.temperature}
-        policy = vLLMWrapper(self.engine, tokenizer=self.tokenizer, generate_kwargs=sampling)
-
-        # Collection: groups of answers to the same sum, as training rows with their advantages.
-        env = make_addition_env("train", num_digits=cfg.env.num_digits, repeats=cfg.collect.group_size, seed=cfg.seed)
-        self.collector = LLMCollector(
-            env,
-            policy=policy,
-            groups_per_batch=cfg.collect.groups_per_batch,
-            max_staleness=max_staleness,
-            limits=RolloutLimits(max_turns=1),
-            weight_sync_schemes={"policy": VLLMWeightSyncScheme()},
-            postproc=MCAdvantage(grpo_size=cfg.collect.group_size),
-        )
-        eval_env = make_addition_env("test", num_digits=cfg.env.num_digits, repeats=cfg.env.num_eval_samples)
-        self.evaluator = LLMCollector(eval_env, policy=policy, yield_completed_trajectories=True)
-        self.num_eval_rollouts = len(eval_env.base_env.prompts.items) * cfg.env.num_eval_samples
-
-        # The trainer: float32 master weights, bfloat16 arithmetic.
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        actor = TransformersWrapper(
-            self.model,
-            temperature=cfg.collect.temperature,
-            token_budget=cfg.train.token_budget,
-            autocast_dtype=torch.bfloat16 if cfg.train.bfloat16 else None,
-        )
-        self.loss = GRPOLoss(actor, clip_epsilon=cfg.train.clip_epsilon)
-        rates = {"lr": cfg.train.learning_rate, "weight_decay": cfg.train.weight_decay}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)
-
-        self.writes = BackgroundWrites()
-        self.summary: dict[str, Any] = {}
-
-    def train_on(self, step: int, collected: dict[str, Any]) -> dict[str, float]:
-        """One optimizer update and one sync on what a step collected, logged."""
-        self.writes.wait()  # the checkpoint being written must not see half an update
-        started = time.perf_counter()
-        report = train_step(self.loss, collected["batch"], self.optimizer, max_grad_norm=self.cfg.train.max_grad_norm)
-        updated = time.perf_counter()
-        self.engine.policy_version = step - 1
-        version = self.collector.update_policy_weights_(self.model)
-        synced = time.perf_counter()
-        metrics = {**collected["metrics"], **report.to_metrics(), "policy_version": version}
-        metrics |= {"train_seconds": updated - started, "sync_seconds": synced - updated}
-        metrics["seconds"] = metrics["generate_seconds"] + synced - started
-        if step not in self.logged_steps:  # a replayed step was logged before the kill, unless that came between
-            self.folder.log_rollouts(step, "train", collected["rollouts"])
-            self.folder.log_metrics(step, metrics)
-        return metrics
-
-    def resume(self) -> int:
-        """Restore the last checkpoint, then train again on what was collected since."""
-        checkpoint = self.folder.load_checkpoint() or {"step": 0}
-        self.summary = self.folder.read_summary()
-        step = checkpoint["step"]
-        if step:
-            self.model.load_state_dict(checkpoint["model"])
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
-            self.restore(checkpoint)
-        while (collected := self.folder.load_batch(step + 1)) is not None:
-            step += 1
-            self.restore(collected)
-            self.train_on(step, collected)
-        if step:
-            self.engine.policy_version = step - 1
-            self.collector.update_policy_weights_(self.model)
-        self.console.print(f"resumed after step {step}, {step - checkpoint['step']} of them replayed")
-        return step
-
-    def state(self) -> dict[str, Any]:
-        """Sampler position and random states."""
-        return {"collector": self.collector.state_dict(), "random": random_states()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """The reverse of `state`."""
-        self.collector.load_state_dict(state["collector"])
-        restore_random_states(state["random"])
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Accuracy on the held-out sums."""
-        with self.collector.pause():
-            rollouts = self.evaluator.play(self.num_eval_rollouts)
-        self.folder.log_rollouts(step, "test", [rollout.to_record() for rollout in rollouts])
-        report = self.evaluator.report
-        return {"accuracy": report.mean_reward, "completion tokens": report.mean_completion_tokens}
-
-    def close(self) -> None:
-        """End threads and the engine."""
-        self.collector.shutdown()
-        self.evaluator.shutdown()
-        self.folder.close()
-        self.engine.shutdown()
-
-    def collected(self, batch: TensorDictBase) -> dict[str, Any]:
-        """A batch with everything that it takes to train on it again after a kill."""
-        records = [rollout.to_record() for rollout in self.collector.rollouts]
-        return {"batch": batch, "metrics": self.collector.report.to_metrics(), "rollouts": records, **self.state()}
-
-    def show(self, view: LiveView, step: int, metrics: dict[str, float]) -> None:
-        """Report a step, and write a checkpoint when it is time."""
-        view.show_step(step, metrics)
-        if step % self.cfg.run.sample_every == 0:
-            view.show_sample(max(self.collector.rollouts, key=lambda rollout: rollout.reward))
-        if step % self.cfg.run.checkpoint_every == 0:
-            trained = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            self.writes.start(self.folder.save_checkpoint, {"step": step, **self.state(), **trained})
-
-    def execute(self, train: Callable[[Run, int, LiveView], None], script: str) -> None:
-        """Evaluate, `train(run, first_step, view)`, evaluate, save and report; an interrupted run reports too."""
-        cfg, console = self.cfg, self.console
-        first_step = self.resume() if cfg.resume else 0
-        if "before" not in self.summary:
-            self.summary["before"] = self.evaluate(0)
-            self.folder.write_summary(self.summary)
-        started = time.perf_counter()
-        with LiveView(cfg.train.num_steps, first_step=first_step, console=console) as view:
-            try:
-                train(self, first_step, view)
-            except KeyboardInterrupt:
-                console.print("interrupted; what was learned so far is kept")
-        console.print(f"trained for {time.perf_counter() - started:.0f} s")
-        self.summary["after"] = self.evaluate(cfg.train.num_steps)
-        self.writes.wait()
-        self.folder.save_model(self.model, self.tokenizer)
-        self.folder.write_summary(self.summary)
-        plot_curve(self.folder.read_metrics(), self.folder.curve_path)
-        console.print(before_after_table(self.summary["before"], self.summary["after"]))
-        command = f"python {script} run.path={cfg.run.path} resume=true train.num_steps={cfg.train.num_steps + 20}"
-        print_how_to_go_on(console, self.folder, command)
+    num_digits, size = cfg.env.num_digits, cfg.collect.group_size
+    return TrainingRun(
+        cfg,
+        console,
+        env=make_addition_env("train", num_digits=num_digits, repeats=size, seed=cfg.seed),
+        eval_env=make_addition_env("test", num_digits=num_digits, repeats=cfg.env.num_eval_samples),
+        make_update=make_update,
+        postproc=MCAdvantage(grpo_size=size),
+        max_staleness=max_staleness,
+    )
