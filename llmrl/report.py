@@ -60,7 +60,7 @@ def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str)
     lines = (
         ("curve", folder.curve_path, "open it in any picture viewer"),
         ("metrics", folder.metrics_path, f"or: tensorboard --logdir {folder.path / 'tensorboard'}"),
-        ("rollouts", folder.rollouts_path, "one JSON object a line"),
+        ("rollouts", folder.rollouts_path, f"llmrl view {folder.path}"),
         ("model", folder.model_path, f"transformers: AutoModelForCausalLM.from_pretrained('{folder.model_path}')"),
         ("continue", folder.path, resume_command),
     )
