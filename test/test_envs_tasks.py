@@ -319,10 +319,10 @@ def test_a_real_gymnasium_env_of_text_is_played_to_its_end():
 
     env = MessageChatEnv(lambda item: GymnasiumTextEnv(Countdown(), seed=1))
 
-    def policy(data):
-        prompt = data["history"].prompt
+    def policy(tensordict):
+        prompt = tensordict["history"].prompt
         full = prompt.append({"role": "assistant", "content": "go"})
-        return data.set("history", ChatHistory(prompt=prompt, full=full))
+        return tensordict.set("history", ChatHistory(prompt=prompt, full=full))
 
     rollout = env.rollout(5, policy)
     assert rollout["next", "reward"].flatten().tolist() == [1.0, 1.0]

@@ -8,6 +8,7 @@ from llmrl.envs.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, 
 from llmrl.envs.gymnasium import GymnasiumTextEnv
 from llmrl.envs.hashing import LLMHashingEnv
 from llmrl.envs.ifeval import IFEvalEnv, IfEvalScorer, make_ifeval_env
+from llmrl.envs.llm import LLMEnv
 from llmrl.envs.math import MATHEnv, MATHRewardParser, make_math_env
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.mlgym import MLGymWrapper, make_mlgym
@@ -33,6 +34,7 @@ __all__ = [
     "IFEvalEnv",
     "IFEvalScoreData",
     "IfEvalScorer",
+    "LLMEnv",
     "LLMHashingEnv",
     "MATHEnv",
     "MATHRewardParser",

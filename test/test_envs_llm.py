@@ -1,0 +1,56 @@
+"""Plain text and tokens grow by what a policy wrote."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch.utils.data import DataLoader
+from torchrl.envs import check_env_specs
+
+from llmrl.envs import GSM8KPrepareQuestion, LLMEnv
+
+
+def test_text_grows_in_any_batch_shape():
+    env = LLMEnv(str_key="line", action_key="more")
+    data = env.reset(TensorDict(line=["a", "b"], batch_size=[2]))
+    data["more"] = ["1", "2"]
+    step = env.step(data)["next"]
+    assert list(step["line"]) == ["a1", "b2"] and not step["done"].any()
+    assert step["reward"].shape == (2, 1, 1)
+
+
+def test_tokens_grow_and_an_end_token_ends_the_episode():
+    env = LLMEnv(from_text=False, eos_token_id=0)
+    starts = [TensorDict(tokens=torch.tensor(ids)) for ids in ([1, 2], [3])]
+    data = env.reset(lazy_stack(starts, 0))
+    for element, response in zip(data.unbind(0), ([5, 0], [6]), strict=True):
+        element["tokens_response"] = torch.tensor(response)
+    step = env.step(data)["next"]
+    assert [element["tokens"].tolist() for element in step.unbind(0)] == [[1, 2, 5, 0], [3, 6]]
+    assert step["terminated"].flatten().tolist() == [True, False]
+
+
+def test_rows_of_a_loader_are_prepared_and_open_the_episodes():
+    loader = DataLoader([{"text": "1 + 1?", "answer": "2"}, {"text": "1 + 2?", "answer": "3"}], batch_size=2)
+    env = LLMEnv.from_dataloader(loader, repeats=2)
+    env.insert_transform(0, GSM8KPrepareQuestion())
+    texts = [env.reset()["text"] for _ in range(3)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[2].endswith("User: 1 + 2?. Assistant: <think>")
+
+
+@pytest.mark.parametrize("from_text", [True, False])
+def test_specs(from_text):
+    env = LLMEnv(from_text=from_text)
+    start = TensorDict(text="a") if from_text else TensorDict(tokens=torch.tensor([1]))
+    check_env_specs(env, tensordict=env.reset(start))
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="'text'"):
+        LLMEnv().reset()
+    with pytest.raises(ValueError, match="'text_response'"):
+        LLMEnv().step(LLMEnv().reset(TensorDict(text="a")))
+    with pytest.raises(ValueError, match="eos_token_id"):
+        LLMEnv(eos_token_id=0)
