@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 
 import pytest
@@ -58,6 +59,9 @@ class Guess:
         self.is_closed = True
 
 
+needs_reasoning_gym = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed: no C compiler"
+)
 ENVS = {
     "gsm8k": lambda **options: GSM8KEnv(GSM8K, **options),
     "gsm8k-plain": lambda **options: GSM8KEnv(GSM8K, is_reasoning=False, **options),
@@ -72,6 +76,7 @@ ENVS = {
     "sum-of-digits": lambda **options: SumOfDigitsEnv(num_problems=4, **options),
     "sum-of-digits-tags": lambda **options: SumOfDigitsEnv(num_problems=4, is_reasoning=True, **options),
 }
+NAMES = [pytest.param(name, marks=needs_reasoning_gym) if name.startswith("reasoning-gym") else name for name in ENVS]
 
 
 def answered(env, text, data=None, **entries):
@@ -87,12 +92,12 @@ def answered(env, text, data=None, **entries):
     return env.step(data)["next"]
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("name", NAMES)
 def test_task_env_passes_check_env_specs(name):
     check_env_specs(ENVS[name]())
 
 
-@pytest.mark.parametrize("name", [name for name in ENVS if name != "ifeval-plain"])  # there any text is an answer
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ifeval-plain"])  # there any text is an answer
 @pytest.mark.parametrize(
     "text", ["", "no idea", "<answer>", "</answer><answer>", "<answer></answer>", "<think><answer>5</think>", "\x00<<"]
 )
@@ -101,7 +106,7 @@ def test_an_answer_that_cannot_be_read_gets_nothing_and_ends_the_conversation(na
     assert data["reward"].item() == 0.0 and data["terminated"].item() and data["is_scored"].item()
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("piece", ["(", "[", "<<", "<answer>", "1", "1,", "a b. ", "\\boxed{", "-"])
 def test_a_200_kb_completion_costs_little(name, piece):
     text = piece * (200_000 // len(piece))
@@ -112,7 +117,7 @@ def test_a_200_kb_completion_costs_little(name, piece):
         assert data["reward"].item() < 0.11 and data["terminated"].item()
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_answer_that_was_cut_gets_nothing(name):
     data = answered(ENVS[name](), "<answer>5</answer>", reason=StopReason.LENGTH)
     assert data["reward"].item() == 0.0 and not data["terminated"].item()
@@ -173,6 +178,7 @@ def test_ifeval_reward_weighs_strict_and_loose_following():
     assert answered(IFEvalEnv(IFEVAL), "Red")["reward"].item() == 0.0  # no <answer>
 
 
+@needs_reasoning_gym
 def test_reasoning_gym_scores_with_the_tasks_own_scorer():
     env = ReasoningGymEnv({"chain_sum": 1.0, "spell_backward": 1.0}, num_problems=16)
     seen = set()
@@ -183,6 +189,7 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer():
     assert seen == {"chain_sum", "spell_backward"}
 
 
+@needs_reasoning_gym
 def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
     problems = ReasoningGymProblems("chain_sum", has_curriculum=True, window=4)
     first = problems[0]
@@ -206,8 +213,8 @@ def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
         (lambda: IFEvalEnv([{**IFEVAL[0], "instruction_id_list": ["punctuation:none"]}]), "punctuation:none"),
         (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": [{"comma": 1}]}]), "comma"),
         (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": []}]), "one entry an instruction"),
-        (lambda: ReasoningGymEnv("chain_sun"), "chain_sun"),
-        (lambda: ReasoningGymEnv({"chain_sum": 0.0}), "positive sum"),
+        pytest.param(lambda: ReasoningGymEnv("chain_sun"), "chain_sun", marks=needs_reasoning_gym),
+        pytest.param(lambda: ReasoningGymEnv({"chain_sum": 0.0}), "positive sum", marks=needs_reasoning_gym),
         (lambda: CountdownEnv(max_target=3), "max_target"),
     ],
 )
@@ -227,6 +234,7 @@ def test_a_wrong_role_is_refused():
         env.base_env.opening_messages([{"rôle": "user", "content": "?"}])
 
 
+@needs_reasoning_gym
 def test_prompts_of_reasoning_environments_ask_for_tags():
     for name in ("gsm8k", "math", "ifeval", "countdown", "reasoning-gym-tags"):
         assert "<answer>" in ENVS[name]().reset()["history"].prompt.content[0]
@@ -252,6 +260,7 @@ def test_a_gymnasium_env_plays_as_a_conversation():
     assert guess.is_closed
 
 
+@needs_reasoning_gym
 def test_a_curriculum_is_saved_and_a_group_goes_on_with_its_problem():
     def make():
         return ReasoningGymEnv("chain_sum", num_problems=8, has_curriculum=True, window=2, repeats=4)
@@ -270,7 +279,12 @@ def test_a_curriculum_is_saved_and_a_group_goes_on_with_its_problem():
 
 
 @pytest.mark.parametrize(
-    "make", [make_countdown_env, make_sum_of_digits_env, make_reasoning_gym_env], ids=lambda make: make.__name__
+    "make",
+    [
+        make_countdown_env,
+        make_sum_of_digits_env,
+        pytest.param(make_reasoning_gym_env, marks=needs_reasoning_gym),
+    ],
 )
 def test_generated_train_and_test_problems_differ_and_are_the_same_each_time(make):
     def queries(split):
@@ -334,11 +348,12 @@ def test_a_real_gymnasium_env_of_text_is_played_to_its_end():
 @pytest.mark.parametrize(
     "make",
     [
-        *(ENVS[name] for name in ("gsm8k", "math", "ifeval", "countdown", "reasoning-gym", "sum-of-digits")),
+        *(ENVS[name] for name in ("gsm8k", "math", "ifeval", "countdown", "sum-of-digits")),
+        pytest.param(ENVS["reasoning-gym"], marks=needs_reasoning_gym),
         lambda: make_addition_env(),
         lambda: MessageChatEnv(lambda item: GymnasiumTextEnv(Guess())),
     ],
-    ids=["gsm8k", "math", "ifeval", "countdown", "reasoning-gym", "sum-of-digits", "addition", "gymnasium"],
+    ids=["gsm8k", "math", "ifeval", "countdown", "sum-of-digits", "reasoning-gym", "addition", "gymnasium"],
 )
 def test_the_model_plays_every_environment(vllm_engine, tokenizer, make):
     from llmrl.policies import vLLMWrapper

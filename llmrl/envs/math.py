@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Unpack
 
+from llmrl._imports import require
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
 from llmrl.rewards import RewardFn, Rubric, boxed_answer, extract_answer, extract_tag, is_math_right
 from llmrl.transforms import RubricReward
@@ -27,6 +28,8 @@ class MATHRewardParser(RubricReward):
     """
 
     def __init__(self, *, format_reward: float = 0.1, correct_reward: float = 1.0, is_reasoning: bool = True) -> None:
+        require("math_verify", extra="envs")  # here, where it stops a run, and not at each score
+
         def has_answer(completion: str) -> bool:
             given = extract_answer(completion, is_reasoning=is_reasoning)
             return given is not None and (is_reasoning or boxed_answer(given) is not None)
