@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from llmrl.data.background_loop import BackgroundLoop
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, ServerEngine
-from llmrl.engines.background_loop import BackgroundLoop
 
 web = pytest.importorskip("aiohttp.web")
 
