@@ -9,8 +9,10 @@ import pytest
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs import check_env_specs
 
+from llmrl.collectors import LLMCollector
 from llmrl.data import ChatHistory, StopReason
 from llmrl.data.tensordicts import batch_elements
+from llmrl.engines import ScriptedEngine
 from llmrl.envs import (
     CountdownEnv,
     DatasetChatEnv,
@@ -29,6 +31,7 @@ from llmrl.envs import (
     make_reasoning_gym_env,
     make_sum_of_digits_env,
 )
+from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import prompt_completion_reward
 from llmrl.transforms import RubricReward
 
@@ -190,6 +193,13 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer():
 
 
 @needs_reasoning_gym
+def test_a_task_of_reasoning_gym_is_configured():
+    config = {"chain_sum": {"min_terms": 7, "max_terms": 7, "min_digits": 1, "max_digits": 1}}
+    query = ReasoningGymEnv("chain_sum", config=config).reset()["query"]
+    assert len(query.split(":")[1].replace("-", "+").split("+")) == 7
+
+
+@needs_reasoning_gym
 def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
     problems = ReasoningGymProblems("chain_sum", has_curriculum=True, window=4)
     first = problems[0]
@@ -214,6 +224,10 @@ def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
         (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": [{"comma": 1}]}]), "comma"),
         (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": []}]), "one entry an instruction"),
         pytest.param(lambda: ReasoningGymEnv("chain_sun"), "chain_sun", marks=needs_reasoning_gym),
+        pytest.param(lambda: ReasoningGymEnv("composite"), "'composite'", marks=needs_reasoning_gym),
+        pytest.param(
+            lambda: ReasoningGymEnv("chain_sum", config={"chain_sum": {"terms": 3}}), "terms", marks=needs_reasoning_gym
+        ),
         pytest.param(lambda: ReasoningGymEnv({"chain_sum": 0.0}), "positive sum", marks=needs_reasoning_gym),
         (lambda: CountdownEnv(max_target=3), "max_target"),
     ],
@@ -295,9 +309,8 @@ def test_generated_train_and_test_problems_differ_and_are_the_same_each_time(mak
     assert not {*queries("train")} & {*queries("test")} or make is make_reasoning_gym_env
     assert queries("train") != queries("test")
     assert make("test").reset()["rollout", "group_id"] == "test/0/0"
-    if make is not make_reasoning_gym_env:
-        with pytest.raises(ValueError, match="split must be"):
-            make("validation")
+    with pytest.raises(ValueError, match="split must be"):
+        make("validation")
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -342,6 +355,25 @@ def test_a_real_gymnasium_env_of_text_is_played_to_its_end():
     assert rollout["next", "reward"].flatten().tolist() == [1.0, 1.0]
     assert rollout["next", "terminated"].flatten().tolist() == [False, True]
     assert rollout[-1]["history"].full.content == ["Two steps.", "go", "1 left.", "go"]
+
+
+@pytest.mark.parametrize(
+    ("make", "reply", "reward"),
+    [
+        (lambda: GSM8KEnv(GSM8K[:1]), "<think>3 * 400</think> <answer>1200</answer>", 1.0),
+        (lambda: MATHEnv(MATH[:1]), "<answer>0.5</answer>", 1.0),  # awaited, after the conversation has left the batch
+        (lambda: MATHEnv(MATH[:1]), "<answer>0.6</answer>", 0.1),
+        (lambda: IFEvalEnv(IFEVAL), "<answer>Red</answer>", 1.0),
+    ],
+    ids=["gsm8k", "math", "math-wrong", "ifeval"],
+)
+def test_a_collector_plays_and_scores_a_task(renderer, make, reply, reward):
+    engine = ScriptedEngine([f"{reply}<|im_end|>"], encode=renderer.encode, decode=renderer.decode)
+    policy = LLMWrapperBase(engine, renderer=renderer)
+    with LLMCollector(make(), policy=policy, groups_per_batch=2) as collector:
+        rollouts = collector.play(2)
+    assert [rollout.reward for rollout in rollouts] == pytest.approx([reward] * 2)
+    assert all(rollout.is_scored for rollout in rollouts)
 
 
 @pytest.mark.engine

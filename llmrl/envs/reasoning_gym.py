@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from llmrl._imports import require
 from llmrl.envs.dataset import DatasetChatEnv
-from llmrl.envs.task import Split, TaskEnv, TaskOptions
+from llmrl.envs.task import Split, TaskEnv, TaskOptions, check_split
 from llmrl.rewards import RewardFn, Rubric, score_reasoning_gym
 from llmrl.transforms import RubricReward
 
@@ -30,9 +30,11 @@ class ReasoningGymProblems:
         seed: of the mix and of the problems.
         has_curriculum: whether levels rise.
         raise_at, window: when they do.
+        config: arguments of reasoning-gym's configuration, by task.
 
     Raises:
-        ValueError: for an unknown task, weights without a sum, or a curriculum that a task does not have.
+        ValueError: for an unknown task, weights without a sum, a curriculum that a task does not have, or a
+            configuration that it refuses.
 
     Example:
         >>> problems = ReasoningGymProblems({"chain_sum": 1.0}, num_problems=8)
@@ -50,6 +52,7 @@ class ReasoningGymProblems:
         has_curriculum: bool = False,
         raise_at: float = 0.8,
         window: int = 64,
+        config: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         factory = require("reasoning_gym.factory", extra="envs")
         require("reasoning_gym", extra="envs")
@@ -62,12 +65,25 @@ class ReasoningGymProblems:
         without = sorted(task for task in self.weights if not factory.has_curriculum(task))
         if has_curriculum and without:
             raise ValueError(f"has_curriculum is set, and reasoning-gym has none for {without}.")
-        self.num_problems, self.split, self.seed, self.has_curriculum = num_problems, split, seed, has_curriculum
-        self.raise_at, self.window = raise_at, window
+        self.num_problems, self.split, self.seed, self.has_curriculum = (
+            num_problems,
+            check_split(split),
+            seed,
+            has_curriculum,
+        )
+        self.raise_at, self.window, self.config = raise_at, window, config or {}
         self.levels = dict.fromkeys(self.weights, 0)
         self._scores: dict[str, deque[float]] = {task: deque(maxlen=window) for task in self.weights}
         self._drawn: dict[int, Mapping[str, Any]] = {}
         self._drawn_levels: dict[int, int] = {}
+        for task in self.weights:
+            try:
+                self._dataset(task, 0, seed=0)
+            except (AssertionError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"config of the task {task!r}, {dict(self.config.get(task, {}))}, is refused by reasoning-gym"
+                    f"{' at the level 0 of its curriculum' * has_curriculum}: {error}"
+                ) from error
 
     def __len__(self) -> int:
         return self.num_problems
@@ -85,17 +101,18 @@ class ReasoningGymProblems:
         generator = random.Random(f"{self.seed}/{index}")
         task = generator.choices(list(self.weights), list(self.weights.values()))[0]
         level = self.levels[task] if level is None else level
-        factory = require("reasoning_gym.factory", extra="envs")
         # Even seeds train, odd ones test.
-        seed = {"seed": 2 * generator.randrange(2**30) + (self.split == "test"), "size": 1}
-        if self.has_curriculum:
-            curriculum = factory.create_curriculum(task)
-            curriculum.set_global_level(level)
-            dataset = factory.DATASETS[task][0](curriculum.generate_configuration(seed))
-        else:
-            dataset = factory.create_dataset(task, **seed)
-        entry = dataset[0]
+        entry = self._dataset(task, level, seed=2 * generator.randrange(2**30) + (self.split == "test"))[0]
         return {"query": entry["question"], "task": task, "entry": entry, "level": level}
+
+    def _dataset(self, task: str, level: int, *, seed: int) -> Any:
+        factory = require("reasoning_gym.factory", extra="envs")
+        arguments = {**self.config.get(task, {}), "seed": seed, "size": 1}
+        if not self.has_curriculum:
+            return factory.create_dataset(task, **arguments)
+        curriculum = factory.create_curriculum(task)
+        curriculum.set_global_level(level)
+        return factory.DATASETS[task][0](curriculum.generate_configuration(arguments))
 
     def record(self, task: str, level: int, score: float) -> None:
         """Note an answer's score; enough good ones at the task's present level raise it."""
@@ -144,7 +161,7 @@ class ReasoningGymEnv(TaskEnv):
     """Any of reasoning-gym's tasks, or a weighted mix, scored by its own scorers.
 
     Args:
-        tasks, split, num_problems, has_curriculum, raise_at, window: see `ReasoningGymProblems`.
+        tasks, split, num_problems, has_curriculum, raise_at, window, config: see `ReasoningGymProblems`.
         is_reasoning, **options: see `GSM8KEnv`.
 
     Raises:
@@ -165,6 +182,7 @@ class ReasoningGymEnv(TaskEnv):
         has_curriculum: bool = False,
         raise_at: float = 0.8,
         window: int = 64,
+        config: Mapping[str, Mapping[str, Any]] | None = None,
         is_reasoning: bool = False,
         **options: Unpack[TaskOptions],
     ) -> None:
@@ -176,6 +194,7 @@ class ReasoningGymEnv(TaskEnv):
             has_curriculum=has_curriculum,
             raise_at=raise_at,
             window=window,
+            config=config,
         )
 
         def right(completion: str, task: str, entry: Mapping[str, Any], level: int) -> float:

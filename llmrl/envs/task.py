@@ -102,6 +102,15 @@ def is_in_split(problem: str, split: Split) -> bool:
         >>> is_in_split("1 + 1 =", "train") != is_in_split("1 + 1 =", "test")
         True
     """
+    return (zlib.crc32(problem.encode()) % 10 == 0) == (check_split(split) == "test")
+
+
+def check_split(split: str) -> str:
+    """A split's name, or an error.
+
+    Raises:
+        ValueError: when it is neither `train` nor `test`.
+    """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}.")
-    return (zlib.crc32(problem.encode()) % 10 == 0) == (split == "test")
+    return split
