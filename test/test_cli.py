@@ -106,6 +106,16 @@ def test_wrong_use_exits_with_2_and_a_sentence(tmp_path):
     assert runner.invoke(app, ["view", str(tmp_path / "missing")]).exit_code == 2
 
 
+def test_eval_says_what_is_wrong_with_its_data(tmp_path):
+    for arguments, named in (
+        (["--env", "gsm8k", "--data", "/no/where.jsonl"], "no file or folder"),
+        (["--env", "addition", "--data", "x.jsonl"], "makes its own problems"),
+        (["--env", "countdown", "--split", "all"], "split must be"),
+    ):
+        result = runner.invoke(app, ["eval", *arguments])
+        assert result.exit_code == 2 and named in " ".join(result.output.split()), result.output
+
+
 def test_help_names_every_command_and_environment():
     text = runner.invoke(app, ["--help"]).output
     assert all(command in text for command in ("doctor", "view", "eval", "chat", "demo"))

@@ -122,9 +122,10 @@ def evaluate(
             seed=seed,
             out=out,
         )
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        environment = command.make_environment(env, split=split, num_samples=samples, data=data)
+    except (ValueError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
-    command.run(settings, console)
+    command.run(settings, environment, console)
 
 
 @app.command()

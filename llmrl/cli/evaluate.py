@@ -80,13 +80,12 @@ class EvaluationSettings:
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
 
 
-def run(settings: EvaluationSettings, console: Console) -> dict[str, Any]:
+def run(settings: EvaluationSettings, env: Any, console: Console) -> dict[str, Any]:
     """Generate, score, print, save; gives the results."""
     from llmrl.collectors import LLMCollector
     from llmrl.engines import AsyncVLLM
     from llmrl.policies import vLLMWrapper
 
-    env = make_environment(settings.env, split=settings.split, num_samples=settings.num_samples, data=settings.data)
     num_problems = len(env.base_env.prompts.items)
     num_problems = min(num_problems, settings.limit or num_problems)
     engine = AsyncVLLM.from_pretrained(
