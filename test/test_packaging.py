@@ -58,7 +58,7 @@ def test_every_extra_that_an_error_names_exists():
     named = {}
     for path in (ROOT / "llmrl").rglob("*.py"):
         if path.name != "_imports.py":
-            named |= dict.fromkeys(re.findall(r"extra=\"(\w+)\"", path.read_text()), path)
+            named |= dict.fromkeys(re.findall(r"require\([^()]*extra=\"(\w+)\"", path.read_text()), path)
     unknown = {extra: path for extra, path in named.items() if extra not in PROJECT["optional-dependencies"]}
     assert named and not unknown
 
