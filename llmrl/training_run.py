@@ -155,7 +155,6 @@ class TrainingRun:
         batch = collected["batch"]
         learned = self.update(batch)
         updated = time.perf_counter()
-        self.engine.policy_version = step - 1
         version = self.collector.update_policy_weights_(self.model)
         synced = time.perf_counter()
         metrics = {**collected["metrics"], **learned, "policy_version": version}
@@ -178,13 +177,12 @@ class TrainingRun:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
             self.update.load_state_dict(checkpoint["update"])
             self.restore(checkpoint)
+            self.engine.policy_version = step - 1  # versions count on from where they were
+            self.collector.update_policy_weights_(self.model)
         while (collected := self.folder.load_batch(step + 1)) is not None:
             step += 1
             self.restore(collected)
             self.train_on(step, collected)
-        if step:
-            self.engine.policy_version = step - 1
-            self.collector.update_policy_weights_(self.model)
         self.console.print(f"resumed after step {step}, {step - checkpoint['step']} of them replayed")
         return step
 

@@ -23,7 +23,8 @@ def test_example_runs(path, vllm_engine, capsys, request):
     assert capsys.readouterr().out.strip()
     if vllm_engine.policy_version != version:  # it trained: put the weights back for whoever comes next
         sender = VLLMWeightSyncScheme().create_sender()
-        sender.register_model(request.getfixturevalue("reference_model"))
-        sender.init_all_workers_group(get_model_metadata(sender.model), vllm_engine)
+        model = request.getfixturevalue("reference_model")
+        sender.register_model(model)
+        sender.init_all_workers_group(get_model_metadata(model), vllm_engine)
         sender.update_weights()
         vllm_engine.policy_version = version

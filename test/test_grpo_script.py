@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,9 @@ def test_resume_loses_nothing_but_the_unfinished_step(killed_and_resumed):
     assert output.returncode == 0, output.stderr[-2000:]
     rows = read_csv(run_path / "metrics.csv")
     assert [int(row["step"]) for row in rows] == list(range(1, num_steps + 3))
-    assert f"resumed after step {num_steps}" in output.stdout
+    # Its fourth batch may have been written already, though nothing of it was logged.
+    resumed_after = int(re.search(r"resumed after step (\d+)", output.stdout)[1])
+    assert resumed_after in (num_steps, num_steps + 1)
     # The engine counts on from where it was.
     assert [float(row["policy_version"]) for row in rows] == [float(row["step"]) for row in rows]
 

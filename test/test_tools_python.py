@@ -81,6 +81,8 @@ def test_a_persistent_conversation_keeps_its_variables_and_shares_them_with_nobo
 
 def test_interpreters_end_with_their_conversations(executor):
     transform = PythonInterpreter(executor=executor, persistent=True)
+    gc.collect()
+    executor.execute("1")  # those of earlier tests are gone
     before = executor.num_sessions
     released, dropped = Chat(transform), Chat(transform)
     for chat in (released, dropped):

@@ -103,7 +103,7 @@ class Echo(MessageEnv):
         return [{"role": "user", "content": "<script>document.title = 'broken'</script> & more"}]
 
     async def step(self, message):
-        return MessageStep([{"role": "tool", "content": "</script> result"}], rewards={"right": 1.0}, done=False)
+        return MessageStep([{"role": "tool", "content": "</script> result"}], reward=1.0, is_done=True)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def page(run_path, tmp_path_factory):
     path = write_page(read_run(run_path), tmp_path_factory.mktemp("page") / "page.html")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1300, "height": 900})
+        page = browser.new_context(viewport={"width": 1300, "height": 900}).new_page()
         errors = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(path.as_uri())

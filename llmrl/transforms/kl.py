@@ -37,10 +37,10 @@ class RetrieveLogProb(Transform):
     Example:
         >>> from tensordict import TensorDict, lazy_stack
         >>> from tensordict.nn import TensorDictModule
-        >>> model = TensorDictModule(lambda ids: -ids.float(), [("tokens", "full")], [("log_probs", "full")])
+        >>> model = TensorDictModule(lambda ids: ids.float() - 3, [("tokens", "full")], [("log_probs", "full")])
         >>> row = TensorDict({"tokens": {"full": torch.arange(3)}, "next": {}})
         >>> RetrieveLogProb(model)(lazy_stack([row]))["next", "ref_log_probs", "full"].tolist()
-        [[0.0, -1.0, -2.0]]
+        [[-3.0, -2.0, -1.0]]
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class KLComputation(Transform):
         next_element.set(self.kl_key, divergence)
         if self.add_to_reward:
             reward = next_element.get("reward")
-            dense = -self.coeff * divergence
+            dense = (-self.coeff * divergence).masked_fill(~mask.unsqueeze(-1), 0.0)
             if reward.shape == dense.shape:
                 dense = dense + reward
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
     names = [name for name in run.metrics[-1] if name != "step"] if run.metrics else []
     table = Table("metric", "first", "last", "from the first step to the last")
     for name in names:
-        values = [row[name] for row in run.metrics if name in row]
+        values = [row[name] for row in run.metrics if math.isfinite(row.get(name, math.nan))]
+        if not values:
+            continue
         line = sparkline(_thinned(values), low=min(values), high=max(values))
         table.add_row(name, f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
     if names:
