@@ -200,9 +200,9 @@ def test_an_unscored_rollout_counts_as_wrong_and_keeps_its_status():
 
 
 @pytest.mark.timeout(300)
-def test_eval_measures_the_real_model_and_saves_its_rollouts(tmp_path, model_path):
+def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tiny_model_path):
     arguments = ["eval", "--limit", "4", "-n", "2", "--max-new-tokens", "8", "--max-model-len", "128"]
-    result = llmrl(*arguments, "--model", model_path, "--out", str(tmp_path / "out"))
+    result = llmrl(*arguments, "--model", tiny_model_path, "--out", str(tmp_path / "out"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "pass@1" in result.stdout and "pass@2" in result.stdout and "4 problems, 2 answers each" in result.stdout
     evaluation = json.loads((tmp_path / "out/summary.json").read_text())["evaluation"]
