@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import csv
 import json
 import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmrl.token_log import TokenLog
+from llmrl.tracking import CSVTracker, open_trackers
 
 
 def write_atomically(path: Path, write: Any) -> None:
@@ -33,13 +33,17 @@ class RunFolder:
     Args:
         path: the folder, created when missing.
         resume: continue what is there; otherwise the folder must not hold a run.
+        trackers: where metrics go besides `metrics.csv`: any of `"tensorboard"`, `"wandb"`, `"trackio"`, none for a
+            folder that is only read. See `llmrl.tracking`.
 
     Raises:
         FileExistsError: when the folder holds a run and `resume` is false.
         FileNotFoundError: when `resume` is true and there is none.
+        ValueError: for an unknown tracker, with the nearest one.
+        MissingExtraError: when a tracker's package is not installed, with the command that installs it.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+    def __init__(self, path: str | Path, *, resume: bool = False, trackers: Sequence[str] = ("tensorboard",)) -> None:
         self.path = Path(path)
         self.metrics_path = self.path / "metrics.csv"
         self.rollouts_path = self.path / "rollouts.jsonl"
@@ -59,51 +63,21 @@ class RunFolder:
             raise FileNotFoundError(
                 f"{self.path} holds no run to resume; name its folder with run.path, or start one without resume=true."
             )
-        self.batches_path.mkdir(parents=True, exist_ok=True)
-        self._tensorboard: Any = None
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._table = CSVTracker(self.metrics_path)
+        self._trackers = open_trackers(trackers, self.path)
+        self.batches_path.mkdir(exist_ok=True)  # last: where a tracker was refused, there is no run
 
     # Metrics
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step's metrics to the CSV and to TensorBoard (when it is installed)."""
-        row = {"step": str(step), **{name: f"{value:.6g}" for name, value in metrics.items()}}
-        rows, names = self._read_rows()
-        if set(row) <= set(names):
-            with self.metrics_path.open("a", newline="") as file:
-                csv.DictWriter(file, names).writerow(row)
-        else:  # the first row, or a metric that earlier steps had not
-            names += [name for name in row if name not in names]
-
-            def write(path: Path) -> None:
-                with path.open("w", newline="") as file:
-                    writer = csv.DictWriter(file, names)
-                    writer.writeheader()
-                    writer.writerows([*rows, row])
-
-            write_atomically(self.metrics_path, write)
-        if self._tensorboard is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                self._tensorboard = False
-            else:
-                self._tensorboard = SummaryWriter(str(self.path / "tensorboard"))
-        if self._tensorboard:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+        """Append one step's metrics to `metrics.csv`, and send them to the trackers."""
+        for tracker in (self._table, *self._trackers):
+            tracker.log_metrics(dict(metrics), step)
 
     def read_metrics(self) -> list[dict[str, float]]:
         """All steps' metrics; of a step logged twice (before and after a kill) the last."""
-        rows, _ = self._read_rows()
-        numbers = [{name: float(value) for name, value in row.items() if value} for row in rows]
-        return list({int(row["step"]): row for row in numbers if "step" in row}.values())
-
-    def _read_rows(self) -> tuple[list[dict[str, str]], list[str]]:
-        if not self.metrics_path.exists():
-            return [], []
-        with self.metrics_path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            return list(reader), list(reader.fieldnames or [])
+        return self._table.read()
 
     # Rollouts
 
@@ -159,9 +133,9 @@ class RunFolder:
         tokenizer.save_pretrained(self.model_path)
 
     def close(self) -> None:
-        """Flush what is buffered."""
-        if self._tensorboard:
-            self._tensorboard.close()
+        """Write what is buffered, and end the trackers."""
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def random_states() -> dict[str, Any]:

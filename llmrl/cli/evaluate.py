@@ -155,7 +155,7 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 def _save(out: Path, rollouts: Sequence[Rollout], results: dict[str, Any], console: Console) -> None:
     from llmrl.run_folder import RunFolder
 
-    folder = RunFolder(out)
+    folder = RunFolder(out, trackers=())
     folder.log_rollouts(0, "eval", [rollout.to_record() for rollout in rollouts])
     folder.write_summary({"evaluation": results})
     folder.close()

@@ -45,7 +45,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         raise ValueError(f"max_rollouts must be at least 1, got {max_rollouts}.")
     path = Path(path)
     try:
-        folder = RunFolder(path, resume=True)
+        folder = RunFolder(path, resume=True, trackers=())
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} holds no run; give the folder that the training script named (run.path in its configuration)."
