@@ -29,7 +29,7 @@ def run_plain_loop(
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    env = AdditionEnv("train", shuffle=True, seed=seed)
+    env = AdditionEnv(seed=seed)
     random.seed(seed)
     log: list[dict[str, float]] = []
     for _ in range(num_steps):

@@ -1,5 +1,6 @@
 """What flows: messages, histories, token columns, turns, statuses, rollouts and training rows."""
 
+from llmrl.data.arguments import KnownArguments, keywords_of, refuse_unknown
 from llmrl.data.asynchronous import run_sync
 from llmrl.data.columns import CONTEXT_VERSION, TokenColumns
 from llmrl.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
@@ -14,6 +15,7 @@ __all__ = [
     "CONTEXT_VERSION",
     "ChatHistory",
     "History",
+    "KnownArguments",
     "LogProbs",
     "MalformedToolCall",
     "Masks",
@@ -29,7 +31,9 @@ __all__ = [
     "Turn",
     "check_messages",
     "decide_status",
+    "keywords_of",
     "load_rows",
+    "refuse_unknown",
     "rows_of_batches",
     "run_sync",
     "text_of",

@@ -14,7 +14,8 @@ from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
 from llmrl.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems, make_reasoning_gym_env
-from llmrl.envs.search import make_search_env, search_corpus
+from llmrl.envs.registry import make_task_env, task_environments
+from llmrl.envs.search import SearchEnv, make_search_env, search_corpus
 from llmrl.envs.sum_of_digits import SumOfDigitsEnv, make_sum_of_digits_env, sum_of_digits_problems
 from llmrl.envs.task import TaskEnv, TaskOptions
 from llmrl.rewards import IFEvalScoreData
@@ -46,6 +47,7 @@ __all__ = [
     "RayDataLoadingPrimer",
     "ReasoningGymEnv",
     "ReasoningGymProblems",
+    "SearchEnv",
     "SumOfDigitsEnv",
     "TaskEnv",
     "TaskOptions",
@@ -60,6 +62,8 @@ __all__ = [
     "make_reasoning_gym_env",
     "make_search_env",
     "make_sum_of_digits_env",
+    "make_task_env",
     "search_corpus",
     "sum_of_digits_problems",
+    "task_environments",
 ]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import random
 import re
-from typing import Literal
+from typing import Unpack
 
-from torchrl.envs import TransformedEnv
-
-from llmrl.envs.dataset import DatasetChatEnv
-from llmrl.rewards import RewardFn, Rubric
+from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, check_split, task_rows
+from llmrl.rewards import RewardFn, Rubric, extract_answer
 from llmrl.transforms import RubricReward
 
 _NUMBER = re.compile(r"-?\d+")
-_SYSTEM_PROMPT = "You are a calculator. Reply with the number only."
 
 
 def addition_problems(
-    split: Literal["train", "test"] = "train", *, num_digits: int = 1, test_fraction: float = 0.25, seed: int = 0
+    split: Split = "train", *, num_digits: int = 1, test_fraction: float = 0.25, seed: int = 0
 ) -> list[dict[str, str]]:
     """All sums of two `num_digits`-digit numbers, shuffled once and split; train and test share no problem.
 
@@ -30,8 +27,7 @@ def addition_problems(
         >>> addition_problems("test")[0].keys()
         dict_keys(['query', 'answer'])
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}.")
+    check_split(split)
     if not 1 <= num_digits <= 3:
         raise ValueError(f"num_digits must be 1, 2 or 3, got {num_digits}.")
     numbers = range(0 if num_digits == 1 else 10 ** (num_digits - 1), 10**num_digits)
@@ -52,50 +48,57 @@ def is_last_number_right(completion: str, answer: str) -> float:
     return float(bool(numbers) and numbers[-1] == answer)
 
 
-class AdditionEnv(DatasetChatEnv):
-    """Opens conversations with sums; append `RubricReward` to score them, or use `make_addition_env`.
+class AdditionEnv(TaskEnv):
+    """Asks for sums; a completed answer whose last number is the sum gets 1, a truncated one 0.
+
+    Args:
+        dataset: problems of one's own, with columns `query` and `answer`; by default they are `addition_problems`.
+        split, num_digits: see `addition_problems`.
+        is_reasoning, **options: see `GSM8KEnv`; `shuffle` is on unless it is given.
+
+    Raises:
+        ValueError: for an unknown split or number of digits.
 
     Example:
-        >>> AdditionEnv("test", repeats=4).reset()["history"].prompt.role
+        >>> AdditionEnv(split="test", repeats=4).reset()["history"].prompt.role
         ['system', 'user']
     """
 
     def __init__(
         self,
-        split: Literal["train", "test"] = "train",
+        dataset: Dataset | None = None,
         *,
+        split: Split = "train",
         num_digits: int = 1,
-        repeats: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-        num_epochs: int | None = None,
+        is_reasoning: bool = False,
+        **options: Unpack[TaskOptions],
     ) -> None:
+        def right(completion: str, answer: str) -> float:
+            return is_last_number_right(extract_answer(completion, is_reasoning=is_reasoning) or "", answer)
+
+        if dataset is None:
+            dataset = addition_problems(split, num_digits=num_digits)
         super().__init__(
-            addition_problems(split, num_digits=num_digits),
-            system_prompt=_SYSTEM_PROMPT,
-            repeats=repeats,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-            name=split,
+            task_rows(dataset, split=split, query="query", columns=("answer",)),
+            system_prompt="You are a calculator. Reply with the number only.",
+            reward=RubricReward(Rubric(RewardFn(right), truncation_reward=0.0)),
+            is_reasoning=is_reasoning,
+            options={"name": split, "shuffle": True, **options},
         )
 
 
 def make_addition_env(
-    split: Literal["train", "test"] = "train",
+    split: Split = "train",
     *,
+    data: Dataset | None = None,
     num_digits: int = 1,
-    repeats: int = 1,
-    shuffle: bool = True,
-    seed: int = 0,
-    num_epochs: int | None = None,
-) -> TransformedEnv:
-    """An `AdditionEnv` that rewards a completed answer whose last number is the sum; a truncated one gets 0.
+    is_reasoning: bool = False,
+    **options: Unpack[TaskOptions],
+) -> AdditionEnv:
+    """An `AdditionEnv` over generated problems, or over some of one's own.
 
     Example:
-        >>> type(make_addition_env()).__name__
-        'TransformedEnv'
+        >>> make_addition_env("test").reset()["rollout", "group_id"].split("/")[0]
+        'test'
     """
-    env = AdditionEnv(split, num_digits=num_digits, repeats=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs)
-    rubric = Rubric(RewardFn(is_last_number_right, name="right"), truncation_reward=0.0)
-    return env.append_transform(RubricReward(rubric))
+    return AdditionEnv(data, split=split, num_digits=num_digits, is_reasoning=is_reasoning, **options)

@@ -105,6 +105,15 @@ class CountdownRewardParser(RubricReward):
         super().__init__(Rubric(RewardFn(reward_right), *unweighted, truncation_reward=0.0))
 
 
+class CountdownOptions(TaskOptions, total=False):
+    """What `make_countdown_env` hands on; see `countdown_problems`."""
+
+    num_problems: int
+    num_count: int
+    max_number: int
+    max_target: int
+
+
 class CountdownEnv(TaskEnv):
     """The numbers game, on generated problems.
 
@@ -154,7 +163,11 @@ class CountdownEnv(TaskEnv):
 
 
 def make_countdown_env(
-    split: Split = "train", *, data: Dataset | None = None, is_reasoning: bool = True, **options: Unpack[TaskOptions]
+    split: Split = "train",
+    *,
+    data: Dataset | None = None,
+    is_reasoning: bool = True,
+    **options: Unpack[CountdownOptions],
 ) -> CountdownEnv:
     """A `CountdownEnv` over generated problems, or over some of one's own.
 

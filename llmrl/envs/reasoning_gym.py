@@ -157,6 +157,16 @@ class ReasoningGymChatEnv(DatasetChatEnv):
         self.prompts.items.load_state_dict(state_dict["curriculum"])  # type: ignore[attr-defined]
 
 
+class ReasoningGymOptions(TaskOptions, total=False):
+    """What `make_reasoning_gym_env` hands on; see `ReasoningGymProblems`."""
+
+    num_problems: int
+    has_curriculum: bool
+    raise_at: float
+    window: int
+    config: Mapping[str, Mapping[str, Any]] | None
+
+
 class ReasoningGymEnv(TaskEnv):
     """Any of reasoning-gym's tasks, or a weighted mix, scored by its own scorers.
 
@@ -216,9 +226,8 @@ def make_reasoning_gym_env(
     split: Split = "train",
     *,
     tasks: str | Mapping[str, float] = "chain_sum",
-    has_curriculum: bool = False,
     is_reasoning: bool = False,
-    **options: Unpack[TaskOptions],
+    **options: Unpack[ReasoningGymOptions],
 ) -> ReasoningGymEnv:
     """A `ReasoningGymEnv` of a task or a weighted mix.
 
@@ -226,4 +235,4 @@ def make_reasoning_gym_env(
         >>> make_reasoning_gym_env("test", tasks="spell_backward").reset()["task"]
         'spell_backward'
     """
-    return ReasoningGymEnv(tasks, split=split, has_curriculum=has_curriculum, is_reasoning=is_reasoning, **options)
+    return ReasoningGymEnv(tasks, split=split, is_reasoning=is_reasoning, **options)

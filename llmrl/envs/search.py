@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Unpack
 
-from torchrl.envs import TransformedEnv
+from torchrl.envs import Compose
 
 from llmrl.data import Message
-from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, check_split, task_rows
 from llmrl.rendering.tool_calls import make_tool_call
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.transforms import RubricReward, SearchIndex, ToolTransform
@@ -107,59 +107,87 @@ def example_conversation() -> tuple[Message, ...]:
     )
 
 
-def make_search_env(
-    split: Literal["train", "test"] = "train",
-    *,
-    num_people: int = 60,
-    num_results: int = 2,
-    repeats: int = 1,
-    search_weight: float = 0.2,
-    has_example: bool = True,
-    tool_parser: str = "none",
-    seed: int = 0,
-) -> TransformedEnv:
+class SearchEnv(TaskEnv):
     """Questions whose answers only the search tool knows: question, search, answer.
 
     Two things are rewarded, the mean of them weighted: naming the answer in the last message (weight 1), and having
     searched with success (`search_weight`), which shows a small model the way.
 
     Args:
-        split: three quarters of the questions are `train`, the rest `test`; both search the whole corpus.
+        dataset: questions of one's own, with columns `query`, `answer` and `documents` (texts); all documents
+            together are what is searched. By default they are `search_corpus`.
+        split: three quarters of the made-up questions are `train`, the rest `test`; both search the whole corpus.
         num_people: of whom the corpus tells three things each.
         num_results: documents that a search shows.
-        repeats: conversations per question.
         search_weight: weight of a search that found something.
         has_example: whether every conversation begins with one that is searched and answered.
         tool_parser: see `ToolTransform`.
-        seed: of the corpus and of the order.
+        **options: see `GSM8KEnv`; `seed` draws the corpus too, and `train` is shuffled unless `shuffle` is given.
 
     Raises:
-        ValueError: for an unknown split.
+        ValueError: for an unknown split, an empty dataset or a missing column.
         MissingExtraError: without the `tools` extra.
 
     Example:
-        >>> data = make_search_env(has_example=False).reset()
+        >>> data = SearchEnv(has_example=False).reset()
         >>> data["history"].prompt.role, data["tools"][0]["function"]["name"]
         (['system', 'user'], 'search')
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}.")
-    documents, questions = search_corpus(num_people=num_people, seed=seed)
-    num_test = len(questions) // 4
-    opening = example_conversation() if has_example else ()
-    env = DatasetChatEnv(
-        questions[:num_test] if split == "test" else questions[num_test:],
-        repeats=repeats,
-        shuffle=split == "train",
-        seed=seed,
-        name=split,
-        system_prompt=_SYSTEM_PROMPT,
-        prepare=lambda item: [*opening, {"role": "user", "content": item["query"]}],
-    )
-    rubric = Rubric(
-        RewardFn(is_answer_named, name="answer"), RewardFn(has_searched, name="searched", weight=search_weight)
-    )
-    index = SearchIndex(documents, num_results=num_results)
-    return env.append_transform(ToolTransform([index.tool()], tool_parser=tool_parser)).append_transform(
-        RubricReward(rubric)
-    )
+
+    def __init__(
+        self,
+        dataset: Dataset | None = None,
+        *,
+        split: Split = "train",
+        num_people: int = 60,
+        num_results: int = 2,
+        search_weight: float = 0.2,
+        has_example: bool = True,
+        tool_parser: str = "none",
+        **options: Unpack[TaskOptions],
+    ) -> None:
+        if dataset is None:
+            documents, questions = search_corpus(num_people=num_people, seed=options.get("seed", 0))
+            num_test = len(questions) // 4
+            questions = questions[:num_test] if check_split(split) == "test" else questions[num_test:]
+            rows = task_rows(questions, split=split, query="query")
+        else:
+            rows = task_rows(dataset, split=split, query="query", columns=("answer", "documents"))
+            documents = list(dict.fromkeys(document for row in rows for document in row.pop("documents")))
+        opening = example_conversation() if has_example else ()
+        for row in rows:
+            row["query"] = [*opening, {"role": "user", "content": row["query"]}]
+        named = RewardFn(is_answer_named, name="answer")
+        searched = RewardFn(has_searched, name="searched", weight=search_weight)
+        index = SearchIndex(documents, num_results=num_results)
+        super().__init__(
+            rows,
+            system_prompt=_SYSTEM_PROMPT,
+            reward=Compose(
+                ToolTransform([index.tool()], tool_parser=tool_parser), RubricReward(Rubric(named, searched))
+            ),
+            options={"name": split, "shuffle": split == "train", **options},
+        )
+
+
+class SearchOptions(TaskOptions, total=False):
+    """What `make_search_env` hands on; see `SearchEnv`."""
+
+    num_people: int
+    num_results: int
+    search_weight: float
+    has_example: bool
+    tool_parser: str
+
+
+def make_search_env(
+    split: Split = "train", *, data: Dataset | None = None, **options: Unpack[SearchOptions]
+) -> SearchEnv:
+    """A `SearchEnv` over a made-up corpus, or over questions and documents of one's own.
+
+    Example:
+        >>> row = {"query": "Where does Ada live?", "answer": "Oslo", "documents": ["Ada lives in Oslo."]}
+        >>> make_search_env("test", data=[row]).reset()["answer"]
+        'Oslo'
+    """
+    return SearchEnv(data, split=split, **options)

@@ -27,6 +27,13 @@ def sum_of_digits_problems(
     return [{"query": f"The sum of the digits of {n} =", "answer": str(sum(map(int, n)))} for n in numbers]
 
 
+class SumOfDigitsOptions(TaskOptions, total=False):
+    """What `make_sum_of_digits_env` hands on; see `sum_of_digits_problems`."""
+
+    num_problems: int
+    num_digits: int
+
+
 class SumOfDigitsEnv(TaskEnv):
     """Asks for the sum of a number's digits.
 
@@ -67,7 +74,11 @@ class SumOfDigitsEnv(TaskEnv):
 
 
 def make_sum_of_digits_env(
-    split: Split = "train", *, data: Dataset | None = None, is_reasoning: bool = False, **options: Unpack[TaskOptions]
+    split: Split = "train",
+    *,
+    data: Dataset | None = None,
+    is_reasoning: bool = False,
+    **options: Unpack[SumOfDigitsOptions],
 ) -> SumOfDigitsEnv:
     """A `SumOfDigitsEnv` over generated problems, or over some of one's own.
 

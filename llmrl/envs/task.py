@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torchrl.envs import Transform, TransformedEnv
 
-from llmrl.data import load_rows
+from llmrl.data import KnownArguments, load_rows
 from llmrl.envs.dataset import DatasetChatEnv
 
 Split = Literal["train", "test"]
@@ -38,19 +38,19 @@ class TaskOptions(TypedDict, total=False):
     device: torch.device | None
 
 
-class TaskEnv(TransformedEnv):
+class TaskEnv(KnownArguments, TransformedEnv):
     """A `DatasetChatEnv` over the problems of a task, with its reward appended.
 
     Args:
         problems: rows with a column `query` and those that the reward reads.
-        reward: the transform that ends and scores conversations.
+        reward: the transform that ends and scores conversations; with others before it, a `Compose`.
         system_prompt: what the model is told first, if anything.
         is_reasoning: whether it is also asked for `<think>` and `<answer>`.
         options: how problems are drawn.
         chat_env: what draws them.
 
     Raises:
-        TypeError: for an unknown option.
+        TypeError: for an unknown option, with the nearest name.
 
     Example:
         >>> from llmrl.transforms import RubricReward

@@ -1,0 +1,80 @@
+"""Refusing arguments that nothing would read, with the name that was meant."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
+
+
+def refuse_unknown(
+    owner: str, given: Iterable[str], known: Iterable[str], explained: Mapping[str, str] | None = None
+) -> None:
+    """Refuse the first name that is not known.
+
+    Args:
+        owner: what was given them, for the message.
+        given, known: names.
+        explained: what to do instead of names that other libraries know.
+
+    Raises:
+        TypeError: naming the argument and what to do instead, the nearest known name, or all known names.
+
+    Example:
+        >>> refuse_unknown("make_env", ["num_digit"], ["num_digits", "seed"])
+        Traceback (most recent call last):
+        TypeError: make_env has no argument 'num_digit'; did you mean 'num_digits'?
+    """
+    known = list(known)
+    for name in given:
+        if name in known:
+            continue
+        if explained and name in explained:
+            raise TypeError(f"{owner} has no argument {name!r}: {explained[name]}.")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {sorted(known)}."
+        raise TypeError(f"{owner} has no argument {name!r}; {hint}")
+
+
+@functools.cache
+def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names that a function takes as keywords, those of a typed `**options` included; None where it takes any.
+
+    Example:
+        >>> keywords_of(refuse_unknown)
+        ('owner', 'given', 'known', 'explained')
+    """
+    names: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            hint = get_type_hints(function).get(parameter.name)
+            if get_origin(hint) is not Unpack:
+                return None
+            names += get_args(hint)[0].__annotations__
+        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name != "self":
+            names.append(parameter.name)
+    return tuple(names)
+
+
+class KnownArguments:
+    """A base of classes that refuse unknown keywords by name, before they build or load anything.
+
+    Example:
+        >>> class Task(KnownArguments):
+        ...     def __init__(self, num_problems: int = 1) -> None: ...
+        >>> Task(num_problem=2)
+        Traceback (most recent call last):
+        TypeError: Task has no argument 'num_problem'; did you mean 'num_problems'?
+    """
+
+    explained_arguments: Mapping[str, str] = {}
+    """What to do instead of keywords that TorchRL's class of this name has."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        known = keywords_of(cls.__init__)
+        if known is not None:
+            refuse_unknown(cls.__name__, kwargs, known, cls.explained_arguments)
+        make = super().__new__
+        return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)

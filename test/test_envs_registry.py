@@ -1,0 +1,59 @@
+"""Task environments by name: one calling convention for all."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+
+import pytest
+
+from llmrl.envs import make_task_env, task_environments
+
+ROWS = {
+    "addition": {"query": "1 + 1 =", "answer": "2"},
+    "sum-of-digits": {"query": "The sum of the digits of 12 =", "answer": "3"},
+    "countdown": {"query": "Make 3 of 1 and 2.", "numbers": [1, 2], "target": 3},
+    "gsm8k": {"question": "Two eggs and two?", "answer": "2 + 2 #### 4"},
+    "math": {"problem": "1 + 1?", "answer": "2"},
+    "ifeval": {"prompt": "A colour?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    "search": {"query": "Where does Ada live?", "answer": "Oslo", "documents": ["Ada lives in Oslo."]},
+}
+is_without_reasoning_gym = importlib.util.find_spec("reasoning_gym") is None
+
+
+def test_every_environment_has_its_line():
+    assert set(task_environments()) == {*ROWS, "reasoning-gym"}
+    assert all(line and not line.endswith(".") for line in task_environments().values())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_environment_takes_data_of_ones_own_and_the_options_of_all(name):
+    options = {"shuffle": False, "seed": 3, "num_epochs": 2, "name": "mine"}
+    env = make_task_env(name, "test", data=[ROWS[name]], repeats=2, **options)
+    groups = [env.reset()["rollout", "group_id"] for _ in range(4)]
+    assert groups == ["mine/0/0", "mine/0/0", "mine/1/0", "mine/1/0"]
+
+
+@pytest.mark.skipif(is_without_reasoning_gym, reason="reasoning-gym is not installed: no C compiler")
+def test_data_is_refused_where_problems_are_generated():
+    assert make_task_env("reasoning-gym", "test", tasks="spell_backward").reset()["task"] == "spell_backward"
+    with pytest.raises(ValueError, match="makes its own problems"):
+        make_task_env("reasoning-gym", data=[ROWS["addition"]])
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="Did you mean 'gsm8k'"):
+        make_task_env("gsm8")
+    for name in task_environments():
+        with pytest.raises(TypeError, match="did you mean 'num_epochs'"):
+            make_task_env(name, num_epoch=1)
+
+
+def test_makers_are_alike():
+    import llmrl.envs
+
+    for name in task_environments():
+        parameters = inspect.signature(getattr(llmrl.envs, f"make_{name.replace('-', '_')}_env")).parameters
+        assert next(iter(parameters)) == "split" and parameters["split"].default == "train"
+        assert {p.kind for p in list(parameters.values())[1:-1]} <= {inspect.Parameter.KEYWORD_ONLY}
+        assert ("data" in parameters) == (name in ROWS)
