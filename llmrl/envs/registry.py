@@ -40,7 +40,7 @@ def task_environments() -> dict[str, str]:
 
 
 def make_task_env(
-    name: str, split: Split = "train", *, data: Dataset | None = None, repeats: int = 1, **options: Any
+    name: str, /, split: Split = "train", *, data: Dataset | None = None, repeats: int = 1, **options: Any
 ) -> TaskEnv:
     """A task environment by its name.
 
