@@ -55,6 +55,18 @@ def engine_variables(*, num_cpu_threads: int, log_level: str, compile_model: boo
     return variables
 
 
+def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
+    """Environment variables that a weight-transfer backend needs in the engine's processes.
+
+    Example:
+        >>> transfer_variables("nccl")
+        {}
+    """
+    # Handles of CUDA IPC are Python objects: they reach a worker pickled, and vLLM unpickles them only where this is
+    # set. It opens no port; whoever calls the engine (this process) may then run code in it.
+    return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if weight_transfer == "ipc" else {}
+
+
 @contextmanager
 def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Start a child process under `variables`, one start at a time, and leave this process as it was.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.data.background_loop import BackgroundLoop
 from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, completion_budget
-from llmrl.engines.environment import available_cores, engine_variables, starting_environment
+from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.vllm_args import build_engine_args
 from llmrl.engines.vllm_requests import generate_one, sampling_params
 
@@ -159,7 +159,7 @@ class AsyncVLLM:
             )
         background = BackgroundLoop("llmrl-vllm")
         try:
-            with starting_environment(variables):
+            with starting_environment(variables | transfer_variables(weight_transfer)):
                 arguments = build_engine_args(
                     os.fspath(model),
                     is_cpu=is_cpu,

@@ -53,7 +53,8 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
     """The vLLM weight-transfer backend to start with, `None` for none.
 
     Raises:
-        EngineError: when llmrl's backend is wanted and vLLM's processes could not find it.
+        EngineError: when llmrl's backend is wanted and vLLM's processes could not find it, or one that moves weights
+            between GPUs where vLLM runs on CPU.
         ImportError: when vLLM is of another version than the tests ran with.
     """
     from llmrl.engines.base import EngineError
@@ -62,6 +63,11 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
         return None
     backend = (LLMRL_BACKEND if is_cpu else "nccl") if weight_transfer is True else weight_transfer
     require_vllm_version()
+    if is_cpu and backend in ("nccl", "ipc"):
+        raise EngineError(
+            f"weight_transfer={backend!r} moves weights between GPUs, and this vLLM runs on CPU; pass "
+            f"weight_transfer=True, which is {LLMRL_BACKEND!r} here."
+        )
     if backend == LLMRL_BACKEND:
         installed = importlib.metadata.entry_points(group=PLUGIN_GROUP)
         if PLUGIN_NAME not in {point.name for point in installed}:
