@@ -63,3 +63,22 @@ def test_every_make_target_that_is_named_exists():
         named = set(re.findall(r"`make (\w+)", page.read_text()))
         named |= set(re.findall(r"^make (\w+)", page.read_text(), re.MULTILINE))
         assert named <= targets, f"{page.name} names {named - targets}"
+
+
+def test_every_metric_that_a_run_logs_is_in_the_table():
+    from llmrl.collectors import CollectionReport
+    from llmrl.objectives import DistillationLossOutput, GRPOLossOutput, SFTLossOutput, TrainStepReport
+
+    text = (ROOT / "docs/metrics.md").read_text()
+    documented = {
+        name for cell in re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE) for name in re.findall("`(.*?)`", cell)
+    }
+    logged = {*CollectionReport.of([], seconds=1.0).to_metrics(), *TrainStepReport().to_metrics()}
+    for output in (GRPOLossOutput, SFTLossOutput, DistillationLossOutput):
+        logged |= set(output.__dataclass_fields__)
+    for source in (ROOT / "llmrl/training_run.py", *(ROOT / "sota-implementations").rglob("*.py")):
+        logged |= set(re.findall(r'metrics\["(\w+)"\]', source.read_text()))
+        for literal in re.findall(r"metrics \|?= (\{.*?\})\n", source.read_text(), re.DOTALL):
+            logged |= set(re.findall(r'"(\w+)":', literal))
+    assert {"reward_mean", "ESS", "sync_seconds", "num_kept_rows", "policy_version"} <= logged
+    assert not logged - documented, f"docs/metrics.md lacks {sorted(logged - documented)}"

