@@ -5,14 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from tensordict.nn import TensorDictModule
 from torchrl.envs import check_env_specs
+from torchrl.envs.llm.transforms import KLRewardTransform as TorchRLKLRewardTransform
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase, TransformersWrapper
-from llmrl.transforms import AddThinkingPrompt, KLComputation, PolicyVersion, RetrieveKL, RetrieveLogProb, RubricReward
+from llmrl.transforms import (
+    AddThinkingPrompt,
+    KLComputation,
+    KLRewardTransform,
+    PolicyVersion,
+    RetrieveKL,
+    RetrieveLogProb,
+    RubricReward,
+)
 
 DATASET = [{"query": [1, 2, 3]}, {"query": [4, 5, 6, 7]}]
 
@@ -80,6 +90,58 @@ def test_a_kl_that_is_not_added_leaves_the_reward():
     step["next", "ref_log_probs"] = TensorDict({"full": torch.tensor([0.0, -1.5])})
     step = KLComputation(add_to_reward=False, kl_key="kl")(step)
     assert step["next", "reward"].shape == (1, 1) and step["next", "kl"][1, 0] == 0.5
+
+
+class TorchRLKL(TorchRLKLRewardTransform):
+    """Theirs, without an environment around it."""
+
+    action_key = ("tokens", "full")
+
+
+def test_the_kl_in_the_reward_is_torchrls():
+    model = TensorDictModule(lambda ids: -0.1 * ids.float(), [("tokens", "full")], [("log_probs", "full")])
+    turns = [turn([1, 2], [3, 4], [-1.0, -2.0]), turn([5], [6, 7, 8], [-0.5, -1.5, -2.5])]
+    batch = torch.stack(turns, 0)
+    ours = KLRewardTransform(model, coef=0.3)(batch.clone())["next"]
+    model.pad_output = True
+    theirs = TorchRLKL(model, coef=0.3)(batch.clone())["next"]
+    torch.testing.assert_close(ours["kl_penalty"], theirs["kl_penalty"])
+    # The turn's own reward, 1, is at each token there, and at the last one here.
+    last = torch.zeros(4, 1).index_fill(0, torch.tensor([3]), 1.0)
+    torch.testing.assert_close(ours["reward"] - last, theirs["reward"] - 1.0)
+    torch.testing.assert_close(
+        KLRewardTransform(model, add_to_reward=False)(batch)["next", "reward"], torch.ones(2, 1, 1)
+    )
+
+
+def test_a_batch_of_any_shape_is_scored(reference):
+    turns = [turn([1, 2], [3, 4], [-1.0, -2.0]), turn([1, 2], [3, 5], [-1.0, -1.0])]
+    dense = RetrieveKL(reference)(torch.stack(turns, 0))["next", "kl_penalty"]
+    torch.testing.assert_close(RetrieveKL(reference)(turns[1].clone())["next", "kl_penalty"], dense[1])
+    nested = RetrieveKL(reference)(torch.stack(turns, 0).reshape(2, 1))
+    torch.testing.assert_close(nested["next", "kl_penalty"][:, 0], dense)
+
+
+def test_arguments_of_torchrl_that_mean_nothing_here_are_answered(reference):
+    with pytest.raises(TypeError, match="sampler's log-probs are in the batch"):
+        RetrieveKL(gen_model="from_collector", ref_model=reference)
+    with pytest.raises(TypeError, match="must be a TensorDict module"):
+        RetrieveKL("from_collector")
+    with pytest.raises(TypeError, match="nothing is padded"):
+        KLComputation(padding_side="left")
+    with pytest.raises(TypeError, match="did you mean 'coef'"):
+        KLRewardTransform(reference, coeff=1.0)
+
+
+@pytest.mark.parametrize("make", [KLRewardTransform, RetrieveKL])
+def test_specs_with_a_kl_in_the_reward(reference, make):
+    env = DatasetChatEnv([{"query": [1, 2]}, {"query": [3, 4]}], input_mode="tokens", batch_size=(2,))
+    policy = LLMWrapperBase(ScriptedEngine([[8, 9]]), input_mode="tokens")
+    env = env.append_transform(make(reference))
+    step = env.step(policy(env.reset()))
+    assert env.output_spec["full_reward_spec"]["reward"].shape == (2, -1, 1)
+    assert env.output_spec["full_observation_spec"]["kl_penalty"].shape == (2, -1, 1)
+    assert step["next", "reward"].shape == step["next", "kl_penalty"].shape == (2, 4, 1)
 
 
 def test_a_collector_takes_them_as_they_are(reference):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 Container = TypeVar("Container")
 _NO_BATCH = torch.Size(())
@@ -21,6 +22,19 @@ def batch_elements(tensordict: TensorDictBase) -> list[TensorDictBase]:
     if not tensordict.batch_size:
         return [tensordict]
     return [leaf for element in tensordict.unbind(0) for leaf in batch_elements(element)]
+
+
+def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase:
+    """The batch of shape `shape` that `batch_elements` took apart, ragged entries as they are.
+
+    Example:
+        >>> restacked([TensorDict(a=torch.ones(n)) for n in (1, 2, 3, 4)], torch.Size([2, 2]))[1, 0]["a"].shape
+        torch.Size([3])
+    """
+    if not shape:
+        return elements[0]
+    stacked = lazy_stack(list(elements), 0)
+    return stacked if len(shape) == 1 else stacked.reshape(shape)
 
 
 # A turn makes a dozen small containers. Their public constructors validate what our own code cannot get wrong, and

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 
 from llmrl.data import load_rows, rows_of_batches
-from llmrl.data.tensordicts import non_tensor, tensordict_of
+from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.chat import ChatEnv
 
 Drawn = tuple[Mapping[str, Any], str, int]
@@ -218,9 +218,7 @@ class DatasetChatEnv(ChatEnv):
                 for index in range(shape.numel())
             ]
         )
-        if not shape:
-            return drawn[0]
-        return lazy_stack(drawn, 0).reshape(shape) if len(shape) > 1 else lazy_stack(drawn, 0)
+        return restacked(drawn, shape)
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
         """Open a conversation for each draw; where there is none, the place of one that goes on."""

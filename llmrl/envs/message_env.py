@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor
 
 from llmrl.data import History, Message, check_messages, run_sync
-from llmrl.data.tensordicts import batch_elements, non_tensor, plain
+from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked
 from llmrl.envs.dataset import DatasetChatEnv, Drawn
 
 
@@ -144,7 +144,7 @@ class MessageChatEnv(DatasetChatEnv):
             if not failed:
                 self._write(step, answer)
             steps.append(step)
-        return lazy_stack(steps, 0) if tensordict.batch_size else steps[0]
+        return restacked(steps, tensordict.batch_size)
 
     @staticmethod
     async def _answer(element: TensorDictBase) -> MessageStep:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
 from llmrl._imports import require
 from llmrl.data import load_rows, rows_of_batches
-from llmrl.data.tensordicts import non_tensor, tensordict_of
+from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.dataset import Drawn, EndOfData, PromptSampler
 
 _COUNTS = ("sample_index", "group_size")
@@ -98,7 +98,7 @@ class DataLoadingPrimer(Transform):
             self._written(element, next(drawn)) if bool(chosen.reshape(-1)[index]) else element
             for index, element in enumerate(tensordict.reshape(-1).unbind(0) if shape else [tensordict])
         ]
-        return lazy_stack(elements, 0).reshape(shape) if shape else elements[0]
+        return restacked(elements, shape)
 
     def _written(self, element: TensorDictBase, drawn: Drawn) -> TensorDictBase:
         row, group_id, sample_index = drawn

@@ -1,10 +1,12 @@
 """Transforms that extend a `ChatEnv`."""
 
 from llmrl.transforms.incremental_tokenizer import IncrementalTokenizer
-from llmrl.transforms.kl import KLComputation, RetrieveKL, RetrieveLogProb
+from llmrl.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from llmrl.transforms.policy_version import PolicyVersion
 from llmrl.transforms.reward import RubricReward, dataset_columns, find_rubric_reward, write_score
+from llmrl.transforms.template import TemplateTransform
 from llmrl.transforms.thinking import AddThinkingPrompt
+from llmrl.transforms.tokenizer import Tokenizer
 from llmrl.transforms.tools import (
     BrowserTransform,
     MCPToolTransform,
@@ -19,6 +21,7 @@ __all__ = [
     "BrowserTransform",
     "IncrementalTokenizer",
     "KLComputation",
+    "KLRewardTransform",
     "MCPToolTransform",
     "PolicyVersion",
     "PythonExecutorService",
@@ -27,6 +30,8 @@ __all__ = [
     "RetrieveLogProb",
     "RubricReward",
     "SearchIndex",
+    "TemplateTransform",
+    "Tokenizer",
     "ToolTransform",
     "dataset_columns",
     "find_rubric_reward",

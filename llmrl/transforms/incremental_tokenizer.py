@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
-from llmrl.data import Tokens
-from llmrl.data.tensordicts import batch_elements, plain
+from llmrl.data import KnownArguments, Tokens
+from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.rendering import Conversation, Renderer, make_renderer
 
 
-class IncrementalTokenizer(Transform):
+class IncrementalTokenizer(KnownArguments, Transform):
     """Writes `("tokens", "prompt")` `[num_tokens]` and `"conversation"` at reset and step.
 
     A policy renders prompts by itself; append this transform, last, where something else needs them in the
@@ -28,7 +29,24 @@ class IncrementalTokenizer(Transform):
 
     Raises:
         ValueError: unless exactly one of tokenizer and renderer is given.
+
+    Example:
+        >>> from llmrl.embedded_model import ensure_embedded_model
+        >>> from llmrl.envs import DatasetChatEnv
+        >>> from llmrl.rendering import TemplateRenderer
+        >>> renderer = TemplateRenderer.from_pretrained(str(ensure_embedded_model()))
+        >>> data = DatasetChatEnv(["Hi"]).append_transform(IncrementalTokenizer(renderer=renderer)).reset()
+        >>> renderer.decode(data["tokens", "prompt"])[-52:]
+        '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
     """
+
+    explained_arguments: Mapping[str, str] = {
+        "add_generation_prompt": "a prompt always ends where the assistant is to speak",
+        "chat_template": "pass renderer=TemplateRenderer(tokenizer, chat_template=...)",
+        "chat_template_name": "pass renderer=TemplateRenderer(tokenizer, chat_template=...)",
+        "history_key": "the messages are at ('history', 'prompt')",
+        "tokens_key": "the tokens are written to ('tokens', 'prompt')",
+    }
 
     def __init__(
         self,
@@ -58,7 +76,7 @@ class IncrementalTokenizer(Transform):
                 conversation = conversation.with_prompt(messages, tools=plain(root.get("tools", None)))
             element.set("conversation", NonTensorData(conversation))
             element.set("tokens", Tokens(prompt=conversation.tensor_view("token_ids")))
-        return lazy_stack(elements, 0) if next_tensordict.batch_size else elements[0]
+        return restacked(elements, next_tensordict.batch_size)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self._tokenize(tensordict, next_tensordict)

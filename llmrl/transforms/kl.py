@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
+from llmrl.data import KnownArguments
 from llmrl.data.ragged import flat_batch, ragged_column
-from llmrl.data.tensordicts import batch_elements
+from llmrl.data.tensordicts import batch_elements, restacked
 
 _TOKENS: NestedKey = ("tokens", "full")
 _MASK: NestedKey = ("masks", "all_assistant_mask")
+_EXPLAINED: Mapping[str, str] = {
+    "assistant_only": "the log-probs and the KL of sampled tokens are all there are",
+    "device": "move the model, and its answer is moved back",
+    "gen_model": "the sampler's log-probs are in the batch; to have another model's, add a RetrieveLogProb",
+    "gen_model_factory": "the sampler's log-probs are in the batch; to have another model's, add a RetrieveLogProb",
+    "history_key": "what is scored are the tokens that were sampled",
+    "padding_side": "rows are ragged, nothing is padded",
+    "tokenizer": "what is scored are the tokens that were sampled",
+    "tokenizer_kwargs": "what is scored are the tokens that were sampled",
+    "use_ray_service": "model_factory (or ref_model_factory) builds the model where it is used",
+}
+"""What to do instead of arguments of TorchRL's transforms."""
 
 
-class RetrieveLogProb(Transform):
+class RetrieveLogProb(KnownArguments, Transform):
     """Scores the sampled tokens of each turn with a model, and writes its log-probs into `next`.
 
     In an environment it scores the conversation that the policy just extended; over a batch (`forward`: a collector's
@@ -33,6 +46,7 @@ class RetrieveLogProb(Transform):
 
     Raises:
         ValueError: unless exactly one of model and model_factory is given.
+        TypeError: for a model that cannot be called.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -42,6 +56,8 @@ class RetrieveLogProb(Transform):
         >>> RetrieveLogProb(model)(lazy_stack([row]))["next", "ref_log_probs", "full"].tolist()
         [[-3.0, -2.0, -1.0]]
     """
+
+    explained_arguments = _EXPLAINED
 
     def __init__(
         self,
@@ -54,6 +70,8 @@ class RetrieveLogProb(Transform):
         super().__init__()
         if (model is None) == (model_factory is None):
             raise ValueError("exactly one of model and model_factory is needed.")
+        if model is not None and not callable(model):
+            raise TypeError(f"model must be a TensorDict module, such as a TransformersWrapper, got {model!r}.")
         # In a list, so that the reference's parameters are not the environment's.
         self._models = [] if model is None else [model]
         self._model_factory = model_factory
@@ -75,16 +93,17 @@ class RetrieveLogProb(Transform):
         return ragged_column(scored, model.out_keys[0])
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch, in place."""
-        for row, log_probs in zip(flat_batch(tensordict).unbind(0), self._log_probs(tensordict), strict=True):
-            row.set(("next", *_path(self.log_probs_full_key)), log_probs)
-        return tensordict
+        """Score a batch of any shape."""
+        elements = batch_elements(tensordict)
+        for element, log_probs in zip(elements, self._log_probs(tensordict), strict=True):
+            element.set(("next", *_path(self.log_probs_full_key)), log_probs)
+        return restacked(elements, tensordict.batch_size)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(next_tensordict)
         for element, log_probs in zip(elements, self._log_probs(tensordict), strict=True):
             element.set(self.log_probs_full_key, log_probs)
-        return lazy_stack(elements, 0) if next_tensordict.batch_size else elements[0]
+        return restacked(elements, next_tensordict.batch_size)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return tensordict_reset
@@ -94,7 +113,7 @@ class RetrieveLogProb(Transform):
         return observation_spec
 
 
-class KLComputation(Transform):
+class KLComputation(KnownArguments, Transform):
     """The per-token KL `log pi - log pi_ref` (k1, http://joschu.net/blog/kl-approx.html) of the sampled tokens.
 
     Written into `next` as `[num_tokens, 1]`, 0 outside the mask. With `add_to_reward` the reward becomes dense,
@@ -116,6 +135,8 @@ class KLComputation(Transform):
         >>> KLComputation(coeff=0.1)(turn)["next", "reward"].flatten()
         tensor([0.0000, 0.8000])
     """
+
+    explained_arguments = _EXPLAINED
 
     def __init__(
         self,
@@ -147,16 +168,17 @@ class KLComputation(Transform):
             next_element.set("reward", dense)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Compute over a batch of turns or rows, in place."""
-        for element in batch_elements(tensordict):
+        """Compute over a batch of turns or rows, of any shape."""
+        elements = batch_elements(tensordict)
+        for element in elements:
             self._compute(element, element.get("next"))
-        return tensordict
+        return restacked(elements, tensordict.batch_size)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(next_tensordict)
         for element, next_element in zip(batch_elements(tensordict), elements, strict=True):
             self._compute(element, next_element)
-        return lazy_stack(elements, 0) if next_tensordict.batch_size else elements[0]
+        return restacked(elements, next_tensordict.batch_size)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return tensordict_reset
@@ -171,7 +193,7 @@ class KLComputation(Transform):
         return reward_spec
 
 
-class RetrieveKL(Compose):
+class RetrieveKL(KnownArguments, Compose):
     """`RetrieveLogProb` of a reference, then `KLComputation`.
 
     Args:
@@ -179,6 +201,8 @@ class RetrieveKL(Compose):
         gen_log_probs_full_key: the policy's log-probs; those that the sampler reported, by default.
         ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
     """
+
+    explained_arguments = _EXPLAINED
 
     def __init__(
         self,
@@ -203,6 +227,51 @@ class RetrieveKL(Compose):
             coeff=coeff,
         )
         super().__init__(retrieve, compute)
+
+
+class KLRewardTransform(RetrieveKL):
+    """`RetrieveKL` under the name and arguments that it had: the reward less `coef` times the KL to a reference.
+
+    Args:
+        ref_model, ref_model_factory, detach: see `RetrieveLogProb`.
+        coef: of the KL in the reward.
+        log_prob_key: the policy's log-probs; those that the sampler reported, by default.
+        add_to_reward: whether to change the reward.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> model = TensorDictModule(lambda ids: ids.float() - 3, [("tokens", "full")], [("log_probs", "full")])
+        >>> turn = TensorDict({"tokens": {"full": torch.tensor([0, 1])}, "log_probs": {"full": torch.tensor([0.0, -1])},
+        ...     "masks": {"all_assistant_mask": torch.tensor([False, True])}, "next": {"reward": torch.ones(1, 1)}})
+        >>> KLRewardTransform(model, coef=0.5)(turn)["next", "reward"].flatten()
+        tensor([0.0000, 0.5000])
+    """
+
+    explained_arguments: Mapping[str, str] = {
+        **_EXPLAINED,
+        "in_keys": "the reward is read at 'reward'",
+        "out_keys": "use RetrieveKL, whose kl_key and ref_log_probs_full_key name what is written",
+    }
+
+    def __init__(
+        self,
+        ref_model: Any = None,
+        *,
+        ref_model_factory: Callable[[], Any] | None = None,
+        coef: float = 1.0,
+        log_prob_key: NestedKey = ("log_probs", "full"),
+        add_to_reward: bool = True,
+        detach: bool = True,
+    ) -> None:
+        super().__init__(
+            ref_model,
+            ref_model_factory=ref_model_factory,
+            gen_log_probs_full_key=log_prob_key,
+            add_to_reward=add_to_reward,
+            coeff=coef,
+            detach=detach,
+        )
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

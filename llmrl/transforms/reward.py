@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_non_tensor, lazy_stack
+from tensordict import TensorDictBase, is_non_tensor
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
 from llmrl.data import Message, StopReason, decide_status, run_sync
-from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
+from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
 from llmrl.rewards import RewardFn, Rubric, Score, ScoredRollout
 
 
@@ -59,7 +59,7 @@ class RubricReward(Transform):
         scores = self._score([rollout for rollout in rollouts if rollout is not None])
         for rollout, next_element in zip(rollouts, next_elements, strict=True):
             write_score(next_element, None if rollout is None else next(scores), self.rubric.names)
-        return next_elements[0] if not next_tensordict.batch_size else lazy_stack(next_elements, 0)
+        return restacked(next_elements, next_tensordict.batch_size)
 
     def _settle(self, element: TensorDictBase, next_element: TensorDictBase) -> ScoredRollout | None:
         messages = next_element.get(("history", "prompt")).chats

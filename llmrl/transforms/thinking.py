@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
 from llmrl.data import Message
-from llmrl.data.tensordicts import batch_elements
+from llmrl.data.tensordicts import batch_elements, restacked
 
 _AS_ASSISTANT = (
     "But wait, let me think about this more carefully...",
@@ -83,7 +83,7 @@ class AddThinkingPrompt(Transform):
         for element in elements:
             if bool(self.cond(element)):
                 self._ask_again(element)
-        return lazy_stack(elements, 0) if next_tensordict.batch_size else elements[0]
+        return restacked(elements, next_tensordict.batch_size)
 
     def _ask_again(self, element: TensorDictBase) -> None:
         message: Message = {"role": self.role, "content": self._random.choice(self.prompts)}
