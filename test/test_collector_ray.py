@@ -50,7 +50,7 @@ def make_collector():
             num_collectors=2,
             groups_per_batch=4,
             limits=RolloutLimits(max_turns=1),
-            actor_options={"num_cpus": 0.1},
+            num_cpus=0.1,
             **kwargs,
         )
 

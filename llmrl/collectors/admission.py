@@ -33,6 +33,7 @@ class DemandGate:
         num_extra: groups started beyond the need, so that the slowest need not be waited for.
         num_ahead: groups kept in hand, being played or ready, whether or not a batch was asked for.
         is_free_running: never wait for demand: a buffer takes whatever comes.
+        is_rest_dropped: whether whoever is not in a full batch is dropped, so that each batch begins afresh.
 
     Raises:
         ValueError: for a batch of less than one unit.
@@ -55,11 +56,13 @@ class DemandGate:
         num_extra: int = 0,
         num_ahead: int = 0,
         is_free_running: bool = False,
+        is_rest_dropped: bool = False,
     ) -> None:
         if units_per_batch < 1:
             raise ValueError(f"units_per_batch must be at least 1, got {units_per_batch}.")
         self.units_per_batch = units_per_batch
         self.num_extra, self.num_ahead = num_extra, num_ahead
+        self.is_rest_dropped = is_rest_dropped or num_extra > 0
         self._surplus, self._is_estimated, self._is_free_running = surplus, is_estimated, is_free_running
         self._is_asked = False
         self._admitted: dict[str, int] = {}  # id: version at admission, in order; being played or ready
@@ -129,6 +132,10 @@ class DemandGate:
         self._credit = max(0, units - self.units_per_batch) if self._surplus == "carry" else 0
         self._is_asked = False
         return taken
+
+    def carry(self, units: int) -> None:
+        """Count units that are there already, left over by the batches of an earlier run."""
+        self._credit += units
 
     def overdue_ids(self, version: int) -> list[str]:
         """Groups that can no longer be delivered: none, for demand has no bound on age."""

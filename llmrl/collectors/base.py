@@ -1,23 +1,25 @@
-"""What collectors share: batches, a replay buffer filled in the background, pause, state, shutdown."""
+"""What a collector does with its scheduler: batches, a buffer filled in the background, pause, weights, state."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase, TransformedEnv
 
-from llmrl.collectors.buffer import BufferFiller
-from llmrl.collectors.groups import GroupRules
+from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.buffer import BufferFiller, QueueBuffer
 from llmrl.collectors.report import CollectionReport
-from llmrl.collectors.scheduler import Delivery, RolloutScheduler, RolloutSource
+from llmrl.collectors.rows import portable_turn
+from llmrl.collectors.scheduler import Delivery, Job, RolloutScheduler, RolloutSource
 from llmrl.collectors.shape import BatchShape
-from llmrl.collectors.staleness import LatePolicy, StalenessGate
+from llmrl.collectors.staleness import StalenessGate
+from llmrl.collectors.torchrl_names import missing_attribute
 from llmrl.data import Rollout
 from llmrl.data.background_loop import BackgroundLoop
 from llmrl.envs import DatasetChatEnv
@@ -25,76 +27,73 @@ from llmrl.envs import DatasetChatEnv
 Result = TypeVar("Result")
 
 
+class CollectorSource(RolloutSource, Protocol):
+    """A source of rollouts with all that a collector asks of it."""
+
+    dataset_env: DatasetChatEnv | None
+    """Whose position is part of the saved state."""
+    is_open: asyncio.Event
+    """Cleared while nothing new may start."""
+    is_group_scored: bool
+    """Whether the rollouts of a group are scored together."""
+
+    @property
+    def engine(self) -> Any:
+        """What weights are sent to."""
+        ...
+
+    async def open_rollouts(self, count: int) -> list[Job]:
+        """Draw so many rollouts; fewer where the data ends."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release threads or actors."""
+        ...
+
+
 class BatchCollector:
-    """Batches from a source of rollouts. See `LLMCollector` for the arguments; this class is not used by itself."""
+    """Batches of what a scheduler delivers. `LLMCollector` builds the parts; this class is not used by itself."""
 
     def __init__(
         self,
-        source: RolloutSource,
-        *,
-        dataset_env: DatasetChatEnv | None,
-        engine: Any,
+        source: CollectorSource,
+        scheduler: RolloutScheduler,
         shape: BatchShape,
-        rules: GroupRules,
-        max_concurrent_rollouts: int | None,
-        is_open: asyncio.Event | None = None,
-        num_extra_groups: int = 0,
-        max_staleness: int | None = None,
-        late_groups: LatePolicy = "wait",
-        total_dialog_turns: int = -1,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        replay_buffer: Any = None,
-        weight_sync_schemes: Mapping[str, Any] | None = None,
+        *,
+        total_dialog_turns: int,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None,
+        replay_buffer: Any,
+        is_reset: bool,
+        weight_sync_schemes: Mapping[str, Any] | None,
+        verbose: bool,
     ) -> None:
-        if max_concurrent_rollouts is not None and max_concurrent_rollouts < 1:
-            raise ValueError(f"max_concurrent_rollouts must be at least 1, got {max_concurrent_rollouts}.")
-        if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
-            raise ValueError("num_extra_groups needs groups_per_batch, and no max_staleness: those groups would wait.")
-        self._source, self._shape = source, shape
-        self._dataset_env, self._engine = dataset_env, engine
+        self._source, self._scheduler, self._shape, self._is_reset = source, scheduler, shape, is_reset
         self.total_dialog_turns, self.postproc, self.replay_buffer = total_dialog_turns, postproc, replay_buffer
-        num_batches_ahead = 1 + (max_staleness or 0)
-        per_batch = (shape.size if shape.kind != "tokens" else 8) * source.group_size
-        gate: Any
-        if max_staleness is not None:
-            gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
-        else:
-            gate = shape.demand_gate(
-                num_extra_groups=num_extra_groups,
-                num_ahead=0 if shape.is_grouped else max_concurrent_rollouts or 0,
-                is_free_running=replay_buffer is not None,
-            )
-        self.max_concurrent_rollouts = (
-            max_concurrent_rollouts or per_batch * num_batches_ahead + num_extra_groups * source.group_size
-        )
-        self._scheduler = RolloutScheduler(
-            source,
-            gate,
-            rules=rules,
-            max_concurrent_rollouts=self.max_concurrent_rollouts,
-            units=shape.units,
-            patience=max(1, shape.size if shape.kind == "groups" else 8),
-            is_open=is_open,
-        )
+        self.verbose = verbose
         self._background = BackgroundLoop("llmrl-collector")
-        self._filler = None if replay_buffer is None else BufferFiller(self._next, replay_buffer)
+        self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
         self._waiting_for: Future[Delivery | None] | None = None
         self._num_turns = 0
         self._left_over: list[TensorDictBase] = []
+        self._after: tuple[int, list[TensorDictBase]] = (0, [])  # what the batch at hand adds to and leaves of these
         self._schemes, self._senders = dict(weight_sync_schemes or {}), dict[str, Any]()
         self.report: CollectionReport | None = None
         """What the collection of the last batch did."""
         self.rollouts: list[Rollout] = []
         """Records of the last batch's rollouts, those dropped since the batch before included."""
 
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(self, name)
+
     # Batches
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while (batch := self._next()) is not None:
             if self.replay_buffer is None:
+                self._handed_on()
                 yield batch
             else:  # as TorchRL's: the buffer has the batch
-                self.replay_buffer.extend(batch)
+                self._write(batch)
                 yield None
 
     def next(self) -> TensorDictBase:
@@ -106,22 +105,55 @@ class BatchCollector:
         batch = self._next()
         if batch is None:
             raise StopIteration
+        self._handed_on()
         return batch
 
+    @property
+    def dialog_turns_per_batch(self) -> int | None:
+        """Turns of a batch, or last turns; None where a batch is counted otherwise."""
+        return self._shape.size if not self._shape.is_grouped else None
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Apply a function to each batch from now on.
+
+        Raises:
+            RuntimeError: when there is one already.
+        """
+        if self.postproc is not None:
+            raise RuntimeError("the collector has a postproc already; put both into one function.")
+        self.postproc = postproc
+
     def _next(self) -> TensorDictBase | None:
+        """The next batch; until it is `_handed_on`, a saved state has its groups as still to be played."""
         while self.total_dialog_turns < 0 or self._num_turns < self.total_dialog_turns:
             started = time.perf_counter()
             delivery = self._next_delivery()
             if delivery is None and not self._left_over:
                 return None
-            groups = [] if delivery is None else delivery.groups
-            batch, self._left_over = self._shape.assemble(groups, self._left_over)
+            batch, rest = self._shape.assemble([] if delivery is None else delivery.groups, self._left_over)
             if delivery is not None:
                 self._take_over(delivery, seconds=time.perf_counter() - started)
-            self._num_turns += self._count_turns(batch)
-            if batch is not None:
-                return batch if self.postproc is None else self.postproc(batch)
+            self._after = (self._count_turns(batch), [] if self._is_reset else rest)
+            if batch is None:
+                self._handed_on()
+            elif self.postproc is None:
+                return batch
+            else:
+                try:
+                    return self.postproc(batch)
+                except BaseException:
+                    self._handed_on()  # the batch is gone, and its author told
+                    raise
         return None
+
+    def _write(self, batch: TensorDictBase) -> None:
+        self.replay_buffer.extend(batch)
+        self._handed_on()
+
+    def _handed_on(self) -> None:
+        num_turns, self._left_over = self._after
+        self._num_turns += num_turns
+        self._scheduler.handed_on()
 
     def _next_delivery(self) -> Delivery | None:
         # An interrupted wait is taken up by the next call, so that no batch falls between two chairs.
@@ -140,6 +172,8 @@ class BatchCollector:
         self.report = CollectionReport.of(
             self.rollouts, seconds=seconds, dropped=delivery.dropped, staleness=delivery.staleness
         )
+        if self.verbose:
+            print(f"{type(self).__name__}: {self.report}", file=sys.stderr)
 
     def _count_turns(self, batch: TensorDictBase | None) -> int:
         if self._shape.kind == "turns":  # turns that wait for the next batch are not in this one's budget
@@ -155,7 +189,7 @@ class BatchCollector:
             RuntimeError: without a replay buffer, or when it runs already.
         """
         if self._filler is None:
-            raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=.")
+            raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")
         if isinstance(self._scheduler.gate, StalenessGate):
             # The thread asks at once for the next batch: that says nothing of how far training is.
             self._scheduler.gate.is_unasked = True
@@ -169,16 +203,22 @@ class BatchCollector:
         """
         return self._filler is not None and self._filler.is_running()
 
+    def is_initialized(self) -> bool:
+        """Whether batches can be asked for: from the constructor to `shutdown`."""
+        return not self._background.is_closed
+
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """No rollout and no turn is started, and nothing is written into the buffer, within this context."""
-        writing = self._filler.lock if self._filler is not None else contextlib.nullcontext()
         self._background.loop.call_soon_threadsafe(self._scheduler.pause)
         try:
-            with writing:
+            with self._not_writing():
                 yield
         finally:
             self._background.loop.call_soon_threadsafe(self._scheduler.resume)
+
+    def _not_writing(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._filler is None else self._filler.lock
 
     # Weights
 
@@ -205,11 +245,11 @@ class BatchCollector:
     def _make_sender(self, scheme: Any, model: Any) -> Any:
         from llmrl.weight_sync import get_model_metadata
 
-        if self._engine is None:
+        if self._source.engine is None:
             raise ValueError("weight_sync_schemes need an engine that is reached from here: pass engine=.")
         sender = scheme.create_sender()
         sender.register_model(model)
-        sender.init_all_workers_group(get_model_metadata(model), self._engine)
+        sender.init_all_workers_group(get_model_metadata(model), self._source.engine)
         return sender
 
     @property
@@ -217,55 +257,68 @@ class BatchCollector:
         """Version of the weights that the next rollout starts with."""
         return self._source.policy_version
 
+    def get_policy_version(self) -> int:
+        """The same, as a method."""
+        return self.policy_version
+
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue the very same sequence of prompts and ids.
 
-        Groups that were drawn and not delivered yet are among it by their place in the dataset: they are played
-        again, from their prompts, before new ones are drawn.
+        Groups that were drawn and not handed on yet are among it by their place in the dataset: they are played again,
+        from their prompts, before new ones are drawn. Turns that wait for the next batch are in it, without the live
+        objects (conversation, environment) that turns otherwise refer to.
         """
-        return self._run(self._state_dict())
+        with self._not_writing():
+            return self._run(self._state_dict())
 
     async def _state_dict(self) -> dict[str, Any]:
         async with self._scheduler.holding_still() as unfinished:
-            state: dict[str, Any] = {"num_turns": self._num_turns}
-            if self._dataset_env is not None:
-                prompts = self._dataset_env.prompts.state_dict(unfinished=unfinished)
-                state["env"] = {**self._dataset_env.state_dict(), "prompts": prompts}
+            left_over = [portable_turn(step) for step in self._left_over]
+            state: dict[str, Any] = {"num_turns": self._num_turns, "left_over": left_over}
+            dataset_env = self._source.dataset_env
+            if dataset_env is not None:
+                prompts = dataset_env.prompts.state_dict(unfinished=unfinished)
+                state["env"] = {**dataset_env.state_dict(), "prompts": prompts}
             return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; before the first batch."""
-        self._num_turns = state["num_turns"]
-        if self._dataset_env is not None:
-            self._dataset_env.load_state_dict(state["env"])
+        self._num_turns, self._left_over = state["num_turns"], list(state["left_over"])
+        if isinstance(self._scheduler.gate, DemandGate):
+            self._scheduler.gate.carry(len(self._left_over))
+        if self._source.dataset_env is not None:
+            self._source.dataset_env.load_state_dict(state["env"])
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._background.run(coroutine)
 
-    def shutdown(self) -> None:
-        """Cancel what is in flight and end the collector's threads. Engines are their owner's. May be called twice."""
+    def shutdown(self, timeout: float | None = 10.0) -> None:
+        """Cancel what is in flight and end the collector's threads or actors. May be called twice.
+
+        Environments and engines are their owner's to end. `timeout`: seconds to wait for a batch that is being written.
+        """
         if not self._background.is_closed:
             if self._waiting_for is not None:
                 self._waiting_for.cancel()
             self._run(self._scheduler.stop())
+            if isinstance(self.replay_buffer, QueueBuffer):
+                self.replay_buffer.close()
             if self._filler is not None:
-                self._filler.stop()
+                self._filler.stop(timeout)
             self._background.close()
+            self._source.shutdown()
         for sender in self._senders.values():
             sender.shutdown()
         self._senders = {}
+
+    def async_shutdown(self, timeout: float | None = 10.0) -> None:
+        """The same, for a collector that was started in the background."""
+        self.shutdown(timeout)
 
     def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.shutdown()
-
-
-def dataset_env_of(env: EnvBase) -> DatasetChatEnv | None:
-    """The dataset environment under an environment's transforms, if it is one."""
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return env if isinstance(env, DatasetChatEnv) else None

@@ -1,36 +1,39 @@
-"""Filling a replay buffer in the background."""
+"""Where batches go in the background: a replay buffer, or a queue."""
 
 from __future__ import annotations
 
 import logging
+import queue as queues
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
+from tensordict import TensorDictBase
+
 logger = logging.getLogger("llmrl")
+
+_WAIT_SECONDS = 0.2
 
 
 class BufferFiller:
-    """A thread that asks for batches and extends a replay buffer with them until there are none.
+    """A thread that asks for batches and writes them until there are none.
 
     Args:
         next_batch: gives the next batch; None at the end.
-        replay_buffer: anything with `extend`.
+        write: takes a batch, such as a replay buffer's `extend`.
 
     Example:
-        >>> class Buffer(list):
-        ...     pass
-        >>> buffer, batches = Buffer(), iter([[1, 2], [3]])
-        >>> filler = BufferFiller(lambda: next(batches, None), buffer)
-        >>> filler.start(); filler.join(); list(buffer)
+        >>> buffer, batches = [], iter([[1, 2], [3]])
+        >>> filler = BufferFiller(lambda: next(batches, None), buffer.extend)
+        >>> filler.start(); filler.join(); buffer
         [1, 2, 3]
     """
 
-    def __init__(self, next_batch: Callable[[], Any], replay_buffer: Any) -> None:
-        self._next_batch, self._replay_buffer = next_batch, replay_buffer
-        self.lock = threading.Lock()
-        """Held while the buffer is written."""
+    def __init__(self, next_batch: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self._next_batch, self._write = next_batch, write
+        self.lock = threading.RLock()
+        """Held while a batch is written."""
         self._is_stopping = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -51,7 +54,7 @@ class BufferFiller:
         try:
             while not self._is_stopping and (batch := self._next_batch()) is not None:
                 with self.lock:
-                    self._replay_buffer.extend(batch)
+                    self._write(batch)
         except CancelledError:
             return
         except Exception as error:
@@ -74,7 +77,54 @@ class BufferFiller:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def stop(self) -> None:
-        """End after the batch at hand."""
+    def stop(self, timeout: float | None = None) -> None:
+        """End after the batch at hand, waiting for it at most so many seconds."""
         self._is_stopping = True
-        self.join(timeout=10)
+        self.join(timeout)
+
+
+class QueueBuffer:
+    """A queue with a replay buffer's `extend`: each element of a batch is one item.
+
+    A full queue is waited for, so that nothing is lost.
+
+    Args:
+        queue: `queue.Queue`, or one of `multiprocessing` or of Ray, that has `put(item, timeout=)`.
+
+    Raises:
+        TypeError: for something without `put`.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> items = queues.Queue()
+        >>> QueueBuffer(items).extend(TensorDict({"a": torch.arange(2)}, [2]))
+        >>> items.qsize()
+        2
+    """
+
+    def __init__(self, queue: Any) -> None:
+        if not callable(getattr(queue, "put", None)):
+            raise TypeError(f"queue must have put(item, timeout=), as queue.Queue has; got {type(queue).__name__}.")
+        self._queue, self._is_closed = queue, False
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """Put all elements.
+
+        Raises:
+            CancelledError: when it was closed while the queue was full.
+        """
+        for item in batch.unbind(0):
+            self._put(item)
+
+    def _put(self, item: TensorDictBase) -> None:
+        while not self._is_closed:
+            try:
+                return self._queue.put(item, timeout=_WAIT_SECONDS)
+            except queues.Full:  # Ray's is one, too
+                continue
+        raise CancelledError
+
+    def close(self) -> None:
+        """Wait for room no longer."""
+        self._is_closed = True

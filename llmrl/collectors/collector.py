@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -11,15 +12,16 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
-from llmrl.collectors.base import BatchCollector, dataset_env_of
+from llmrl.collectors.base import BatchCollector, CollectorSource
+from llmrl.collectors.buffer import QueueBuffer
 from llmrl.collectors.groups import GroupRules
-from llmrl.collectors.player import RolloutLimits, RolloutPlayer
+from llmrl.collectors.player import RolloutLimits
 from llmrl.collectors.report import CollectionReport
-from llmrl.collectors.scheduler import Job
+from llmrl.collectors.scheduler import Job, RolloutScheduler
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
-from llmrl.collectors.stepper import EnvStepper
+from llmrl.collectors.torchrl_names import refuse_arguments
 from llmrl.data import Rollout
 from llmrl.envs import EndOfData
 from llmrl.policies import LLMWrapperBase
@@ -49,19 +51,27 @@ class LLMCollector(BatchCollector):
         total_dialog_turns: turns after which iteration ends; -1 never ends.
         postproc: applied to each batch before it is yielded or written, such as `MCAdvantage`.
         replay_buffer: is extended with each batch instead; iteration then yields None.
+        queue: takes the elements of each batch one by one instead, and is waited for where it is full.
         max_concurrent_rollouts: conversations in flight; by default all of a batch, and of those ahead. Turns,
             trajectories and last steps are collected ahead when it is given.
         max_staleness: versions that a group may be old when it is delivered; None collects on demand.
         late_groups: `wait` for groups that would be too old in the next batch, or `drop` those that are.
         num_extra_groups: groups started beyond the need; the slowest are dropped when the batch is full.
+        reset_at_each_iter: begin each batch with new conversations, none ahead; what one has beyond its number of
+            turns is dropped, and so are conversations that it did not wait for.
         group_rules: what of a settled group is delivered (filters, dynamic sampling); every drop is counted.
         limits: turn, prompt and time limits of a rollout.
         step_timeout_seconds: limit of one environment step, its tools included.
         track_policy_version: adds a `PolicyVersion` that follows the engine; or one of yours.
         weight_sync_schemes: by policy name (`{"policy": scheme}`); `update_policy_weights_` uses them.
+        async_envs: conversations never wait for each other, so only true makes sense.
+        flatten_data: batches have one dimension, so only true makes sense.
+        verbose: print a line about each batch to stderr.
 
     Raises:
-        ValueError: when it is not clear what a batch is, or the environment is batch-locked.
+        ValueError: when it is not clear what a batch is, arguments contradict each other, or the environment is
+            batch-locked.
+        TypeError: for an unknown argument, with the nearest one or what to do instead.
         CollectionStalled: on iteration, when group after group has nothing to train on.
     """
 
@@ -74,21 +84,28 @@ class LLMCollector(BatchCollector):
         groups_per_batch: int | None = None,
         tokens_per_batch: int | None = None,
         dialog_turns_per_batch: int | None = None,
-        yield_completed_trajectories: bool = False,
-        yield_only_last_steps: bool = False,
+        yield_completed_trajectories: bool | None = None,
+        yield_only_last_steps: bool | None = None,
         total_dialog_turns: int = -1,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         replay_buffer: Any = None,
+        queue: Any = None,
         max_concurrent_rollouts: int | None = None,
         max_staleness: int | None = None,
         late_groups: LatePolicy = "wait",
         num_extra_groups: int = 0,
+        reset_at_each_iter: bool = False,
         group_rules: GroupRules | None = None,
         limits: RolloutLimits | None = None,
         step_timeout_seconds: float | None = None,
         track_policy_version: bool | PolicyVersion = False,
         weight_sync_schemes: Mapping[str, Any] | None = None,
+        async_envs: bool | None = None,
+        flatten_data: bool | None = None,
+        verbose: bool = False,
+        **unknown: Any,
     ) -> None:
+        refuse_arguments(type(self).__name__, unknown, inspect.signature(type(self)).parameters)
         shape = BatchShape.of(
             groups_per_batch=groups_per_batch,
             tokens_per_batch=tokens_per_batch,
@@ -98,43 +115,105 @@ class LLMCollector(BatchCollector):
         )
         if (policy is None) == (policy_factory is None):
             raise ValueError("exactly one of policy and policy_factory is needed.")
-        self.policy: LLMWrapperBase = policy if policy is not None else policy_factory()  # type: ignore[misc]
-        self.env: EnvBase = env if isinstance(env, EnvBase) else env()
-        if track_policy_version:
-            follow = PolicyVersion(source=lambda: self.policy.engine.policy_version)
-            tracker = track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
-            self.env = TransformedEnv(self.env, tracker)
-        dataset_env = dataset_env_of(self.env)
-        is_open = asyncio.Event()
-        is_open.set()
-        self._stepper = EnvStepper(self.env, timeout_seconds=step_timeout_seconds, keep_steps=not shape.is_grouped)
-        if shape.is_grouped and dataset_env is None:
-            raise ValueError("groups need a DatasetChatEnv, whose repeats give the size of a group.")
-        player = RolloutPlayer(self._stepper, self.policy, limits=limits or RolloutLimits(), is_open=is_open)
-        is_group_scored = player.rubric is not None and player.rubric.is_group_scored
-        self._env_source = EnvSource(
-            self._stepper,
-            player,
-            None if dataset_env is None else dataset_env.prompts,
-            is_grouped=shape.is_grouped or is_group_scored,
-        )
-        self._play_concurrency = max_concurrent_rollouts
-        super().__init__(
-            self._env_source,
-            dataset_env=dataset_env,
-            engine=self.policy.engine,
+        if max_concurrent_rollouts is not None and max_concurrent_rollouts < 1:
+            raise ValueError(f"max_concurrent_rollouts must be at least 1, got {max_concurrent_rollouts}.")
+        if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
+            raise ValueError("num_extra_groups needs groups_per_batch, and no max_staleness: those groups would wait.")
+        if reset_at_each_iter and max_staleness is not None:
+            raise ValueError("reset_at_each_iter begins each batch afresh and max_staleness runs ahead: choose one.")
+        if async_envs is False:
+            raise ValueError(
+                "async_envs=False cannot be had: no conversation waits for another; for one at a time pass "
+                "max_concurrent_rollouts=1."
+            )
+        if flatten_data is False:
+            raise ValueError(
+                "flatten_data=False cannot be had: conversations differ in length, and batches have one dimension; for "
+                "one conversation a batch pass yield_completed_trajectories=True."
+            )
+        if queue is not None and replay_buffer is not None:
+            raise ValueError("batches go to a replay_buffer or to a queue: pass one of them.")
+        per_batch = shape.size if shape.kind != "tokens" else 8
+        source = self._make_source(
+            (lambda: env) if isinstance(env, EnvBase) else env,
+            policy_factory or (lambda: policy),  # type: ignore[arg-type,return-value]
             shape=shape,
-            rules=group_rules or GroupRules(is_failure_shared=is_group_scored),
-            max_concurrent_rollouts=max_concurrent_rollouts,
-            is_open=is_open,
-            num_extra_groups=num_extra_groups,
-            max_staleness=max_staleness,
-            late_groups=late_groups,
+            limits=limits or RolloutLimits(),
+            step_timeout_seconds=step_timeout_seconds,
+            track_policy_version=track_policy_version,
+        )
+        in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
+        self.max_concurrent_rollouts = max_concurrent_rollouts or in_flight
+        """Conversations in flight."""
+        self._play_concurrency = max_concurrent_rollouts
+        gate: Any
+        if max_staleness is not None:
+            gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
+        else:
+            gate = shape.demand_gate(
+                num_extra_groups=num_extra_groups,
+                num_ahead=0 if shape.is_grouped or reset_at_each_iter else max_concurrent_rollouts or 0,
+                is_free_running=(replay_buffer is not None or queue is not None) and not reset_at_each_iter,
+                is_rest_dropped=reset_at_each_iter,
+            )
+        scheduler = RolloutScheduler(
+            source,
+            gate,
+            rules=group_rules or GroupRules(is_failure_shared=source.is_group_scored),
+            max_concurrent_rollouts=self.max_concurrent_rollouts,
+            units=shape.units,
+            patience=max(1, shape.size if shape.kind == "groups" else 8),
+            is_open=source.is_open,
+        )
+        super().__init__(
+            source,
+            scheduler,
+            shape,
             total_dialog_turns=total_dialog_turns,
             postproc=postproc,
-            replay_buffer=replay_buffer,
+            replay_buffer=QueueBuffer(queue) if queue is not None else replay_buffer,
+            is_reset=reset_at_each_iter,
             weight_sync_schemes=weight_sync_schemes,
+            verbose=verbose,
         )
+
+    def _make_source(
+        self,
+        make_env: Callable[[], EnvBase],
+        make_policy: Callable[[], LLMWrapperBase],
+        *,
+        shape: BatchShape,
+        limits: RolloutLimits,
+        step_timeout_seconds: float | None,
+        track_policy_version: bool | PolicyVersion,
+    ) -> CollectorSource:
+        self.policy: LLMWrapperBase = make_policy()
+        self.env: EnvBase = make_env()
+        self.policy_version_tracker: PolicyVersion | None = None
+        """The transform that writes each step's version, where one was asked for."""
+        if track_policy_version:
+            follow = PolicyVersion(source=lambda: self.policy.engine.policy_version)
+            self.policy_version_tracker = (
+                track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
+            )
+            self.env = TransformedEnv(self.env, self.policy_version_tracker)
+        return EnvSource(
+            self.env,
+            self.policy,
+            is_grouped=shape.is_grouped,
+            limits=limits,
+            step_timeout_seconds=step_timeout_seconds,
+        )
+
+    def increment_version(self) -> None:
+        """Count an update of the weights in a `PolicyVersion` of yours.
+
+        Raises:
+            RuntimeError: where the engine counts, which needs no telling.
+        """
+        if self.policy_version_tracker is None:
+            raise RuntimeError("the engine counts its versions: update_policy_weights_ raises them, leave this out.")
+        self.policy_version_tracker.increment_version()
 
     def play(self, num_rollouts: int) -> list[Rollout]:
         """Play the next so many rollouts to their ends, whatever a batch is; also fills `report` and `rollouts`.
@@ -154,21 +233,16 @@ class LLMCollector(BatchCollector):
         return self.rollouts
 
     async def _play(self, num_rollouts: int) -> list[Rollout]:
-        source, slots = self._env_source, asyncio.Semaphore(self._play_concurrency or num_rollouts)
+        source, slots = self._source, asyncio.Semaphore(self._play_concurrency or num_rollouts)
         jobs = await source.open_rollouts(num_rollouts)
         if not jobs:
             raise EndOfData("the dataset has no further prompts.")
 
-        async def play(job: Job) -> Rollout:
+        async def play(job: Job) -> list[Rollout]:
             async with slots:
-                return (await source.play(job))[0]
+                return await source.play(job)
 
-        rollouts = list(await asyncio.gather(*map(play, jobs)))
+        rollouts = [rollout for played in await asyncio.gather(*map(play, jobs)) for rollout in played]
         for _, group in itertools.groupby(rollouts, lambda rollout: rollout.group_id):
             await source.score_group(list(group))
         return rollouts
-
-    def shutdown(self) -> None:
-        """Cancel what is in flight and end the collector's threads. The engine is its owner's to shut down."""
-        super().shutdown()
-        self._stepper.shutdown()

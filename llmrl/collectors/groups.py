@@ -23,6 +23,7 @@ class DropReason:
     CONSTANT_REWARDS = "constant_rewards"
     STALE = "stale"
     OVERSAMPLED = "oversampled"
+    RESET = "reset"
 
 
 Dropped = tuple[Rollout, str]

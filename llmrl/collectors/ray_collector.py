@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from llmrl.collectors.base import BatchCollector, dataset_env_of
-from llmrl.collectors.groups import GroupRules
+from llmrl.collectors.base import CollectorSource
+from llmrl.collectors.collector import LLMCollector
 from llmrl.collectors.player import RolloutLimits
 from llmrl.collectors.ray_source import RaySource
 from llmrl.collectors.shape import BatchShape
-from llmrl.collectors.staleness import LatePolicy
+from llmrl.engines.ray_cluster import connect
 from llmrl.policies import LLMWrapperBase
-from llmrl.transforms.reward import find_rubric_reward
+from llmrl.transforms import PolicyVersion
 
 
-class RayLLMCollector(BatchCollector):
-    """Batches of training rows from collector actors on a Ray cluster; used like `LLMCollector`.
+class RayLLMCollector(LLMCollector):
+    """Batches from collector actors on a Ray cluster; used like `LLMCollector`.
 
     The books stay in this process: which groups are drawn, in flight, ready, too old. An actor is given a group's
-    place in the dataset and returns its rollouts, rows cloned to their own size. An actor that dies, or its node,
-    costs its groups another try on another actor, and nothing else.
+    place in the dataset and returns its rollouts, rows or turns cloned to their own size. An actor that dies, or its
+    node, costs its groups another try on another actor, and nothing else.
 
     Args:
         env: a function that builds a `DatasetChatEnv`, usually transformed; called here once, and in every actor.
-        policy_factory: builds an actor's policy, over an engine that it starts or, with engines as Ray actors, reaches.
+        policy_factory: builds an actor's policy, over an engine that it starts or reaches.
         num_collectors: actors.
         engine: what `weight_sync_schemes` send to, where engines are reached from here.
-        num_actor_retries: how often a group is played again because its actor died.
-        actor_options: of each actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`, ...
-        ray_init_config: arguments of `ray.init` where Ray is not running yet, such as `address`.
-        groups_per_batch, tokens_per_batch, total_dialog_turns, postproc, replay_buffer, max_concurrent_rollouts,
-        max_staleness, late_groups, num_extra_groups, group_rules, limits, step_timeout_seconds, weight_sync_schemes:
-            as of `LLMCollector`.
+        num_actor_retries: how often a group is played again because its actor died, and how often in a row an actor
+            that does not start is started again.
+        remote_config: of each actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`, ...
+        num_cpus: of each actor, where `remote_config` does not say.
+        num_gpus: of each actor, where `remote_config` does not say.
+        ray_init_config: arguments of `ray.init` where this process is not connected to Ray yet, such as
+            `{"address": "auto"}` for a cluster that exists.
+        sync_iter: false collects the next batch while the trainer works on this one: of groups or last steps with
+            `max_staleness=1`, of turns and trajectories with as many conversations as a batch has turns.
+        arguments: those of `LLMCollector`, but `policy`.
 
     Raises:
         ImportError: without Ray, naming the extra to install.
-        ValueError: when it is not clear what a batch is, or the environment has no dataset.
+        ValueError: as `LLMCollector`, or when the environment has no dataset.
+        TypeError: for an unknown argument, with the nearest one or what to do instead.
     """
 
     def __init__(
@@ -50,61 +55,51 @@ class RayLLMCollector(BatchCollector):
         num_collectors: int = 2,
         engine: Any = None,
         num_actor_retries: int = 3,
-        actor_options: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
         ray_init_config: Mapping[str, Any] | None = None,
-        groups_per_batch: int | None = None,
-        tokens_per_batch: int | None = None,
-        total_dialog_turns: int = -1,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        replay_buffer: Any = None,
-        max_concurrent_rollouts: int | None = None,
-        max_staleness: int | None = None,
-        late_groups: LatePolicy = "wait",
-        num_extra_groups: int = 0,
-        group_rules: GroupRules | None = None,
-        limits: RolloutLimits | None = None,
-        step_timeout_seconds: float | None = None,
-        weight_sync_schemes: Mapping[str, Any] | None = None,
+        sync_iter: bool = True,
+        **arguments: Any,
     ) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise ImportError("RayLLMCollector needs Ray: pip install 'llmrl[ray]'.") from error
+        if isinstance(env, EnvBase):
+            raise ValueError("env must be a function that builds the environment: each actor has its own.")
+        if arguments.get("policy") is not None:
+            raise TypeError("RayLLMCollector has no argument 'policy': each actor builds its own, by policy_factory.")
         if num_collectors < 1:
             raise ValueError(f"num_collectors must be at least 1, got {num_collectors}.")
-        shape = BatchShape.of(groups_per_batch=groups_per_batch, tokens_per_batch=tokens_per_batch)
-        dataset_env = dataset_env_of(own_env := env())
-        if dataset_env is None:
-            raise ValueError("env must build a DatasetChatEnv, whose repeats give the size of a group.")
-        rubric_reward = find_rubric_reward(own_env)
-        is_group_scored = rubric_reward is not None and rubric_reward.rubric.is_group_scored
-        if not ray.is_initialized():
-            ray.init(**{"include_dashboard": False, "log_to_driver": False, **(ray_init_config or {})})
-        group_size = dataset_env.prompts.num_samples
-        num_in_flight = max_concurrent_rollouts or (groups_per_batch or 8) * group_size * (1 + (max_staleness or 0))
+        shares = {name: share for name, share in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if share is not None}
+        self._engine, self._num_collectors, self._num_actor_retries = engine, num_collectors, num_actor_retries
+        self._actor_options, self._ray_init_config = {**shares, **(remote_config or {})}, ray_init_config
+        super().__init__(env, policy_factory=policy_factory, **(arguments if sync_iter else _ahead(arguments)))
+
+    def _make_source(
+        self,
+        make_env: Callable[[], EnvBase],
+        make_policy: Callable[[], LLMWrapperBase],
+        *,
+        shape: BatchShape,
+        limits: RolloutLimits,
+        step_timeout_seconds: float | None,
+        track_policy_version: bool | PolicyVersion,
+    ) -> CollectorSource:
+        if isinstance(track_policy_version, PolicyVersion):
+            raise ValueError("a PolicyVersion of yours does not reach the actors: pass track_policy_version=True.")
+        connect(self._ray_init_config)
+        self.policy_version_tracker = None
         self._ray_source = RaySource(
-            actor_options=actor_options or {},
-            num_collectors=num_collectors,
-            actor_arguments=(env, policy_factory, limits or RolloutLimits(), step_timeout_seconds),
-            prompts=dataset_env.prompts,
-            max_concurrent_rollouts=num_in_flight,
-            num_retries=num_actor_retries,
+            make_env,
+            make_policy,
+            is_grouped=shape.is_grouped,
+            is_version_tracked=track_policy_version,
+            limits=limits,
+            step_timeout_seconds=step_timeout_seconds,
+            num_collectors=self._num_collectors,
+            num_retries=self._num_actor_retries,
+            actor_options=self._actor_options,
+            engine=self._engine,
         )
-        super().__init__(
-            self._ray_source,
-            dataset_env=dataset_env,
-            engine=engine,
-            shape=shape,
-            rules=group_rules or GroupRules(is_failure_shared=is_group_scored),
-            max_concurrent_rollouts=num_in_flight,
-            num_extra_groups=num_extra_groups,
-            max_staleness=max_staleness,
-            late_groups=late_groups,
-            total_dialog_turns=total_dialog_turns,
-            postproc=postproc,
-            replay_buffer=replay_buffer,
-            weight_sync_schemes=weight_sync_schemes,
-        )
+        return self._ray_source
 
     @property
     def num_restarts(self) -> int:
@@ -116,13 +111,40 @@ class RayLLMCollector(BatchCollector):
         self._ray_source.version = version
         self._background.loop.call_soon_threadsafe(self._scheduler.notify)
 
+    def increment_version(self) -> None:
+        """Tell the collector of one such update."""
+        self.set_policy_version(self.policy_version + 1)
+
     def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
         """Send the trainer's weights to the engines by the schemes; the new policy version."""
         version = super().update_policy_weights_(policy_or_weights)
         self.set_policy_version(version)
         return version
 
-    def shutdown(self) -> None:
-        """End collection and the actors; Ray itself goes on. May be called twice."""
-        super().shutdown()
-        self._ray_source.shutdown()
+
+def _ahead(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a collector that collects the next batch meanwhile.
+
+    Raises:
+        ValueError: where they say otherwise.
+    """
+    if arguments.get("max_staleness") is not None:
+        if arguments["max_staleness"] < 1:
+            raise ValueError("sync_iter=False collects ahead and max_staleness=0 does not: choose one.")
+        return dict(arguments)
+    if arguments.get("tokens_per_batch") is not None:
+        raise ValueError("sync_iter=False needs batches of a known number of rollouts: pass groups_per_batch.")
+    if arguments.get("groups_per_batch") is not None or arguments.get("yield_only_last_steps"):
+        return {**arguments, "max_staleness": 1}
+    size = arguments.get("dialog_turns_per_batch") or 1
+    return {**arguments, "max_concurrent_rollouts": arguments.get("max_concurrent_rollouts") or size}
+
+
+def _signature() -> inspect.Signature:
+    own = list(inspect.signature(RayLLMCollector.__init__).parameters.values())[1:-1]
+    names = {parameter.name for parameter in own}
+    shared = inspect.signature(LLMCollector).parameters.values()
+    return inspect.Signature(own + [one for one in shared if one.name not in names | {"policy"}])
+
+
+RayLLMCollector.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -3,50 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from llmrl.collectors.base import dataset_env_of
-from llmrl.collectors.player import RolloutLimits, RolloutPlayer
-from llmrl.collectors.rows import rollout_rows
+from torchrl.envs import EnvBase, TransformedEnv
+
+from llmrl.collectors.player import RolloutLimits
+from llmrl.collectors.rows import portable_turn, rollout_rows
 from llmrl.collectors.scheduler import Job
-from llmrl.collectors.source import EnvSource
-from llmrl.collectors.stepper import EnvStepper
+from llmrl.collectors.source import EnvSource, dataset_env_of
 from llmrl.data import Rollout
-from llmrl.envs import PromptSampler
+from llmrl.engines.ray_cluster import import_ray
 from llmrl.policies import LLMWrapperBase
+from llmrl.transforms import PolicyVersion
+from llmrl.transforms.reward import find_rubric_reward
 
 logger = logging.getLogger("llmrl")
+
+MAX_IN_FLIGHT = 1 << 16
+"""Calls that an actor works on at once."""
 
 
 class CollectorActor:
     """Plays groups where it stands: an environment and a policy of its own, one group a call, many calls at once.
 
     It draws nothing by itself: each call says which places of the dataset to play. What it returns holds no view of
-    anything bigger: rows are cloned to their own size, conversations stay here.
+    anything bigger: rows and turns are cloned to their own size, conversations stay here.
     """
 
     def __init__(
         self,
-        env_factory: Callable[[], Any],
-        policy_factory: Callable[[], LLMWrapperBase],
+        make_env: Callable[[], EnvBase],
+        make_policy: Callable[[], LLMWrapperBase],
+        is_grouped: bool,
+        is_version_tracked: bool,
         limits: RolloutLimits,
         step_timeout_seconds: float | None,
     ) -> None:
-        stepper = EnvStepper(env_factory(), timeout_seconds=step_timeout_seconds)
-        dataset_env = dataset_env_of(stepper.env)
-        assert dataset_env is not None  # the trainer's side has checked
-        player = RolloutPlayer(stepper, policy_factory(), limits=limits)
-        self._source = EnvSource(stepper, player, dataset_env.prompts, is_grouped=True)
+        env, policy = make_env(), make_policy()
+        if is_version_tracked:
+            env = TransformedEnv(env, PolicyVersion(source=lambda: policy.engine.policy_version))
+        self._is_grouped = is_grouped
+        self._source = EnvSource(
+            env, policy, is_grouped=is_grouped, limits=limits, step_timeout_seconds=step_timeout_seconds
+        )
         self._drawing = asyncio.Lock()
 
     async def play(self, positions: list[int]) -> list[Rollout]:
         """Play the rollouts at these places of the dataset, a group, to their ends."""
         prompts = self._source.prompts
-        assert prompts is not None
+        assert prompts is not None  # the trainer's side has checked
         async with self._drawing:
             prompts.load_state_dict({"position": 0, "again": positions})
             jobs = await self._source.open_rollouts(len(positions))
@@ -54,7 +65,9 @@ class CollectorActor:
         rollouts = [rollout for rollouts in played for rollout in rollouts]
         await self._source.score_group(rollouts)
         for rollout in rollouts:
-            rollout.rows = [row.clone() for row in rollout_rows(rollout)]
+            if self._is_grouped:
+                rollout.rows = [row.clone() for row in rollout_rows(rollout)]
+            rollout.steps = [portable_turn(step) for step in rollout.steps]
             rollout.conversation = None  # it holds the renderer; its tokens are in the rows
             rollout.columns = {}
         return rollouts
@@ -64,48 +77,85 @@ class CollectorActor:
         return os.getpid()
 
 
+@dataclass(slots=True)
+class _Place:
+    """Where groups are played: an actor, and the one after it when it dies."""
+
+    actor: Any
+    load: int = 0
+    is_ready: bool = False
+    num_failed_starts: int = 0
+
+
 class RaySource:
     """Hands groups to collector actors, the least loaded first; a dead actor's groups are played again elsewhere.
 
+    A dead actor is replaced at once. Until its successor runs, which may be never where a node is gone for good, the
+    others play.
+
     Args:
-        actor_options: of each actor: `num_cpus`, `num_gpus`, `resources`, ...
+        make_env: builds an environment with a dataset; called here once, and in every actor.
+        make_policy: builds an actor's policy.
+        is_grouped: whether rollouts come in groups, as training rows; else one by one, as turns.
+        is_version_tracked: whether turns have a `"policy_version"`.
+        limits: what may end a rollout early.
+        step_timeout_seconds: limit of one environment step.
         num_collectors: actors.
-        actor_arguments: what each is built with.
-        prompts: the dataset, as every actor has it; drawn from here alone.
-        max_concurrent_rollouts: over all actors.
-        num_retries: how often a group is played again after its actor died.
+        num_retries: how often a group is played again after its actor died, and an actor started again that did not.
+        actor_options: of each actor: `num_cpus`, `num_gpus`, `resources`, ...
+        engine: what weights are sent to.
 
     Raises:
+        ValueError: when the environment has no dataset.
         ray.exceptions.RayActorError: when an actor cannot be built.
     """
 
     def __init__(
         self,
+        make_env: Callable[[], EnvBase],
+        make_policy: Callable[[], LLMWrapperBase],
         *,
-        actor_options: Mapping[str, Any],
+        is_grouped: bool,
+        is_version_tracked: bool,
+        limits: RolloutLimits,
+        step_timeout_seconds: float | None,
         num_collectors: int,
-        actor_arguments: tuple[Any, ...],
-        prompts: PromptSampler,
-        max_concurrent_rollouts: int,
         num_retries: int,
+        actor_options: Mapping[str, Any],
+        engine: Any,
     ) -> None:
-        import ray
-
-        self.prompts, self.group_size, self._num_retries = prompts, prompts.num_samples, num_retries
-        self._arguments = actor_arguments
-        self._options = {"max_concurrency": max_concurrent_rollouts + 2, **actor_options}
+        ray = import_ray()
+        own_env = make_env()
+        self.dataset_env = dataset_env_of(own_env)
+        if self.dataset_env is None:
+            raise ValueError("env must build a DatasetChatEnv: actors are told which of its prompts to play.")
+        rubric_reward = find_rubric_reward(own_env)
+        self.is_group_scored = rubric_reward is not None and rubric_reward.rubric.is_group_scored
+        self.is_open = asyncio.Event()
+        self.engine, self._num_retries = engine, num_retries
+        self._prompts = self.dataset_env.prompts
+        self.group_size = self._prompts.num_samples if is_grouped or self.is_group_scored else 1
+        self._arguments = (make_env, make_policy, is_grouped, is_version_tracked, limits, step_timeout_seconds)
+        self._options = {"max_concurrency": MAX_IN_FLIGHT, **actor_options}
         self._class = ray.remote(CollectorActor)
-        self.actors = [self._start() for _ in range(num_collectors)]
-        """Handles, by place; a dead one is replaced."""
-        ray.get([actor.process_id.remote() for actor in self.actors])  # an author's mistake in a factory is raised here
-        self._loads = [0] * num_collectors
         self.num_restarts = 0
         """Actors that died and were replaced."""
         self.version = 0
         """The policy's version, as far as it was told."""
+        self._changed = asyncio.Event()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._places = [_Place(self._new_actor()) for _ in range(num_collectors)]
+        ray.get([place.actor.process_id.remote() for place in self._places])  # an author's mistake is raised here
+        for place in self._places:
+            place.is_ready = True
 
-    def _start(self) -> Any:
+    def _new_actor(self) -> Any:
         return self._class.options(**self._options).remote(*self._arguments)
+
+    @property
+    def actors(self) -> list[Any]:
+        """Handles, by place; a dead one is replaced."""
+        return [place.actor for place in self._places]
 
     @property
     def policy_version(self) -> int:
@@ -113,57 +163,92 @@ class RaySource:
         return self.version
 
     async def open(self, num_groups: int) -> list[list[Job]]:
-        """Draw the next groups; each is one job, so that it costs one call."""
-        groups = []
-        for _ in range(num_groups):
-            positions = self.prompts.upcoming(self.group_size)
-            if len(positions) < self.group_size:
-                break
-            records = []
-            for _ in positions:
-                _, group_id, sample_index = self.prompts.draw()
-                records.append(
-                    Rollout(
-                        rollout_id=f"{group_id}/{sample_index}",
-                        group_id=group_id,
-                        sample_index=sample_index,
-                        group_size=self.group_size,
-                    )
+        """Draw the next groups; each is one job, so that it costs one call. Fewer where the data ends."""
+        jobs = await self.open_rollouts(num_groups * self.group_size)
+        return [[job] for job in jobs if len(job.records) == self.group_size]
+
+    async def open_rollouts(self, count: int) -> list[Job]:
+        """Draw so many rollouts, in jobs of a group each; fewer where the data ends."""
+        positions = self._prompts.upcoming(count)
+        jobs = []
+        for start in range(0, len(positions), self.group_size):
+            chosen = positions[start : start + self.group_size]
+            drawn = [self._prompts.draw() for _ in chosen]
+            records = [
+                Rollout(
+                    rollout_id=f"{group_id}/{sample_index}",
+                    group_id=group_id,
+                    sample_index=sample_index,
+                    group_size=self._prompts.num_samples,
                 )
-            groups.append([Job(records=records, payload=positions, positions=tuple(positions))])
-        return groups
+                for _, group_id, sample_index in drawn
+            ]
+            jobs.append(Job(records=records, payload=chosen, positions=tuple(chosen)))
+        return jobs
 
     async def play(self, job: Job) -> list[Rollout]:
         """Play a group on the least loaded actor.
 
         Raises:
-            ray.exceptions.RayActorError: when actors died under it more often than `num_retries`.
+            ray.exceptions.RayError: when actors died under it more often than `num_retries`.
         """
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayActorError, RayError, RayTaskError
 
         for attempt in itertools.count():
-            place = min(range(len(self.actors)), key=lambda place: (self._loads[place], place))
-            actor = self.actors[place]
-            self._loads[place] += 1
+            place = await self._choose()
+            actor = place.actor
+            place.load += 1
             try:
                 return await actor.play.remote(job.payload)
-            except RayActorError as error:
+            except RayTaskError:
+                raise
+            except RayError as error:  # the actor died, or its node with the answer on it
+                if isinstance(error, RayActorError) and place.actor is actor:
+                    self._replace(place, error)
                 if attempt == self._num_retries:
                     raise
-                if self.actors[place] is actor:
-                    logger.warning("collector actor %d died (%s); another takes its place", place, error)
-                    self.actors[place] = self._start()
-                    self.num_restarts += 1
             finally:
-                self._loads[place] -= 1
+                place.load -= 1
         raise AssertionError("the loop above ends by itself")
+
+    async def _choose(self) -> _Place:
+        while True:
+            ready = [place for place in self._places if place.is_ready]
+            if ready:
+                return min(ready, key=lambda place: place.load)
+            if not self._starting:
+                raise RuntimeError("no collector actor runs, and none could be started; its own log says why.")
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _replace(self, place: _Place, error: Exception) -> None:
+        logger.warning("a collector actor died (%s); another takes its place", error)
+        with contextlib.suppress(Exception):  # where it is only out of reach, it must not go on
+            import_ray().kill(place.actor)
+        place.actor, place.is_ready = self._new_actor(), False
+        self.num_restarts += 1
+        task = asyncio.create_task(self._wait_until_ready(place))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+        task.add_done_callback(lambda _: self._changed.set())
+
+    async def _wait_until_ready(self, place: _Place) -> None:
+        from ray.exceptions import RayError
+
+        try:
+            await place.actor.process_id.remote()
+        except RayError as error:
+            place.num_failed_starts += 1
+            if place.num_failed_starts <= self._num_retries:
+                self._replace(place, error)
+        else:
+            place.is_ready, place.num_failed_starts = True, 0
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
         """Actors score their groups themselves."""
 
     def shutdown(self) -> None:
-        """End the actors."""
-        import ray
-
-        for actor in self.actors:
-            ray.kill(actor)
+        """End the actors; Ray goes on."""
+        ray = import_ray()
+        for place in self._places:
+            ray.kill(place.actor)

@@ -52,6 +52,14 @@ class CollectionReport:
             **{f"num_{name}": float(self.num_by_status.get(name, 0)) for name in ("completed", "truncated", "error")},
         }
 
+    def __str__(self) -> str:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in self.num_dropped_by_reason.items()) or "none"
+        return (
+            f"{self.num_rollouts} rollouts, {self.num_turns} turns, {self.num_completion_tokens} tokens in "
+            f"{self.seconds:.1f} s ({self.tokens_per_second:.0f}/s); mean reward {self.mean_reward:.3f}; "
+            f"dropped: {dropped}"
+        )
+
     @classmethod
     def of(
         cls,

@@ -1,11 +1,12 @@
-"""From settled rollouts to training rows."""
+"""From settled rollouts to training rows, and to turns that may leave the process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from llmrl.data import History, LogProbs, Masks, Rollout, Tokens
 from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
@@ -55,6 +56,33 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
             )
         )
     return rows
+
+
+def portable_turn(step: TensorDictBase) -> TensorDictBase:
+    """A turn that can be saved or sent: cloned to its own size, without live objects.
+
+    Left out is what lives with a conversation while it is played and is no plain data: its token state, which holds
+    the renderer, its environment, the session of its tools.
+    """
+    return step.exclude(*_live_keys(step)).clone()
+
+
+def _live_keys(step: TensorDictBase, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    keys: list[tuple[str, ...]] = []
+    for key, value in step.items():
+        if isinstance(value, NonTensorData):
+            keys += [] if _is_plain(value.data) else [(*prefix, key)]
+        elif isinstance(value, TensorDict):
+            keys += _live_keys(value, (*prefix, key))
+    return keys
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (str, bytes, int, float))
 
 
 def batch_rows(rollouts: Sequence[Rollout]) -> TensorDictBase | None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -118,6 +118,7 @@ class RolloutScheduler:
         self._pending: deque[tuple[str, Job]] = deque()
         self._num_pending = 0
         self._dropped: list[Dropped] = []
+        self._in_hand: list[int] = []
         self._is_end_of_data = self._is_stopped = False
         self._error: BaseException | None = None
         self._wake, self._changed = asyncio.Event(), asyncio.Event()
@@ -157,18 +158,23 @@ class RolloutScheduler:
                 await asyncio.wait_for(self._changed.wait(), poll)
 
     def _deliver(self, group_ids: list[str], staleness: list[int]) -> Delivery:
-        groups = [self._groups.pop(group_id).kept or [] for group_id in group_ids]
-        if isinstance(self.gate, DemandGate) and self.gate.num_extra:
+        taken = [self._groups.pop(group_id) for group_id in group_ids]
+        if isinstance(self.gate, DemandGate) and self.gate.is_rest_dropped:
             for group_id in self.gate.live_ids:
-                self._drop_group(group_id, DropReason.OVERSAMPLED)
+                self._drop_group(group_id, DropReason.OVERSAMPLED if self.gate.num_extra else DropReason.RESET)
         dropped, self._dropped = self._dropped, []
-        return Delivery(groups=groups, staleness=staleness, dropped=dropped)
+        self._in_hand = _positions(taken)
+        return Delivery(groups=[group.kept or [] for group in taken], staleness=staleness, dropped=dropped)
+
+    def handed_on(self) -> None:
+        """The last delivery has reached whoever asked for it: a saved state need not hold it any more."""
+        self._in_hand = []
 
     @contextlib.asynccontextmanager
     async def holding_still(self) -> AsyncIterator[list[int]]:
-        """While nothing is drawn: where in the dataset the groups stand that were drawn and not delivered yet."""
+        """While nothing is drawn: where in the dataset the groups stand that were drawn and not handed on yet."""
         async with self._opening:
-            yield [position for group in self._groups.values() for job in group.jobs for position in job.positions]
+            yield self._in_hand + _positions(self._groups.values())
 
     def notify(self) -> None:
         """Something that gates look at, such as the policy's version, has changed."""
@@ -295,6 +301,10 @@ class RolloutScheduler:
                 self._watch.dropped(dropped)
             except CollectionStalled as error:
                 self._error = error
+
+
+def _positions(groups: Iterable[_Group]) -> list[int]:
+    return [position for group in groups for job in group.jobs for position in job.positions]
 
 
 def _aborted(rollout: Rollout) -> Rollout:

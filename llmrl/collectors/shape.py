@@ -31,8 +31,8 @@ class BatchShape:
         groups_per_batch: int | None = None,
         tokens_per_batch: int | None = None,
         dialog_turns_per_batch: int | None = None,
-        yield_completed_trajectories: bool = False,
-        yield_only_last_steps: bool = False,
+        yield_completed_trajectories: bool | None = None,
+        yield_only_last_steps: bool | None = None,
     ) -> BatchShape:
         """Read TorchRL's arguments, and ours.
 
@@ -43,8 +43,13 @@ class BatchShape:
             >>> BatchShape.of(yield_only_last_steps=True)
             BatchShape(kind='last_steps', size=1)
         """
-        steps = dialog_turns_per_batch is not None or yield_completed_trajectories or yield_only_last_steps
-        if (groups_per_batch is not None) + (tokens_per_batch is not None) + steps != 1:
+        if yield_only_last_steps and yield_completed_trajectories is False:
+            raise ValueError(
+                "yield_only_last_steps yields the last turns of completed trajectories: "
+                "leave yield_completed_trajectories=False out."
+            )
+        is_of_steps = dialog_turns_per_batch is not None or yield_completed_trajectories or yield_only_last_steps
+        if (groups_per_batch is not None) + (tokens_per_batch is not None) + bool(is_of_steps) != 1:
             raise ValueError(
                 "say what a batch is: one of groups_per_batch, tokens_per_batch, or dialog_turns_per_batch, "
                 "yield_completed_trajectories and yield_only_last_steps."
@@ -71,10 +76,18 @@ class BatchShape:
         return self.kind in ("groups", "tokens")
 
     def demand_gate(
-        self, *, num_extra_groups: int = 0, num_ahead: int = 0, is_free_running: bool = False
+        self,
+        *,
+        num_extra_groups: int = 0,
+        num_ahead: int = 0,
+        is_free_running: bool = False,
+        is_rest_dropped: bool = False,
     ) -> DemandGate:
         """A gate that starts what the batch asked for lacks."""
-        surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {"turns": "carry", "trajectories": "keep"}
+        surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {
+            "turns": "keep" if is_rest_dropped else "carry",
+            "trajectories": "keep",
+        }
         return DemandGate(
             self.size,
             surplus=surplus.get(self.kind, "refuse"),
@@ -82,6 +95,7 @@ class BatchShape:
             num_extra=num_extra_groups,
             num_ahead=num_ahead,
             is_free_running=is_free_running,
+            is_rest_dropped=is_rest_dropped,
         )
 
     def staleness_gate(self, *, max_staleness: int, late: LatePolicy) -> StalenessGate:
@@ -103,7 +117,7 @@ class BatchShape:
             return sum(len(rollout.steps) for rollout in rollouts)
         if self.kind == "tokens":
             for rollout in rollouts:
-                rollout.rows = rollout_rows(rollout)
+                rollout.rows = rollout.rows or rollout_rows(rollout)
             return sum(row["tokens", "full"].shape[0] for rollout in rollouts for row in rollout.rows)
         return 1
 

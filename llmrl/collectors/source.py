@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
-from tensordict import TensorDict, TensorDictBase
+import asyncio
 
-from llmrl.collectors.player import RolloutPlayer, as_scored
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import EnvBase, TransformedEnv
+
+from llmrl.collectors.player import RolloutLimits, RolloutPlayer, as_scored
 from llmrl.collectors.scheduler import Job
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout
-from llmrl.envs import PromptSampler
+from llmrl.engines import Engine
+from llmrl.envs import DatasetChatEnv
+from llmrl.policies import LLMWrapperBase
 
 
 class EnvSource:
     """Opens rollouts by resetting an environment, plays them with a `RolloutPlayer`.
 
     Args:
-        stepper: the environment.
-        player: plays one rollout.
-        prompts: the environment's dataset; None where it has none, and nothing is grouped.
+        env: not batch-locked; groups need a `DatasetChatEnv`, usually transformed.
+        policy: generates.
         is_grouped: whether rollouts come in groups of one prompt each.
+        limits: what may end a rollout early.
+        step_timeout_seconds: limit of one environment step, its tools included.
+
+    Raises:
+        ValueError: when groups are wanted of an environment without a dataset, or the environment is batch-locked.
     """
 
     def __init__(
-        self, stepper: EnvStepper, player: RolloutPlayer, prompts: PromptSampler | None, *, is_grouped: bool
+        self,
+        env: EnvBase,
+        policy: LLMWrapperBase,
+        *,
+        is_grouped: bool,
+        limits: RolloutLimits | None = None,
+        step_timeout_seconds: float | None = None,
     ) -> None:
-        self.stepper, self.player, self.prompts = stepper, player, prompts
-        self.group_size = prompts.num_samples if is_grouped and prompts is not None else 1
+        self.stepper = EnvStepper(env, timeout_seconds=step_timeout_seconds, keep_steps=not is_grouped)
+        self.dataset_env = dataset_env_of(env)
+        if is_grouped and self.dataset_env is None:
+            raise ValueError("groups need a DatasetChatEnv, whose repeats give the size of a group.")
+        self.is_open = asyncio.Event()
+        """Between turns, rollouts wait while it is not set."""
+        self.is_open.set()
+        self.player = RolloutPlayer(self.stepper, policy, limits=limits or RolloutLimits(), is_open=self.is_open)
+        rubric = self.player.rubric
+        self.is_group_scored = rubric is not None and rubric.is_group_scored
+        """Whether the rollouts of a group are scored together."""
+        self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
+        is_in_groups = self.prompts is not None and (is_grouped or self.is_group_scored)
+        self.group_size = self.prompts.num_samples if self.prompts is not None and is_in_groups else 1
+
+    @property
+    def engine(self) -> Engine:
+        """Who generates."""
+        return self.player.policy.engine
 
     @property
     def policy_version(self) -> int:
         """The engine's count of weight updates."""
-        return self.player.policy.engine.policy_version
+        return self.engine.policy_version
 
     async def open(self, num_groups: int) -> list[list[Job]]:
         """Reset the environment for each rollout of the next groups; fewer where the data ends."""
@@ -75,3 +107,14 @@ class EnvSource:
             scores = [rubric.failed(f"{type(error).__name__}: {error}")] * len(rollouts)
         for rollout, score in zip(rollouts, scores, strict=True):
             self.player.take_score(rollout, score)
+
+    def shutdown(self) -> None:
+        """End the environment's threads; environment and engine are their owner's."""
+        self.stepper.shutdown()
+
+
+def dataset_env_of(env: EnvBase) -> DatasetChatEnv | None:
+    """The dataset environment under an environment's transforms, if it is one."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env if isinstance(env, DatasetChatEnv) else None

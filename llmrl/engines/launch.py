@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from llmrl.engines.environment import available_cores
-from llmrl.engines.replicas import EngineReplicas
+from llmrl.engines.ray_cluster import connect
+from llmrl.engines.replicas import DEFAULT_HANG_TIMEOUT_SECONDS, EngineReplicas
 
 
 def start_replicas(
@@ -17,6 +18,8 @@ def start_replicas(
     *,
     use_ray: bool,
     ray_options: Mapping[str, Any] | None,
+    ray_init_config: Mapping[str, Any] | None,
+    hang_timeout_seconds: float | None,
     options: Mapping[str, Any],
 ) -> EngineReplicas:
     """Start `num_replicas` engines, in child processes of this one or as Ray actors; see `AsyncVLLM.from_pretrained`.
@@ -27,7 +30,11 @@ def start_replicas(
     """
     if num_replicas < 1:
         raise ValueError(f"num_replicas must be at least 1, got {num_replicas}.")
-    start = _ray_starter(model, options, ray_options) if use_ray else _local_starter(model, options, num_replicas)
+    if use_ray:
+        connect(ray_init_config)
+        start = _ray_starter(model, options, ray_options)
+    else:
+        start = _local_starter(model, options, num_replicas)
     with ThreadPoolExecutor(num_replicas, thread_name_prefix="llmrl-start") as pool:
         futures = [pool.submit(start, index) for index in range(num_replicas)]
     errors = [error for future in futures if (error := future.exception()) is not None]
@@ -36,7 +43,9 @@ def start_replicas(
             if future.exception() is None:
                 future.result().shutdown()
         raise errors[0]
-    return EngineReplicas([future.result() for future in futures], restart=start)
+    engines = [future.result() for future in futures]
+    timeout = DEFAULT_HANG_TIMEOUT_SECONDS if hang_timeout_seconds is None else hang_timeout_seconds
+    return EngineReplicas(engines, restart=start, hang_timeout_seconds=timeout)
 
 
 def _local_starter(model: str, options: Mapping[str, Any], num_replicas: int) -> Callable[[int], Any]:

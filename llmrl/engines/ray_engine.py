@@ -10,9 +10,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig
+from llmrl.engines.ray_cluster import connect, import_ray
 
 MAX_IN_FLIGHT = 1 << 16
 """Calls that an actor works on at once; Ray holds back what comes beyond."""
@@ -46,6 +48,11 @@ class EngineActor:
         """As the engine's."""
         await self._engine.abort(request_id)
 
+    async def progress(self) -> int | None:
+        """As the engine's, which may have none."""
+        ask = getattr(self._engine, "progress", None)
+        return None if ask is None else await ask()
+
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """A blocking method of the engine, with the version it has afterwards."""
         result = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
@@ -59,6 +66,14 @@ class EngineActor:
         """Return when the engine can serve no more; the caller hears of the actor's own death through Ray."""
         while self._engine.is_alive:
             await asyncio.sleep(0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNotice:
+    """What another process needs to reach an engine's actor; it can be pickled."""
+
+    actor: Any
+    facts: Mapping[str, Any]
 
 
 class RayEngine:
@@ -88,27 +103,33 @@ class RayEngine:
         self._in_flight: set[str] = set()
         self._id_prefix = uuid.uuid4().hex[:8]
         self._id_counter = itertools.count()
+        self._is_owner = True
         self._is_dead = is_dead = threading.Event()
         actor.wait_until_dead.remote().future().add_done_callback(lambda _: is_dead.set())
 
     @classmethod
-    def start(cls, make_engine: Callable[[], Any], *, ray_options: Mapping[str, Any] | None = None) -> RayEngine:
+    def start(
+        cls,
+        make_engine: Callable[[], Any],
+        *,
+        ray_options: Mapping[str, Any] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+    ) -> RayEngine:
         """Start an engine in a new actor.
 
         Args:
             make_engine: called in the actor; must be picklable.
             ray_options: of the actor, such as `num_gpus`, `resources` or `scheduling_strategy`; one CPU core when
                 not given.
+            ray_init_config: arguments of `ray.init` where this process is not connected to Ray yet, such as `address`.
 
         Raises:
             ImportError: when Ray is not installed, naming the extra.
-            RuntimeError: when Ray is not running.
+            ConnectionError: when no cluster is at the address.
             EngineError: when the actor does not start; any other error that `make_engine` raises arrives as it is.
         """
-        ray = import_ray()
+        ray = connect(ray_init_config)
         start = time.perf_counter()
-        if not ray.is_initialized():
-            raise RuntimeError("Ray is not running; call ray.init() first, or ray.init(address=...) for a cluster.")
         remote = ray.remote(EngineActor).options(
             **{"num_cpus": 1, **(ray_options or {}), "max_concurrency": MAX_IN_FLIGHT, "max_restarts": 0}
         )
@@ -123,6 +144,17 @@ class RayEngine:
                 raise cause from error
             raise EngineError(f"The engine's actor did not start: {error}") from error
         return cls(actor, facts, start_s=time.perf_counter() - start)
+
+    def notice(self) -> EngineNotice:
+        """How another process of the cluster reaches the same actor."""
+        return EngineNotice(self._actor, {name: getattr(self, name) for name in (*_FACTS, "host")})
+
+    @classmethod
+    def reach(cls, notice: EngineNotice) -> RayEngine:
+        """An engine that another process started, to generate with; its weights and its end are that one's."""
+        engine = cls(notice.actor, notice.facts, start_s=0.0)
+        engine._is_owner = False
+        return engine
 
     @property
     def policy_version(self) -> int:
@@ -188,6 +220,17 @@ class RayEngine:
             except Exception as error:
                 raise self._translated(error) from error
 
+    async def progress(self) -> int | None:
+        """As `AsyncVLLM.progress`; unanswered while the actor itself hangs.
+
+        Raises:
+            EngineError: when the actor died.
+        """
+        try:
+            return await self._actor.progress.remote()
+        except Exception as error:
+            raise self._translated(error) from error
+
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """As `AsyncVLLM.pause`."""
         self._call("pause", mode, clear_cache=clear_cache)
@@ -217,7 +260,10 @@ class RayEngine:
         return self._call("finish_weight_update", weight_version)
 
     def shutdown(self) -> None:
-        """End the engine and its actor; requests in flight raise `EngineError`. May be called twice."""
+        """End the engine and its actor, unless it was only reached; requests in flight raise `EngineError`."""
+        if not self._is_owner:
+            self._is_dead.set()
+            return
         ray = import_ray()
         if not ray.is_initialized():
             return
@@ -256,19 +302,6 @@ class RayEngine:
             self._is_dead.set()
             return EngineError(f"The engine's actor died: {cause}")
         return cause
-
-
-def import_ray() -> Any:
-    """Ray.
-
-    Raises:
-        ImportError: when it is not installed, naming the extra.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("Engines as Ray actors need Ray; install llmrl[ray].") from error
-    return ray
 
 
 def _cause(error: Exception) -> Exception:

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmrl.engines.base import Completion, Engine, EngineError, SamplingConfig
+from llmrl.engines.hang_watch import HangWatch
 from llmrl.engines.router import NoReplicaError, Router
+
+DEFAULT_HANG_TIMEOUT_SECONDS = 300.0
+"""Longer than any prompt takes to be read, or a first batch to be compiled."""
 
 _LOGGER = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.1
@@ -33,9 +37,11 @@ class EngineReplicas(Sequence[Any]):
         num_retries: how often a request that failed with an `EngineError` is tried again.
         restart: starts the engine that takes a dead one's place, given its index; called in a thread.
         max_restarts: of one replica without a completion in between; then it stays dead.
+        hang_timeout_seconds: a replica that has requests and in this time no token for any of them hangs, and is ended
+            and replaced like a dead one; None waits for ever. Time that it is paused does not count.
 
     Raises:
-        ValueError: when there are no engines, or a number is negative.
+        ValueError: when there are no engines, or a number is out of range.
 
     Example:
         >>> import asyncio
@@ -56,6 +62,7 @@ class EngineReplicas(Sequence[Any]):
         num_retries: int = 2,
         restart: Callable[[int], Engine] | None = None,
         max_restarts: int = 3,
+        hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
     ) -> None:
         if not engines:
             raise ValueError("engines must not be empty.")
@@ -65,7 +72,9 @@ class EngineReplicas(Sequence[Any]):
         self.before_serving: list[Callable[[Any], None]] = []
         """Called, in a thread, with an engine that was started in a dead one's place, before it serves."""
         self.num_deaths = 0
-        """Engines that were found dead."""
+        """Engines that were found dead, or hanging."""
+        self.num_hangs = 0
+        """Engines that were found hanging."""
         self.num_restarts = 0
         """Engines that were started in their place."""
         self.num_retried = 0
@@ -89,6 +98,8 @@ class EngineReplicas(Sequence[Any]):
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._is_shut_down = False
+        self._watch = None if hang_timeout_seconds is None else HangWatch(hang_timeout_seconds)
+        self._watching: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -157,6 +168,8 @@ class EngineReplicas(Sequence[Any]):
             raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
         pending = self._pending[request_id] = _Pending()
         failed_on: set[int] = set()
+        if self._watch is not None and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.create_task(self._watch_for_hangs(self._watch))
         try:
             for attempt in itertools.count():
                 pending.attempt_id = request_id if attempt == 0 else f"{request_id}/retry-{attempt}"
@@ -297,7 +310,22 @@ class EngineReplicas(Sequence[Any]):
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 waiter.get_loop().call_soon_threadsafe(_set, waiter)
 
-    def _bury(self, index: int) -> None:
+    async def _watch_for_hangs(self, watch: HangWatch) -> None:
+        """While there are requests, on the loop of whoever made the first."""
+        watch.forget()
+        while self._pending and not self._is_shut_down:
+            await asyncio.sleep(watch.interval_seconds)
+            for engine in await watch.find_hanging(list(self._engines)):
+                with self._lock:
+                    index = next((index for index, one in enumerate(self._engines) if one is engine), None)
+                    if index is not None and index not in self._dead:
+                        _LOGGER.warning(
+                            "Engine replica %d gave no token for %g s and is ended.", index, watch.timeout_seconds
+                        )
+                        self.num_hangs += 1
+                        self._bury(index, is_hanging=True)
+
+    def _bury(self, index: int, *, is_hanging: bool = False) -> None:
         self.num_deaths += not self._is_shut_down
         self._dead.add(index)
         self._unproven.discard(index)
@@ -306,21 +334,26 @@ class EngineReplicas(Sequence[Any]):
         if self._is_shut_down:
             return
         _LOGGER.warning("Engine replica %d died with %d requests.", index, self._router.loads[index])
-        if self._restart is not None and self._restarts_in_a_row[index] < self._max_restarts:
+        # One that hangs is to be ended, so that its requests fail and are tried elsewhere.
+        if is_hanging or (self._restart is not None and self._restarts_in_a_row[index] < self._max_restarts):
             thread = threading.Thread(target=self._recover, args=(index,), name=f"llmrl-recover-{index}", daemon=True)
             self._recovering[index] = thread
             thread.start()
 
     def _recover(self, index: int) -> None:
         """Start an engine in a dead one's place and bring it to the current weights; runs in its own thread."""
-        assert self._restart is not None
         with contextlib.suppress(Exception):  # it is dead; this only takes away what is left of it
             self._engines[index].shutdown()
-        engine = None
-        while engine is None and self._restarts_in_a_row[index] < self._max_restarts and not self._is_shut_down:
+        engine, restart = None, self._restart
+        while (
+            engine is None
+            and restart is not None
+            and self._restarts_in_a_row[index] < self._max_restarts
+            and not self._is_shut_down
+        ):
             self._restarts_in_a_row[index] += 1
             try:
-                engine = self._restart(index)
+                engine = restart(index)
             except Exception:
                 _LOGGER.exception("Engine replica %d could not be restarted.", index)
         if engine is not None:

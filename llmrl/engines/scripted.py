@@ -79,7 +79,8 @@ class ScriptedEngine:
         self._queue: OrderedDict[str, Flight] = OrderedDict()
         self._num_running = 0
         self._ids = itertools.count()
-        self._is_paused = self._is_shut_down = False
+        self._num_tokens = 0
+        self._is_paused = self._is_hanging = self._is_shut_down = False
 
     @property
     def policy_version(self) -> int:
@@ -111,6 +112,18 @@ class ScriptedEngine:
         """Make the next requests wait until they are aborted or cancelled."""
         self._num_to_hang += num_requests
 
+    def hang(self) -> None:
+        """Give no token any more to any request, alive as it seems, until it is shut down."""
+        self._is_hanging = True
+        for flight in list(self._in_flight.values()):
+            flight.hold()
+
+    async def progress(self) -> int | None:
+        """A number that changes with every token that is due; None while none is: idle, or paused."""
+        if self._is_paused or not self._in_flight:
+            return None
+        return self._num_tokens + sum(flight.num_done() for flight in self._in_flight.values())
+
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop time: requests in flight stay (`keep`), are finished first (`wait`) or end now (`abort`).
 
@@ -129,7 +142,7 @@ class ScriptedEngine:
     def resume(self) -> None:
         """Go on after `pause`."""
         self._is_paused = False
-        for flight in list(self._in_flight.values()):
+        for flight in list(self._in_flight.values()) if not self._is_hanging else ():
             flight.release()
 
     async def generate(
@@ -162,18 +175,19 @@ class ScriptedEngine:
         if self._num_to_hang:
             self._num_to_hang -= 1
             latency_s = math.inf
-        flight = Flight(latency_s, self._policy_version)
         num_tokens = len(token_ids)
+        flight = Flight(latency_s, self._policy_version, num_tokens)
         await self._fly(request_id, flight)
+        self._num_tokens += num_tokens
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
         if flight.is_aborted:
-            token_ids, finish_reason, stop_string = token_ids[: flight.num_done(num_tokens)], "abort", None
+            token_ids, finish_reason, stop_string = token_ids[: flight.num_done()], "abort", None
         log_prob = self._log_prob
         return Completion(
             token_ids=token_ids,
             log_probs=list(log_prob(token_ids)) if callable(log_prob) else [log_prob] * len(token_ids),
-            versions=flight.versions(num_tokens, len(token_ids)),
+            versions=flight.versions(len(token_ids)),
             finish_reason=finish_reason,
             stop_string=stop_string,
         )
@@ -193,7 +207,7 @@ class ScriptedEngine:
     async def _fly(self, request_id: str, flight: Flight) -> None:
         """Wait for a free sequence, then for the latency; cancelled or not, leave the books right."""
         self._in_flight[request_id] = flight
-        if self._is_paused:
+        if self._is_paused or self._is_hanging:
             flight.hold()
         if self._num_running < self._max_num_seqs:
             self._start(flight)

@@ -13,10 +13,20 @@ class Flight:
     called on the loop; the others may come from any thread.
     """
 
-    __slots__ = ("_end", "_held_s", "_held_since_s", "_start_s", "_versions_since", "is_aborted", "latency_s", "loop")
+    __slots__ = (
+        "_end",
+        "_held_s",
+        "_held_since_s",
+        "_start_s",
+        "_versions_since",
+        "is_aborted",
+        "latency_s",
+        "loop",
+        "num_tokens",
+    )
 
-    def __init__(self, latency_s: float, version: int) -> None:
-        self.latency_s = latency_s
+    def __init__(self, latency_s: float, version: int, num_tokens: int) -> None:
+        self.latency_s, self.num_tokens = latency_s, num_tokens
         self.loop = asyncio.get_running_loop()
         self.is_aborted = False
         self._start_s: float | None = None
@@ -74,21 +84,21 @@ class Flight:
         """Tokens due from now on have `version`."""
         self._versions_since.append((self.elapsed_s, version))
 
-    def num_done(self, num_tokens: int) -> int:
+    def num_done(self) -> int:
         """Tokens due by now, were they sampled at a steady pace."""
         if self.latency_s <= 0:
-            return num_tokens
+            return self.num_tokens
         if math.isinf(self.latency_s):
             return 0
-        return min(num_tokens, int(num_tokens * self.elapsed_s / self.latency_s))
+        return min(self.num_tokens, int(self.num_tokens * self.elapsed_s / self.latency_s))
 
-    def versions(self, num_tokens: int, num_done: int) -> list[int]:
+    def versions(self, num_done: int) -> list[int]:
         """[num_done] version of each token: that of the weights when it was due."""
         if len(self._versions_since) == 1:
             return [self._versions_since[0][1]] * num_done
         versions = []
         for index in range(num_done):
-            due_s = self.latency_s * (index + 1) / num_tokens
+            due_s = self.latency_s * (index + 1) / self.num_tokens
             versions.append([version for since_s, version in self._versions_since if since_s <= due_s][-1])
         return versions
 

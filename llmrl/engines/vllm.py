@@ -17,7 +17,7 @@ from llmrl.data.background_loop import BackgroundLoop
 from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, completion_budget
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.vllm_args import build_engine_args
-from llmrl.engines.vllm_requests import generate_one, sampling_params
+from llmrl.engines.vllm_requests import generate_one, num_unfinished_tokens, sampling_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -50,6 +50,8 @@ class AsyncVLLM:
         self._id_prefix = uuid.uuid4().hex[:8]
         self._id_counter = itertools.count()
         self._in_flight: set[str] = set()
+        self._num_tokens = 0
+        self._is_paused = False
         self._finalizer = weakref.finalize(self, _close, llm, background)
 
     @classmethod
@@ -73,6 +75,8 @@ class AsyncVLLM:
         num_replicas: int | None = None,
         use_ray: bool = False,
         ray_options: Mapping[str, Any] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        hang_timeout_seconds: float | None = None,
     ) -> Any:
         """Start an engine, or `EngineReplicas` of as many as `num_replicas` says.
 
@@ -97,6 +101,8 @@ class AsyncVLLM:
                 share the devices that this process sees.
             use_ray: start each replica in a Ray actor, one of them when `num_replicas` is not given.
             ray_options: of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
+            ray_init_config: of `ray.init`, where Ray does not run yet; `{"address": "auto"}` for a cluster that does.
+            hang_timeout_seconds: replaces a replica that has requests and gives no token so long; 300 when not given.
 
         Raises:
             ImportError: when vLLM is not installed, naming the extra.
@@ -105,8 +111,11 @@ class AsyncVLLM:
         """
         if cpu_threads is not None and cpu_threads < 1:
             raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
-        if ray_options is not None and not use_ray:
-            raise ValueError("ray_options has no effect without use_ray=True.")
+        for name, value in (("ray_options", ray_options), ("ray_init_config", ray_init_config)):
+            if value is not None and not use_ray:
+                raise ValueError(f"{name} has no effect without use_ray=True.")
+        if hang_timeout_seconds is not None and not use_ray and num_replicas is None:
+            raise ValueError("hang_timeout_seconds needs replicas that can be replaced: pass num_replicas, 1 or more.")
         if use_ray or num_replicas is not None:
             from llmrl.engines.launch import start_replicas
 
@@ -130,6 +139,8 @@ class AsyncVLLM:
                 1 if num_replicas is None else num_replicas,
                 use_ray=use_ray,
                 ray_options=ray_options,
+                ray_init_config=ray_init_config,
+                hang_timeout_seconds=hang_timeout_seconds,
                 options=own,
             )
         start = time.perf_counter()
@@ -232,7 +243,9 @@ class AsyncVLLM:
         params = sampling_params(sampling, budget)
         self._in_flight.add(request_id)
         try:
-            return await self._background.wait(generate_one(self._llm, list(prompt_ids), params, request_id))
+            completion = await self._background.wait(generate_one(self._llm, list(prompt_ids), params, request_id))
+            self._num_tokens += len(completion.token_ids)
+            return completion
         except RuntimeError as error:
             if isinstance(error, EngineError) or not self._background.is_closed:
                 raise
@@ -253,6 +266,12 @@ class AsyncVLLM:
         if self.is_alive and request_id in self._in_flight:
             await self._background.wait(self._llm.abort(request_id))
 
+    async def progress(self) -> int | None:
+        """A number that changes with every token that comes; None while none is due: idle, or paused."""
+        if self._is_paused or not self._in_flight:
+            return None
+        return self._num_tokens + num_unfinished_tokens(self._llm)
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     @property
@@ -269,10 +288,12 @@ class AsyncVLLM:
             self._control(self._llm.pause_generation(mode=mode, clear_cache=True))
         else:  # the same without its nap of 20 ms, which is for callers who want outputs in a nicer order
             self._control(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        self._is_paused = True
 
     def resume(self) -> None:
         """Go on after `pause`."""
         self._control(self._llm.resume_generation())
+        self._is_paused = False
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
         """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""

@@ -69,6 +69,12 @@ async def generate_one(llm: AsyncLLM, prompt_ids: list[int], params: SamplingPar
     return read_completion(final)
 
 
+def num_unfinished_tokens(llm: AsyncLLM) -> int:
+    """Tokens that have come so far for requests in flight."""
+    states = list(llm.output_processor.request_states.values())
+    return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+
 def read_completion(output: RequestOutput) -> Completion:
     """Read vLLM's answer, refusing one without a log-prob and a version for each token.
 

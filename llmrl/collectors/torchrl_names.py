@@ -1,0 +1,48 @@
+"""Names of TorchRL's collectors that have no meaning here, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from llmrl.engines.vllm_args import refuse_unknown
+
+ARGUMENTS: Mapping[str, str] = {
+    "weight_updater": "pass weight_sync_schemes={'policy': VLLMWeightSyncScheme()} and call update_policy_weights_",
+}
+"""Arguments of TorchRL's `LLMCollector` and `RayLLMCollector`."""
+
+ATTRIBUTES: Mapping[str, str] = {
+    "as_remote": "use RayLLMCollector",
+    "get_policy_model": "the engine is policy.engine",
+    "init_updater": "pass weight_sync_schemes=",
+    "iterator": "iterate the collector itself",
+    "rollout": "call next() for a batch, or play() for whole rollouts",
+    "set_seed": "the environment's seed orders the prompts, the engine's and a request's draw the tokens",
+    "set_weight_updater": "pass weight_sync_schemes=",
+    "weight_updater": "pass weight_sync_schemes= and call update_policy_weights_",
+}
+"""Methods and properties of TorchRL's collectors."""
+
+
+def refuse_arguments(owner: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse arguments that nothing would read.
+
+    Raises:
+        TypeError: naming what to do instead, or the nearest name.
+
+    Example:
+        >>> refuse_arguments("LLMCollector", ["group_per_batch"], ["groups_per_batch"])
+        Traceback (most recent call last):
+        ...
+        TypeError: LLMCollector has no argument 'group_per_batch'; did you mean 'groups_per_batch'?
+    """
+    for name in unknown:
+        if name in ARGUMENTS:
+            raise TypeError(f"{owner} has no argument {name!r}: {ARGUMENTS[name]}.")
+        refuse_unknown(owner, [name], known)
+
+
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that a collector has not."""
+    mend = f": {ATTRIBUTES[name]}." if name in ATTRIBUTES else "."
+    return AttributeError(f"{type(owner).__name__} has no {name!r}{mend}", name=name, obj=owner)

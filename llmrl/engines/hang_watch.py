@@ -1,0 +1,68 @@
+"""Telling an engine that hangs from one that is slow: requests in flight, and not a token for any of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmrl.engines.base import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    engine: Any
+    progress: int | None
+    since_s: float
+
+
+class HangWatch:
+    """Asks engines how far they are (`async progress()`), time and again, and finds those that stand still.
+
+    `progress()` gives a number that changes with every token, and None while none is due: idle, or paused. An engine
+    that does not answer stands still; one without the method, or that died, is not judged.
+
+    Args:
+        timeout_seconds: without a token, after which an engine hangs.
+
+    Raises:
+        ValueError: when it is not positive.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        if timeout_seconds <= 0:
+            raise ValueError(f"hang_timeout_seconds must be positive, or None to wait for ever; got {timeout_seconds}.")
+        self.timeout_seconds = timeout_seconds
+        self.interval_seconds = timeout_seconds / 4
+        """Between two looks."""
+        self._sights: dict[int, _Sight] = {}
+
+    def forget(self) -> None:
+        """Start anew, after a time without requests."""
+        self._sights = {}
+
+    async def find_hanging(self, engines: Sequence[Any]) -> list[Any]:
+        """Look once; the engines that stood still for longer than the time-out."""
+        loop = asyncio.get_running_loop()
+        progresses = await asyncio.gather(*map(self._progress, range(len(engines)), engines))
+        hanging = []
+        for index, (engine, progress) in enumerate(zip(engines, progresses, strict=True)):
+            sight = self._sights.get(index)
+            if sight is None or progress is None or (sight.engine, sight.progress) != (engine, progress):
+                self._sights[index] = _Sight(engine, progress, loop.time())
+            elif loop.time() - sight.since_s >= self.timeout_seconds:
+                hanging.append(engine)
+        return hanging
+
+    async def _progress(self, index: int, engine: Any) -> int | None:
+        ask = getattr(engine, "progress", None)
+        if ask is None:
+            return None
+        try:
+            return await asyncio.wait_for(ask(), self.interval_seconds)
+        except TimeoutError:
+            sight = self._sights.get(index)
+            return -1 if sight is None or sight.progress is None else sight.progress
+        except EngineError:
+            return None
