@@ -171,6 +171,9 @@ def test_a_narrow_window_has_no_sideways_scroll(page):
     try:
         page.click(".item >> nth=0")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.evaluate("scrollTo(0, 0)")
+        page.click(".item >> nth=1")  # the rollout below the list comes into sight
+        page.wait_for_function("document.querySelector('#rollout h2').getBoundingClientRect().bottom < innerHeight")
     finally:
         page.set_viewport_size({"width": 1300, "height": 900})
 
@@ -193,13 +196,16 @@ def test_ten_thousand_rollouts_open_fast_and_draw_few(tmp_path, run_path, page):
     lines = (run_path / "rollouts.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     with (tmp_path / "run" / "rollouts.jsonl").open("w") as file:
-        for copy in range(10_000 // len(records) + 1):
+        for copy in range(10_000 // len(records)):
             for record in records:
                 file.write(json.dumps({**record, "rollout_id": f"{copy}/{record['rollout_id']}"}) + "\n")
+        file.write("\n".join([*lines, ""]))
     path = write_page(read_run(tmp_path / "run"), tmp_path / "page.html")
     other = page.context.new_page()
     other.goto(path.as_uri())
     other.wait_for_selector("body[data-ready]", timeout=10_000)
     assert "10,0" in other.inner_text("#counts")
     assert other.locator(".item").count() < 60
+    other.click(".item >> nth=0")  # of the copies no rows were trained
+    other.wait_for_selector("text=Nothing of it was trained")
     other.close()

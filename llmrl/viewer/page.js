@@ -33,8 +33,9 @@ function curve(name, metrics) {
   const x = (step) => (last === first ? 50 : (100 * (step - first)) / (last - first));
   const y = (value) => (high === low ? 50 : 95 - (90 * (value - low)) / (high - low));
   const path = points.map(([step, value]) => `${x(step).toFixed(2)},${y(value).toFixed(2)}`).join(" ");
+  const parts = name.split(/(?<=_)/).flatMap((part) => [part, make("wbr")]);  // long names break after a _
   const figure = make("figure", { "data-metric": name },
-    make("figcaption", {}, make("b", {}, name), make("span", {}, `${number(low, 3)} … ${number(high, 3)}`)));
+    make("figcaption", {}, make("b", {}, ...parts), make("span", {}, `${number(low, 3)} … ${number(high, 3)}`)));
   figure.insertAdjacentHTML("beforeend",
     `<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="${name} by step">` +
     `<line x1="0" x2="100" y1="95" y2="95"/><polyline points="${path}"/></svg>`);
@@ -126,7 +127,7 @@ class RolloutList {
       const place = this.shown[row], { index } = this;
       list.append(make("div", {
         class: "item", role: "option", "data-place": place, "aria-selected": String(place === this.selected),
-        style: `top:${row * ITEM_HEIGHT}px`, onclick: () => this.select(place),
+        style: `top:${row * ITEM_HEIGHT}px`, onclick: () => this.select(place).then(showBelow),
       },
       make("div", {}, make("span", {}, `step ${index.step[place]} · ${index.rollout_id[place]}`),
         make("span", { class: "reward" }, number(index.reward[place], 3))),
@@ -135,10 +136,10 @@ class RolloutList {
     }
   }
 
-  select(place) {
+  async select(place) {
     this.selected = place;
     this.draw();
-    this.open(place);
+    await this.open(place);
   }
 
   onKey(event) {
@@ -261,6 +262,10 @@ function showTip(target, text) {
   tip.style.top = `${below ? box.bottom + 8 : box.top - tip.offsetHeight - 8}px`;
 }
 
+function showBelow() {  // on a narrow screen the rollout stands below the list, perhaps out of sight
+  if (matchMedia("(max-width: 800px)").matches) byId("rollout").scrollIntoView({ block: "nearest" });
+}
+
 function hideTip() {
   byId("tip").hidden = true;
 }
@@ -297,6 +302,8 @@ function showRollout(record, head, list) {
       }, number(index.reward[place], 3)))) : null,
     record.rows.length > 1 ? make("p", { class: "faint" },
       `The history was rewritten, so this rollout forked into ${record.rows.length} rows, each trained with the same advantage.`) : null,
+    record.split === "train" && head.hasRows && !record.rows.length ? make("p", { class: "faint" },
+      "Nothing of it was trained: its group's rewards were all equal, or the report counts it as dropped.") : null,
     tabs, view].filter(Boolean));
   show(record.rows.length && location.hash === "#tokens" ? Object.keys(views)[1] : "conversation");
 }

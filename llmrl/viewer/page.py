@@ -51,6 +51,7 @@ def write_page(run: RunData, path: str | Path) -> Path:
         "config": run.config,
         "tokenTexts": run.token_texts,
         "blockSize": _BLOCK_SIZE,
+        "hasRows": bool(run.rows),
         "index": {name: [record.get(name) for record in run.rollouts] for name in _LISTED},
         "previews": [_preview(record) for record in run.rollouts],
     }
