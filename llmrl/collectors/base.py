@@ -22,7 +22,7 @@ from llmrl.collectors.staleness import StalenessGate
 from llmrl.collectors.torchrl_names import missing_attribute
 from llmrl.data import Rollout
 from llmrl.data.background_loop import BackgroundLoop
-from llmrl.envs import DatasetChatEnv
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 class CollectorSource(RolloutSource, Protocol):
     """A source of rollouts with all that a collector asks of it."""
 
-    dataset_env: DatasetChatEnv | None
+    dataset_env: DatasetChatEnv | DataLoadingPrimer | None
     """Whose position is part of the saved state."""
     is_open: asyncio.Event
     """Cleared while nothing new may start."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from tensordict import TensorDict, TensorDictBase
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from llmrl.collectors.player import RolloutLimits, RolloutPlayer, as_scored
 from llmrl.collectors.scheduler import Job
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout
 from llmrl.engines import Engine
-from llmrl.envs import DatasetChatEnv
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, EndOfData
 from llmrl.policies import LLMWrapperBase
 
 
@@ -80,7 +80,11 @@ class EnvSource:
             count = len(positions)
         if not count:
             return []
-        elements: tuple[TensorDictBase, ...] = self.stepper.env.reset(TensorDict(batch_size=[count])).unbind(0)
+        elements: tuple[TensorDictBase, ...]
+        try:
+            elements = self.stepper.env.reset(TensorDict(batch_size=[count])).unbind(0)
+        except EndOfData as end:  # of data that others draw from too, or that is out of sight
+            return self._draw(end.num_left)
         return [
             Job(
                 records=[self.player.open(element)],
@@ -113,8 +117,12 @@ class EnvSource:
         self.stepper.shutdown()
 
 
-def dataset_env_of(env: EnvBase) -> DatasetChatEnv | None:
-    """The dataset environment under an environment's transforms, if it is one."""
+def dataset_env_of(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer | None:
+    """What draws an environment's prompts and has their position: a dataset environment, or a primer of one's own."""
+    primer = None
     while isinstance(env, TransformedEnv):
+        for transform in env.transform if isinstance(env.transform, Compose) else [env.transform]:
+            if isinstance(transform, DataLoadingPrimer) and not transform.is_shared:
+                primer = transform
         env = env.base_env
-    return env if isinstance(env, DatasetChatEnv) else None
+    return env if isinstance(env, DatasetChatEnv) else primer

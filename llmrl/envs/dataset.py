@@ -22,7 +22,16 @@ Drawn = tuple[Mapping[str, Any], str, int]
 
 
 class EndOfData(Exception):
-    """A dataset environment has drawn every sample of its last epoch."""
+    """A dataset has fewer samples left than were to be drawn; none of them is drawn.
+
+    Args:
+        message: what has ended.
+        num_left: samples that can still be drawn.
+    """
+
+    def __init__(self, message: str, *, num_left: int = 0) -> None:
+        super().__init__(message)
+        self.num_left = num_left
 
 
 class PromptSampler:
@@ -83,14 +92,25 @@ class PromptSampler:
         Raises:
             EndOfData: after the last epoch.
         """
-        positions = self.upcoming(1)
-        if not positions:
-            raise EndOfData(f"all {self.num_epochs} epochs of {len(self.items)} prompts are drawn.")
-        if self._again:
+        return self.draw_many(1)[0]
+
+    def draw_many(self, count: int) -> list[Drawn]:
+        """The next `count` draws, all of them or none.
+
+        Raises:
+            EndOfData: when there are fewer.
+        """
+        positions = self.upcoming(count)
+        if len(positions) < count:
+            epochs = f"the {self.num_epochs} epochs of {len(self.items)} prompts"
+            raise EndOfData(
+                f"{epochs} have {len(positions)} draws left, {count} were asked for.", num_left=len(positions)
+            )
+        num_new = max(0, count - len(self._again))
+        for _ in range(count - num_new):
             self._again.popleft()
-        else:
-            self._position += 1
-        return self.at(positions[0])
+        self._position += num_new
+        return [self.at(position) for position in positions]
 
     def at(self, position: int) -> Drawn:
         """What a draw at a position gives; nothing is drawn."""
@@ -212,13 +232,9 @@ class DatasetChatEnv(ChatEnv):
         shape = self.batch_size if tensordict is None or self.batch_locked else tensordict.batch_size
         # A partial reset keeps the running conversations: only the marked ones draw a new prompt.
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        drawn = self._open_all(
-            [
-                self.prompts.draw() if mask is None or bool(mask.reshape(-1)[index]) else None
-                for index in range(shape.numel())
-            ]
-        )
-        return restacked(drawn, shape)
+        is_drawn = [True] * shape.numel() if mask is None else mask.reshape(-1).tolist()
+        drawn = iter(self.prompts.draw_many(sum(is_drawn)))
+        return restacked(self._open_all([next(drawn) if is_new else None for is_new in is_drawn]), shape)
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
         """Open a conversation for each draw; where there is none, the place of one that goes on."""

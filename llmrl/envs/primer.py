@@ -27,8 +27,7 @@ class DataLoadingPrimer(Transform):
     sibling for several environments that share one pass over the data. A reset whose tensordict already has the first
     column draws nothing.
 
-    A collector draws ahead, and knows of groups and of the end of the data only from a `DatasetChatEnv`: give it one of
-    those, or a primer without `num_epochs`.
+    A collector takes groups, the end of the data and the saved position from a primer as from a `DatasetChatEnv`.
 
     Args:
         dataloader: finite: a `DataLoader`, or anything that `load_rows` reads. It is read once.
@@ -46,6 +45,9 @@ class DataLoadingPrimer(Transform):
         >>> data["history"].prompt.content, data["answer"], data["rollout", "group_id"]
         (['1 + 1 ='], '2', 'train/0/0')
     """
+
+    is_shared = False
+    """Whether others draw from the same position."""
 
     def __init__(
         self,
@@ -72,16 +74,16 @@ class DataLoadingPrimer(Transform):
         self._start(make_prompts)
 
     def _start(self, make_prompts: Callable[[], PromptSampler]) -> None:
-        self._prompts = make_prompts()
-        self.columns: tuple[str, ...] = tuple(self._prompts.items[0])
+        self.prompts = make_prompts()
+        self.columns: tuple[str, ...] = tuple(self.prompts.items[0])
 
     def draw(self, count: int) -> list[Drawn]:
-        """The next rows.
+        """The next rows, all of them or none.
 
         Raises:
-            EndOfData: after the last epoch.
+            EndOfData: when there are fewer.
         """
-        return [self._prompts.draw() for _ in range(count)]
+        return self.prompts.draw_many(count)
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         parent = self.parent
@@ -124,25 +126,33 @@ class DataLoadingPrimer(Transform):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The position in the data."""
-        return {"prompts": self._prompts.state_dict()}
+        return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         """Continue from a saved position."""
-        self._prompts.load_state_dict(state_dict["prompts"])
+        self.prompts.load_state_dict(state_dict["prompts"])
 
 
 class RayDataLoadingPrimer(DataLoadingPrimer):
     """A `DataLoadingPrimer` whose position is in a Ray actor: environments in many processes share one pass.
 
     The data is read in the actor, once. Primers of one `actor_name` share it, and a pickled primer shares that of the
-    one it was pickled from. The actor ends with the last handle to it.
+    one it was pickled from. The actor ends with the last handle to it. Collectors end with the data; they know of no
+    groups, since others draw in between, and `RayLLMCollector` deals the positions of a `DatasetChatEnv` by itself.
 
     Args:
         dataloader, dataloader_factory, repeats, shuffle, seed, num_epochs, name: see `DataLoadingPrimer`; the first
             primer of an `actor_name` decides them.
         num_cpus: cores that the actor reserves.
         actor_name: in Ray's namespace; None makes an actor of its own.
+
+    Example:
+        >>> from llmrl.envs import ChatEnv
+        >>> primer = RayDataLoadingPrimer([{"query": "1 + 1 ="}], actor_name="prompts")  # doctest: +SKIP
+        >>> env = ChatEnv().append_transform(primer)  # doctest: +SKIP
     """
+
+    is_shared = True
 
     def __init__(self, *args: Any, num_cpus: float = 0, actor_name: str | None = None, **kwargs: Any) -> None:
         self._actor_options = {"num_cpus": num_cpus, "name": actor_name, "get_if_exists": actor_name is not None}
@@ -151,25 +161,25 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     def _start(self, make_prompts: Callable[[], PromptSampler]) -> None:
         ray = require("ray", extra="ray")
         self._actor = ray.remote(_SharedPrompts).options(**self._actor_options).remote(make_prompts)
-        self.columns, self.group_size = self._call("facts")
+        self.columns, self.group_size = self._ask("facts")
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         return require("ray", extra="ray").get(getattr(self._actor, method).remote(*arguments))
 
     def draw(self, count: int) -> list[Drawn]:
         """The next rows, which no other primer of the actor gets."""
-        drawn = self._call("draw", count)
-        if len(drawn) < count:  # not raised in the actor: Ray would wrap the error
-            raise EndOfData(f"the data of the actor has {len(drawn)} more rows, {count} were to be drawn.")
+        drawn = self._ask("draw", count)
+        if isinstance(drawn, EndOfData):
+            raise drawn
         return drawn
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The position in the data, of all that share it."""
-        return {"prompts": self._call("state_dict")}
+        return {"prompts": self._ask("state_dict")}
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         """Continue from a saved position, for all that share it."""
-        self._call("load_state_dict", state_dict["prompts"])
+        self._ask("load_state_dict", state_dict["prompts"])
 
 
 class _SharedPrompts:
@@ -181,8 +191,11 @@ class _SharedPrompts:
     def facts(self) -> tuple[tuple[str, ...], int]:
         return tuple(self._prompts.items[0]), self._prompts.num_samples
 
-    def draw(self, count: int) -> list[Drawn]:
-        return [self._prompts.draw() for _ in range(len(self._prompts.upcoming(count)))]
+    def draw(self, count: int) -> list[Drawn] | EndOfData:
+        try:
+            return self._prompts.draw_many(count)
+        except EndOfData as end:  # given back, for Ray would wrap what is raised
+            return end
 
     def state_dict(self) -> dict[str, Any]:
         return self._prompts.state_dict()
