@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from llmrl.data import Message, Rollout, text_of
+from llmrl.data import Message, text_of
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -97,10 +97,10 @@ class LiveView:
             parts = (f"{title} {form.format(row[key])}" for title, key, form in _COLUMNS if key in row)
             self.console.print("  ".join(parts), highlight=False)
 
-    def show_sample(self, rollout: Rollout) -> None:
-        """Show one conversation with its reward."""
-        title = f"{rollout.rollout_id}  reward {rollout.reward:.2f}"
-        self._sample = conversation_panel(rollout.messages, title)
+    def show_sample(self, record: Mapping[str, Any]) -> None:
+        """Show one conversation with its reward, from a rollout's record."""
+        title = f"{record['rollout_id']}  reward {record['reward']:.2f}"
+        self._sample = conversation_panel(record["messages"], title)
         if self._live is None:
             self.console.print(self._sample)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -53,6 +55,19 @@ def before_after_table(before: Mapping[str, float] | None, after: Mapping[str, f
     for name, value in after.items():
         table.add_row(name, "-" if before is None or name not in before else f"{before[name]:.3f}", f"{value:.3f}")
     return table
+
+
+def resume_command(run_path: str, num_steps: int, argv: Sequence[str] | None = None) -> str:
+    """The command that continues a run, from the one that started it.
+
+    Example:
+        >>> resume_command("runs/mine", 40, ["grpo-sync.py", "task=gsm8k", "train.num_steps=20"])
+        'python grpo-sync.py task=gsm8k run.path=runs/mine resume=true train.num_steps=40'
+    """
+    script, *overrides = sys.argv if argv is None else argv
+    changed = ("run.path=", "resume=", "train.num_steps=")
+    kept = [override for override in overrides if not override.startswith(changed)]
+    return shlex.join(["python", script, *kept, f"run.path={run_path}", "resume=true", f"train.num_steps={num_steps}"])
 
 
 def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str) -> None:

@@ -1,27 +1,32 @@
-"""`TrainingRun`: what training scripts share, from the engine to what a run leaves and resumes from."""
+"""`TrainingRun`: the loop of the training scripts, from the engine to what a run leaves and resumes from."""
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from tensordict import TensorDictBase
-from torchrl.envs import EnvBase
+from tensordict import TensorDict, TensorDictBase
 
 from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.dry_run import as_dry_run, with_differing_rewards
 from llmrl.embedded_model import ensure_embedded_model
-from llmrl.engines import AsyncVLLM
+from llmrl.engines.ray_board import EngineBoard
 from llmrl.live_view import LiveView
 from llmrl.objectives import train_step
 from llmrl.objectives.base import LLMLoss
 from llmrl.policies import TransformersWrapper, vLLMWrapper
-from llmrl.report import before_after_table, plot_curve, print_how_to_go_on
+from llmrl.read_ahead import ReadAhead
+from llmrl.report import before_after_table, plot_curve, print_how_to_go_on, resume_command
 from llmrl.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states
-from llmrl.weight_sync import VLLMWeightSyncScheme
+from llmrl.run_setup import MakeEnv, TrainerDevice, make_collector, start_engine
+
+Collected = dict[str, Any]
+"""What a step collected, with everything that it takes to train on it again after a kill: `batch`, `metrics`,
+`rollouts` (records), and the state after it, `collector` and `random`."""
 
 
 class Update(Protocol):
@@ -29,6 +34,11 @@ class Update(Protocol):
 
     log_probs: list[torch.Tensor] | None
     """The policy's before the update, `[num_tokens]` a row of the batch; None where they are not known."""
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether there is nothing to learn from before new rows come."""
+        ...
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Train on a batch of rows; gives metrics."""
@@ -45,6 +55,8 @@ class Update(Protocol):
 
 class LossUpdate:
     """One step of an optimizer on one loss of the batch."""
+
+    needs_rows = True
 
     def __init__(self, loss: LLMLoss, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
         self.loss, self.optimizer, self.max_grad_norm = loss, optimizer, max_grad_norm
@@ -65,76 +77,89 @@ class LossUpdate:
 
 
 class TrainingRun:
-    """Everything that one training run holds: engine, collectors, trainer, folder.
+    """Everything that one training run holds: engine, collectors, trainer, folder. A context manager.
 
-    The configuration is nested attributes, as hydra gives them: `seed`, `resume`, and the groups `run`, `model`,
-    `collect` and `train` as the scripts' configs have them.
+    The configuration is nested attributes, as hydra gives them; `sota-implementations/config/` has every entry with its
+    reason. `collect.max_staleness` says whether collection waits for training (null) or goes on meanwhile;
+    `collect.in_background` whether training also goes on where no batch is ready.
 
     Args:
-        cfg: the configuration.
-        console: where it reports.
-        env: what is trained on.
-        eval_env: what is held out; an environment of all its problems, several answers each.
+        cfg: the configuration; with `dry_run` it is replaced by `as_dry_run`.
+        make_env: builds what is trained on and what is held out, such as `task_env`.
         make_update: gives the update of an actor and its optimizer.
         postproc: of the collected batches.
-        max_staleness: versions that collection may be ahead of training; None collects on demand.
+        console: where it reports.
+        engine: generates, in place of the one that the configuration describes; it is not shut down.
 
     Raises:
         FileExistsError, FileNotFoundError: when the folder holds a run, or none to resume.
+        ValueError: for a configuration whose parts do not fit; see `llmrl.run_setup`.
+        RuntimeError: when `train.device` is a GPU and there is none.
     """
 
     def __init__(
         self,
         cfg: Any,
-        console: Console,
         *,
-        env: EnvBase,
-        eval_env: Any,
+        make_env: MakeEnv,
         make_update: Callable[[TransformersWrapper, torch.optim.Optimizer], Update],
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        max_staleness: int | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase],
+        console: Console | None = None,
+        engine: Any = None,
     ) -> None:
         from omegaconf import OmegaConf
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
-        self.cfg, self.console = cfg, console
-        self.folder = RunFolder(cfg.run.path, resume=cfg.resume)
+        self.cfg = cfg = as_dry_run(cfg) if cfg.dry_run else cfg
+        self.console = console or Console()
+        self._owns_engine, self.engine = engine is None, engine
+        # Before anything is started: what is wrong here costs no minutes.
+        env, eval_env = make_env(cfg, "train"), make_env(cfg, "eval")
+        self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=list(cfg.run.trackers))
         self.logged_steps = {row["step"] for row in self.folder.read_metrics()}
         OmegaConf.save(cfg, self.folder.path / "config.yaml", resolve=True)
         torch.manual_seed(cfg.seed)
+        if cfg.train.cpu_threads is not None:
+            torch.set_num_threads(cfg.train.cpu_threads)
         disable_progress_bar()  # the live view owns the terminal
         model_path = str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
 
-        # The engine: vLLM in a process of its own.
-        self.engine = AsyncVLLM.from_pretrained(
-            model_path,
-            max_model_len=cfg.model.max_model_len,
-            seed=cfg.seed,
-            cpu_threads=cfg.model.engine_cpu_threads,
-        )
-        console.print(f"engine ready after {self.engine.start_s:.0f} s")
+        # The engine: vLLM in a process of its own, or several. The trainer takes its GPU first.
+        self.device = TrainerDevice(cfg)
+        if self._owns_engine:
+            started = time.perf_counter()
+            self.engine = start_engine(cfg, model_path)
+            self.console.print(f"engine ready after {time.perf_counter() - started:.0f} s")
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.folder.save_tokenizer(self.tokenizer)
         sampling = {"max_new_tokens": cfg.collect.max_new_tokens, "temperature": cfg.collect.temperature}
         policy = vLLMWrapper(self.engine, tokenizer=self.tokenizer, generate_kwargs=sampling)
 
         # Collection: groups of answers to the same prompt, as training rows.
-        self.collector = LLMCollector(
+        self.board: EngineBoard | None = None
+        if cfg.collect.num_collectors is not None:
+            self.board = EngineBoard.start()
+            self.board.publish(self.engine)
+        self.collector = make_collector(
+            cfg,
+            policy,
             env,
-            policy=policy,
-            groups_per_batch=cfg.collect.groups_per_batch,
-            max_staleness=max_staleness,
-            limits=RolloutLimits(max_turns=cfg.collect.max_turns),
-            weight_sync_schemes={"policy": VLLMWeightSyncScheme()},
-            postproc=postproc,
+            make_env=make_env,
+            board=self.board,
+            postproc=_after(with_differing_rewards, postproc) if cfg.dry_run else postproc,
         )
-        self.evaluator = LLMCollector(eval_env, policy=policy, yield_completed_trajectories=True)
+        limits = RolloutLimits(max_turns=cfg.collect.max_turns)
+        self.evaluator = LLMCollector(eval_env, policy=policy, yield_completed_trajectories=True, limits=limits)
         prompts = eval_env.base_env.prompts
         self.num_eval_rollouts = len(prompts.items) * prompts.num_samples
+        self._ahead: ReadAhead[Collected] | None = None
+        self._last: Collected = {}
 
         # The trainer: float32 master weights, bfloat16 arithmetic.
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(self.device.name)
+        if cfg.train.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
         actor = TransformersWrapper(
             self.model,
             temperature=cfg.collect.temperature,
@@ -148,14 +173,85 @@ class TrainingRun:
         self.writes = BackgroundWrites()
         self.summary: dict[str, Any] = {}
 
-    def train_on(self, step: int, collected: dict[str, Any]) -> dict[str, float]:
-        """One optimizer update and one sync on what a step collected, logged."""
+    # The loop
+
+    def execute(self) -> None:
+        """Evaluate, train, evaluate, save and report; an interrupted run reports too."""
+        cfg, console = self.cfg, self.console
+        first_step = self.resume() if cfg.resume else 0
+        if "before" not in self.summary:
+            self.summary["before"] = self.evaluate(0)
+            self.folder.write_summary(self.summary)
+        started = time.perf_counter()
+        with LiveView(cfg.train.num_steps, first_step=first_step, console=console) as view:
+            try:
+                self.train(first_step, view)
+            except KeyboardInterrupt:
+                console.print("interrupted; what was learned so far is kept")
+        console.print(f"trained for {time.perf_counter() - started:.0f} s")
+        self.summary["after"] = self.evaluate(cfg.train.num_steps)
+        self.writes.wait()
+        self.folder.save_model(self.model, self.tokenizer)
+        self.folder.write_summary(self.summary)
+        plot_curve(self.folder.read_metrics(), self.folder.curve_path)
+        console.print(before_after_table(self.summary["before"], self.summary["after"]))
+        if cfg.dry_run:
+            console.print("dry run: two steps done")
+        else:
+            print_how_to_go_on(console, self.folder, resume_command(cfg.run.path, cfg.train.num_steps + 20))
+
+    def train(self, first_step: int, view: LiveView) -> None:
+        """Collect, train, sync, until the last step, the target or the end of the data."""
+        is_ahead = self.cfg.collect.max_staleness is not None
+        collecting, training = ("wait for a batch", "train, and generate") if is_ahead else ("generate", "train")
+        batches = self._batches()
+        self._ahead = ReadAhead(batches) if self.cfg.collect.in_background else None
+        for step in range(first_step + 1, self.cfg.train.num_steps + 1):
+            view.doing(collecting)
+            collected = self._take(batches)
+            if collected is None:
+                self.console.print(f"the data ended before step {step}")
+                break
+            self.folder.save_batch(step, collected)
+            view.doing(training)
+            metrics = self.train_on(step, collected)
+            self.show(view, step, collected, metrics)
+            if metrics.get("reward_mean", 0.0) >= self.cfg.train.target_reward:
+                break
+
+    def _batches(self) -> Iterator[Collected]:
+        for batch in self.collector:
+            report = self.collector.report
+            assert batch is not None and report is not None
+            records = [rollout.to_record() for rollout in self.collector.rollouts]
+            # Its state has the groups in flight: after a kill they are played again.
+            yield {"batch": batch, "metrics": report.to_metrics(), "rollouts": records, **self.state()}
+
+    def _take(self, batches: Iterator[Collected]) -> Collected | None:
+        """What the next step trains on; in the background that may be an empty batch, and what was kept before."""
+        started = time.perf_counter()
+        if self._ahead is None:
+            collected = next(batches, None)
+        else:
+            collected = self._ahead.take(is_waited_for=self.update.needs_rows or not self._last)
+            if collected is None and not self._ahead.is_at_end:
+                nothing = {"batch": TensorDict(batch_size=[0]), "metrics": {}, "rollouts": []}
+                collected = {**self._last, **nothing, "random": random_states()}
+        if collected is not None:
+            collected["metrics"]["generate_seconds"] = time.perf_counter() - started
+            self._last = collected
+        return collected
+
+    def train_on(self, step: int, collected: Collected) -> dict[str, float]:
+        """One update and one sync on what a step collected, logged."""
         self.writes.wait()  # the checkpoint being written must not see half an update
         started = time.perf_counter()
         batch = collected["batch"]
         learned = self.update(batch)
         updated = time.perf_counter()
         version = self.collector.update_policy_weights_(self.model)
+        if self.board is not None:
+            self.board.publish(self.engine)
         synced = time.perf_counter()
         metrics = {**collected["metrics"], **learned, "policy_version": version}
         metrics |= {"train_seconds": updated - started, "sync_seconds": synced - updated}
@@ -166,6 +262,28 @@ class TrainingRun:
                 self.folder.tokens.write(step, batch, self.update.log_probs)
             self.folder.log_metrics(step, metrics)
         return metrics
+
+    def show(self, view: LiveView, step: int, collected: Collected, metrics: dict[str, float]) -> None:
+        """Report a step, and write a checkpoint when it is time."""
+        view.show_step(step, metrics)
+        if step % self.cfg.run.sample_every == 0 and collected["rollouts"]:
+            view.show_sample(max(collected["rollouts"], key=lambda record: record["reward"]))
+        if step % self.cfg.run.checkpoint_every == 0:
+            trained = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            trained["update"] = self.update.state_dict()
+            state = {"collector": collected["collector"], "random": random_states()}
+            self.writes.start(self.folder.save_checkpoint, {"step": step, **state, **trained})
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy on the held-out problems."""
+        with self.collector.pause():
+            rollouts = self.evaluator.play(self.num_eval_rollouts)
+        self.folder.log_rollouts(step, "test", [rollout.to_record() for rollout in rollouts])
+        report = self.evaluator.report
+        assert report is not None
+        return {"accuracy": report.mean_reward, "completion tokens": report.mean_completion_tokens}
+
+    # Recovery
 
     def resume(self) -> int:
         """Restore the last checkpoint, then train again on what was collected since."""
@@ -183,6 +301,7 @@ class TrainingRun:
             step += 1
             self.restore(collected)
             self.train_on(step, collected)
+            self._last = collected
         self.console.print(f"resumed after step {step}, {step - checkpoint['step']} of them replayed")
         return step
 
@@ -195,58 +314,27 @@ class TrainingRun:
         self.collector.load_state_dict(state["collector"])
         restore_random_states(state["random"])
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Accuracy on the held-out problems."""
-        with self.collector.pause():
-            rollouts = self.evaluator.play(self.num_eval_rollouts)
-        self.folder.log_rollouts(step, "test", [rollout.to_record() for rollout in rollouts])
-        report = self.evaluator.report
-        assert report is not None
-        return {"accuracy": report.mean_reward, "completion tokens": report.mean_completion_tokens}
+    # The end
 
     def close(self) -> None:
-        """End threads and the engine."""
+        """End threads, and the engine where it was started here; of a dry run nothing is left."""
+        if self._ahead is not None:
+            self._ahead.close()
         self.collector.shutdown()
         self.evaluator.shutdown()
         self.folder.close()
-        self.engine.shutdown()
+        if self._owns_engine:
+            self.engine.shutdown()
+        if self.cfg.dry_run:
+            self.writes.wait()
+            shutil.rmtree(self.folder.path)
 
-    def collected(self, batch: TensorDictBase) -> dict[str, Any]:
-        """A batch with everything that it takes to train on it again after a kill."""
-        report = self.collector.report
-        assert report is not None
-        records = [rollout.to_record() for rollout in self.collector.rollouts]
-        return {"batch": batch, "metrics": report.to_metrics(), "rollouts": records, **self.state()}
+    def __enter__(self) -> TrainingRun:
+        return self
 
-    def show(self, view: LiveView, step: int, metrics: dict[str, float]) -> None:
-        """Report a step, and write a checkpoint when it is time."""
-        view.show_step(step, metrics)
-        if step % self.cfg.run.sample_every == 0:
-            view.show_sample(max(self.collector.rollouts, key=lambda rollout: rollout.reward))
-        if step % self.cfg.run.checkpoint_every == 0:
-            trained = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            trained["update"] = self.update.state_dict()
-            self.writes.start(self.folder.save_checkpoint, {"step": step, **self.state(), **trained})
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
 
-    def execute(self, train: Callable[[TrainingRun, int, LiveView], None], script: str | Path) -> None:
-        """Evaluate, `train(run, first_step, view)`, evaluate, save and report; an interrupted run reports too."""
-        cfg, console = self.cfg, self.console
-        first_step = self.resume() if cfg.resume else 0
-        if "before" not in self.summary:
-            self.summary["before"] = self.evaluate(0)
-            self.folder.write_summary(self.summary)
-        started = time.perf_counter()
-        with LiveView(cfg.train.num_steps, first_step=first_step, console=console) as view:
-            try:
-                train(self, first_step, view)
-            except KeyboardInterrupt:
-                console.print("interrupted; what was learned so far is kept")
-        console.print(f"trained for {time.perf_counter() - started:.0f} s")
-        self.summary["after"] = self.evaluate(cfg.train.num_steps)
-        self.writes.wait()
-        self.folder.save_model(self.model, self.tokenizer)
-        self.folder.write_summary(self.summary)
-        plot_curve(self.folder.read_metrics(), self.folder.curve_path)
-        console.print(before_after_table(self.summary["before"], self.summary["after"]))
-        command = f"python {script} run.path={cfg.run.path} resume=true train.num_steps={cfg.train.num_steps + 20}"
-        print_how_to_go_on(console, self.folder, command)
+
+def _after(first: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda batch: then(first(batch))

@@ -54,34 +54,31 @@ def reference_model(model_path):
 
 
 @pytest.fixture(scope="session")
-def tiny_model_path(tmp_path_factory, model_path):
+def tiny_model_path(tmp_path_factory):
     """Folder of a random llama of one layer, with the tokenizer of SmolLM2, that vLLM starts in seconds."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from llmrl.embedded_model import make_tiny_model
 
-    path = tmp_path_factory.mktemp("tiny-model")
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    tokenizer.save_pretrained(path)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    return str(path)
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
 @pytest.fixture(scope="session")
-def ray_cluster():
-    """Ray on this machine, for the whole session; actors that want no core of their own ask for `num_cpus=0`."""
-    ray = pytest.importorskip("ray")
-    ray.init(include_dashboard=False, num_cpus=2, log_to_driver=False)
+def ray_nodes():
+    """A Ray cluster of one node, with one `seat`, on this machine for the whole session; nodes come and go."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"seat": 1}, "include_dashboard": False}
+    )
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_nodes):
+    """Ray, connected to it; actors that want no core of their own ask for `num_cpus=0`."""
+    import ray
+
+    ray.init(address=ray_nodes.address, log_to_driver=False)
     yield ray
     ray.shutdown()

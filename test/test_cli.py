@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from llmrl.cli.app import app
 from llmrl.cli.chat import ChatSession, make_env, talk
 from llmrl.cli.doctor import check_requirements
-from llmrl.cli.evaluate import environments, results_of
+from llmrl.cli.evaluate import results_of
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.engines import ScriptedEngine
+from llmrl.envs import task_environments
 from llmrl.evaluation import interval_of_mean, pass_at_k
 from llmrl.policies import LLMWrapperBase
 from llmrl.run_folder import RunFolder
@@ -109,7 +110,7 @@ def test_wrong_use_exits_with_2_and_a_sentence(tmp_path):
 def test_eval_says_what_is_wrong_with_its_data(tmp_path):
     for arguments, named in (
         (["--env", "gsm8k", "--data", "/no/where.jsonl"], "no file or folder"),
-        (["--env", "addition", "--data", "x.jsonl"], "makes its own problems"),
+        (["--env", "reasoning-gym", "--data", "x.jsonl"], "makes its own problems"),
         (["--env", "countdown", "--split", "all"], "split must be"),
     ):
         result = runner.invoke(app, ["eval", *arguments])
@@ -120,7 +121,7 @@ def test_help_names_every_command_and_environment():
     text = runner.invoke(app, ["--help"]).output
     assert all(command in text for command in ("doctor", "view", "eval", "chat", "demo"))
     text = runner.invoke(app, ["eval", "--list"]).output
-    assert all(name in text for name in environments())
+    assert all(name in text for name in task_environments())
     assert runner.invoke(app, ["--version"]).output.startswith("llmrl ")
 
 

@@ -1,35 +1,180 @@
-"""Every configuration of the scripts composes, and names what `TrainingRun` reads."""
+"""Every configuration of the scripts composes, names what is read, gives its reasons, and runs dry."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from rich.console import Console
+
+from llmrl.dry_run import as_dry_run
+from llmrl.run_setup import TrainerDevice, start_engine, sync_scheme, task_env
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = sorted((ROOT / "sota-implementations").glob("*/config/*.yaml"))
-READ = set(re.findall(r"\bcfg\.(\w+)\.(\w+)", (ROOT / "llmrl/training_run.py").read_text()))
+SCRIPTS = ROOT / "sota-implementations"
+FOLDER = SCRIPTS / "config"
+ALGORITHMS = ("grpo-sync", "grpo-async", "expert-iteration-sync", "expert-iteration-async")
+TASKS = sorted(path.stem for path in FOLDER.glob("task/*.yaml"))
+HARDWARE = sorted(path.stem for path in FOLDER.glob("hardware/*.yaml"))
+READ = {
+    match
+    for path in [*ROOT.glob("llmrl/training_run.py"), *ROOT.glob("llmrl/run_setup.py")]
+    for match in re.findall(r"\bcfg\.(\w+)\.(\w+)", path.read_text())
+}
+# Every algorithm, task and hardware at least once.
+DRY_RUNS = (
+    ("grpo-sync", "gsm8k", "gpu1"),
+    ("grpo-async", "ifeval", "gpu8"),
+    ("expert-iteration-sync", "math", "ray-cluster"),
+    ("expert-iteration-async", "countdown", "cpu-shared"),
+    ("grpo-sync", "reasoning-gym", "cpu"),
+    ("grpo-async", "search", "gpu1"),
+)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_composes_with_all_that_is_read(path):
-    with initialize_config_dir(str(path.parent), version_base=None):
-        cfg = OmegaConf.to_container(compose(path.stem), resolve=False)
-    missing = [f"{group}.{name}" for group, name in READ if name not in cfg[group]]
-    assert len(READ) > 10 and not missing
+def composed(algorithm, *overrides):
+    with initialize_config_dir(str(FOLDER), version_base=None):
+        return compose(algorithm, list(overrides))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def make_run_of(algorithm):
+    """The function that the algorithm's scripts share."""
+    name = algorithm.rpartition("-")[0]
+    path = SCRIPTS / name / f"{name.replace('-', '_')}_run.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make_run
+
+
+def test_every_script_and_configuration_is_known_here():
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted((*ALGORITHMS, "common"))
+    scripts = {path.stem for path in SCRIPTS.glob("*/*.py")}
+    assert scripts == {*ALGORITHMS, "grpo_run", "expert_iteration_run"}
+    assert {task for _, task, _ in DRY_RUNS} | {"addition"} == set(TASKS)
+    assert {hardware for _, _, hardware in DRY_RUNS} == set(HARDWARE)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_composes_with_every_task_and_hardware(algorithm):
+    assert len(READ) > 30
+    for choice in [f"task={task}" for task in TASKS] + [f"hardware={hardware}" for hardware in HARDWARE]:
+        cfg = OmegaConf.to_container(composed(algorithm, choice), resolve=False)
+        missing = [f"{group}.{name}" for group, name in READ if name not in cfg[group]]
+        assert not missing, choice
+        assert cfg["run"]["path"].startswith(f"runs/{algorithm}-")
+
+
+def test_every_entry_is_read_somewhere():
+    sources = [*SCRIPTS.glob("*/*.py"), ROOT / "llmrl/training_run.py", ROOT / "llmrl/run_setup.py"]
+    text = "\n".join(path.read_text() for path in sources)
+    for algorithm in ALGORITHMS:
+        cfg = OmegaConf.to_container(composed(algorithm), resolve=False)
+        entries = [(group, name) for group in cfg if isinstance(cfg[group], dict) for name in cfg[group]]
+        unread = [f"{group}.{name}" for group, name in entries if f".{name}" not in text and f'"{name}"' not in text]
+        assert not unread
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_number_has_a_reason(path):
-    bare = [line for line in path.read_text().splitlines() if re.match(r"  \w+: -?[\d.]", line) and "#" not in line]
+    lines = path.read_text().splitlines()
+    bare = [line for line in lines if re.match(r"\s+\w+: -?\.?\d", line) and not re.search(r"# \w", line)]
     assert not bare
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "sota-implementations").glob("*/*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*/*.py")), ids=lambda path: path.name)
 def test_scripts_are_short_and_use_the_public_library(path):
     text = path.read_text()
     assert len(text.splitlines()) < 200
     assert not re.search(r"from llmrl[\w.]* import .*\b_\w", text)
+
+
+def test_environments_come_from_the_configuration():
+    cfg = composed("grpo-sync", "task=countdown", "env.num_eval_problems=5", "env.num_eval_samples=3")
+    prompts = [task_env(cfg, part).base_env.prompts for part in ("train", "eval")]
+    assert [(len(one.items), one.num_samples) for one in prompts] == [(10_000, 16), (5, 3)]
+    assert len(prompts[0].items[0]["numbers"]) == 3
+    asked = [{item["query"] for item in one.items} for one in prompts]
+    assert not asked[0] & asked[1]
+    with pytest.raises(TypeError, match="num_count"):
+        task_env(composed("grpo-sync", "task=countdown", "+env.options.num_counts=3"), "train")
+
+
+def test_hardware_reaches_the_engine(monkeypatch):
+    given = {}
+    monkeypatch.setattr("llmrl.run_setup.AsyncVLLM.from_pretrained", lambda model, **options: given.update(options))
+    start_engine(composed("grpo-async", "hardware=ray-cluster", "ray.address=10.0.0.1:6379"), "model")
+    assert given["num_replicas"] == 15 and given["weight_transfer"] is True and given["use_ray"]
+    assert given["ray_options"] == {"num_gpus": 1} and given["ray_init_config"] == {"address": "10.0.0.1:6379"}
+    start_engine(composed("grpo-sync", "hardware=gpu1", "engine.tensor_parallel_size=2"), "model")
+    assert given["weight_transfer"] == "ipc" and given["gpu_memory_utilization"] == 0.4
+    assert given["engine_args"] == {"tensor_parallel_size": 2} and given["num_replicas"] is None
+    with pytest.raises(ValueError, match=r"sync\.way must be one of direct, ipc, files; got 'nccl'"):
+        start_engine(composed("grpo-sync", "sync.way=nccl"), "model")
+    with pytest.raises(ValueError, match=r"needs engine\.use_ray=true"):
+        start_engine(composed("grpo-sync", "collect.num_collectors=2"), "model")
+
+
+def test_weights_travel_as_the_configuration_says(tmp_path):
+    scheme = sync_scheme(composed("grpo-sync", "sync.way=files", f"run.path={tmp_path}"))
+    assert scheme.remote_addr == str(tmp_path / "weights")
+    assert sync_scheme(composed("grpo-sync")).master_address is None
+    # Engines of a cluster may be on another host than the trainer.
+    assert sync_scheme(composed("grpo-sync", "hardware=ray-cluster")).master_address is not None
+
+
+def test_a_gpu_that_is_not_there_is_missed_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="hardware=cpu"):
+        TrainerDevice(composed("grpo-sync", "hardware=gpu1"))
+
+
+def test_a_dry_run_changes_no_task_and_no_algorithm():
+    cfg = composed("expert-iteration-async", "task=search", "hardware=ray-cluster")
+    dry = as_dry_run(cfg)
+    for entry in ("env.name", "env.options", "collect.group_size", "collect.max_turns", "collect.num_best"):
+        assert OmegaConf.select(dry, entry) == OmegaConf.select(cfg, entry) != None  # noqa: E711
+    assert (dry.collect.in_background, dry.train.num_updates) == (True, 4)
+    assert (dry.ray.address, dry.train.device, dry.engine.num_replicas) == (None, "cpu", None)
+    assert cfg.ray.address == "auto"
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tiny_model_path):
+    """One engine for all dry runs, of the model that they train."""
+    from llmrl.engines import AsyncVLLM
+
+    with AsyncVLLM.from_pretrained(tiny_model_path, max_model_len=2048, kv_cache_memory=1 << 28) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(("algorithm", "task", "hardware"), DRY_RUNS)
+def test_every_configuration_runs_dry(algorithm, task, hardware, tiny_engine):
+    version, output = tiny_engine.policy_version, io.StringIO()
+    cfg = composed(algorithm, f"task={task}", f"hardware={hardware}", "dry_run=true")
+    with make_run_of(algorithm)(cfg, engine=tiny_engine, console=Console(file=output)) as run:
+        before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        run.execute()
+        changed = [name for name, tensor in run.model.state_dict().items() if not tensor.equal(before[name])]
+        metrics = run.folder.read_metrics()
+        assert (run.folder.model_path / "config.json").exists() and run.folder.checkpoint_path.exists()
+    assert len(changed) == len(before), "something was trained"
+    assert [row["step"] for row in metrics] == [1, 2] and tiny_engine.policy_version == version + 2
+    assert output.getvalue().endswith("dry run: two steps done\n")
+    assert tiny_engine.is_alive and not run.folder.path.exists()
+
+
+def test_a_dry_run_on_the_command_line_ends_well_and_leaves_nothing(tmp_path):
+    script = SCRIPTS / "expert-iteration/expert-iteration-async.py"
+    command = [sys.executable, str(script), "task=gsm8k", "hardware=gpu1", "dry_run=true"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.endswith("dry run: two steps done\n")
+    assert list(tmp_path.iterdir()) == []

@@ -103,9 +103,10 @@ def evaluate(
 ) -> None:
     """Measure a model in an environment: pass@1, pass@k, confidence intervals, what each reward gave."""
     from llmrl.cli import evaluate as command
+    from llmrl.envs import make_task_env, task_environments
 
     if list_environments:
-        for name, line in command.environments().items():
+        for name, line in task_environments().items():
             console.print(f"[bold]{name:16}[/bold]{line}", highlight=False)
         return
     try:
@@ -122,7 +123,7 @@ def evaluate(
             seed=seed,
             out=out,
         )
-        environment = command.make_environment(env, split=split, num_samples=samples, data=data)
+        environment = make_task_env(env, split, data=data, repeats=samples)  # type: ignore[arg-type]
     except (ValueError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
     command.run(settings, environment, console)

@@ -14,42 +14,8 @@ from rich.table import Table
 
 from llmrl.cli.models import model_path
 from llmrl.data import Rollout
+from llmrl.envs import task_environments
 from llmrl.evaluation import interval_of_mean, pass_at_k
-
-# Name: the function of `llmrl.envs` that makes it, whether it takes data, and its line.
-_ENVIRONMENTS = {
-    "addition": ("make_addition_env", False, "sums of two numbers of one digit"),
-    "sum-of-digits": ("make_sum_of_digits_env", True, "sums of a number's digits"),
-    "countdown": ("make_countdown_env", True, "expressions that reach a target with given numbers"),
-    "gsm8k": ("make_gsm8k_env", True, "word problems of grade-school mathematics"),
-    "math": ("make_math_env", True, "competition mathematics"),
-    "ifeval": ("make_ifeval_env", True, "instructions that a program can check; on the hub it has only --split train"),
-    "reasoning-gym": ("make_reasoning_gym_env", False, "chained sums of reasoning-gym, which has many more tasks"),
-}
-
-
-def environments() -> dict[str, str]:
-    """Name of each environment, and its line."""
-    return {name: line for name, (_, _, line) in _ENVIRONMENTS.items()}
-
-
-def make_environment(name: str, *, split: str, num_samples: int, data: str | None = None) -> Any:
-    """An environment of the list.
-
-    Raises:
-        ValueError: for data that it does not take; see also the environment.
-
-    Example:
-        >>> make_environment("countdown", split="test", num_samples=4).reset()["rollout", "group_id"]
-        'test/0/0'
-    """
-    import llmrl.envs
-
-    maker, takes_data, _ = _ENVIRONMENTS[name]
-    if data is not None and not takes_data:
-        raise ValueError(f"--data is given, and the environment {name!r} makes its own problems.")
-    options = {"data": data} if takes_data else {}
-    return getattr(llmrl.envs, maker)(split, repeats=num_samples, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +40,8 @@ class EvaluationSettings:
     out: Path | None
 
     def __post_init__(self) -> None:
-        if self.env not in _ENVIRONMENTS:
-            raise ValueError(f"--env must be one of {', '.join(_ENVIRONMENTS)}; got {self.env!r}.")
+        if self.env not in task_environments():
+            raise ValueError(f"--env must be one of {', '.join(task_environments())}; got {self.env!r}.")
         if self.out is not None and (self.out / "batches").exists():
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
 

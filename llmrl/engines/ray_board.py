@@ -1,0 +1,101 @@
+"""`EngineBoard`: how collector actors find the engine actors that the trainer started, and those started since."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from llmrl.engines.base import EngineError
+from llmrl.engines.ray_cluster import import_ray
+from llmrl.engines.ray_engine import RayEngine
+from llmrl.engines.replicas import EngineReplicas
+
+_LOOK_AGAIN_S = 1.0
+
+
+class Board:
+    """What runs in the board's actor: for each replica the engine that serves in its place, or None."""
+
+    def __init__(self) -> None:
+        self._notices: list[Any] = []
+
+    def publish(self, notices: list[Any]) -> None:
+        """Replace what is on the board."""
+        self._notices = notices
+
+    def read(self) -> list[Any]:
+        """What is on the board."""
+        return self._notices
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBoard:
+    """Names the engines that hold the current weights; travels to other processes of the cluster.
+
+    The trainer starts engines, sends them weights and replaces dead ones (`EngineReplicas`), and publishes who serves
+    after each update. A collector actor reaches them directly: its requests do not pass through the trainer. Where an
+    engine dies it goes on with the others until the board has another in its place.
+
+    Example:
+        >>> board = EngineBoard.start()                                     # doctest: +SKIP
+        >>> board.publish(engines)                                          # doctest: +SKIP
+        >>> policy_factory = lambda: vLLMWrapper(board.reach())             # doctest: +SKIP
+    """
+
+    actor: Any
+
+    @classmethod
+    def start(cls) -> EngineBoard:
+        """An empty board.
+
+        Raises:
+            ImportError: when Ray is not installed, naming the extra.
+        """
+        return cls(import_ray().remote(Board).options(num_cpus=0).remote())
+
+    def publish(self, replicas: EngineReplicas) -> None:
+        """Say which engines serve now.
+
+        Raises:
+            TypeError: for replicas that are no Ray actors: nobody else can reach them.
+        """
+        serving = replicas.serving
+        notices = []
+        for index, engine in enumerate(replicas):
+            if not isinstance(engine, RayEngine):
+                raise TypeError(
+                    f"replicas must be Ray actors, got {type(engine).__name__}: start them with use_ray=True."
+                )
+            notices.append(engine.notice() if index in serving else None)
+        import_ray().get(self.actor.publish.remote(notices))
+
+    def reach(self, *, timeout_s: float = 600.0) -> EngineReplicas:
+        """The engines that serve now, from wherever this is called.
+
+        Args:
+            timeout_s: how long a dead engine's place may stay empty before it is given up.
+
+        Raises:
+            EngineError: when none serves.
+        """
+        notices = [notice for notice in self._read() if notice is not None]
+        if not notices:
+            raise EngineError("the board names no engine that serves.")
+        held = dict(enumerate(notices))
+
+        def successor(index: int) -> RayEngine:
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline:
+                known = [notice.actor for notice in held.values()]
+                fresh = [notice for notice in self._read() if notice is not None and notice.actor not in known]
+                if fresh:
+                    held[index] = fresh[0]
+                    return RayEngine.reach(fresh[0])
+                time.sleep(_LOOK_AGAIN_S)
+            raise EngineError(f"no engine took the place of replica {index} within {timeout_s:.0f} s.")
+
+        return EngineReplicas([RayEngine.reach(notice) for notice in notices], restart=successor)
+
+    def _read(self) -> list[Any]:
+        return import_ray().get(self.actor.read.remote())

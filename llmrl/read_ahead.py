@@ -1,0 +1,72 @@
+"""`ReadAhead`: an iterator whose items are drawn by a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class ReadAhead(Generic[Item]):
+    """Draws items in the background, one beyond those that were taken.
+
+    Args:
+        items: drawn from one thread only, which begins at once.
+
+    Example:
+        >>> ahead = ReadAhead(iter("ab"))
+        >>> ahead.take(is_waited_for=True), ahead.take(is_waited_for=True), ahead.take(is_waited_for=True)
+        ('a', 'b', None)
+        >>> ahead.is_at_end
+        True
+    """
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._items = items
+        self._drawn: queue.Queue[Item | Exception | None] = queue.Queue(maxsize=1)
+        self._is_closed = threading.Event()
+        self.is_at_end = False
+        """Whether there is nothing more to take."""
+        self._thread = threading.Thread(target=self._draw, name="llmrl-read-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, *, is_waited_for: bool) -> Item | None:
+        """The next item; None at the end, or when it is not there yet and is not waited for.
+
+        Raises:
+            Exception: whatever the iterator raised.
+        """
+        if self.is_at_end:
+            return None
+        try:
+            item = self._drawn.get(block=is_waited_for)
+        except queue.Empty:
+            return None
+        if isinstance(item, Exception):
+            self.is_at_end = True
+            raise item
+        self.is_at_end = item is None
+        return item
+
+    def close(self) -> None:
+        """Draw nothing more; what is being drawn is thrown away. Does not wait for it."""
+        self._is_closed.set()
+
+    def _draw(self) -> None:
+        try:
+            for item in self._items:
+                self._put(item)
+                if self._is_closed.is_set():
+                    return
+            self._put(None)
+        except Exception as error:
+            self._put(error)
+
+    def _put(self, item: Item | Exception | None) -> None:
+        while not self._is_closed.is_set():
+            with contextlib.suppress(queue.Full):
+                return self._drawn.put(item, timeout=0.1)

@@ -1,0 +1,68 @@
+"""What both scripts of expert iteration run: a configuration, the best of each group, and a buffer of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from llmrl.objectives import SFTLoss, TopKRewardSelector, train_step
+from llmrl.policies import TransformersWrapper
+from llmrl.run_setup import task_env
+from llmrl.training_run import TrainingRun
+
+
+class LearnTheBest:
+    """Adds the best answers of a step to a buffer, and trains on samples of it.
+
+    The buffer outlives the step: at first few answers are right, and those few are learned again and again.
+    """
+
+    log_probs = None
+
+    def __init__(self, cfg: DictConfig, actor: TransformersWrapper, optimizer: torch.optim.Optimizer) -> None:
+        self.cfg, self.optimizer, self.loss = cfg.train, optimizer, SFTLoss(actor)
+        storage = LazyStackStorage(cfg.train.buffer_size)
+        self.buffer = ReplayBuffer(storage=storage, batch_size=cfg.train.rows_per_update)
+        self.rows: list[TensorDictBase] = []
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether there is nothing to learn from before new rows come."""
+        return not self.rows
+
+    def __call__(self, batch: TensorDictBase) -> dict[str, float]:
+        """Keep the rows, then make the step's updates."""
+        if batch.shape[0]:
+            self.rows = [*self.rows, *batch.unbind(0)][-self.cfg.buffer_size :]
+            self.buffer.extend(batch)
+        metrics = {"num_kept_rows": float(batch.shape[0]), "num_buffer_rows": float(len(self.buffer))}
+        for _ in range(self.cfg.num_updates if self.rows else 0):
+            report = train_step(self.loss, self.buffer.sample(), self.optimizer, max_grad_norm=self.cfg.max_grad_norm)
+            metrics |= report.to_metrics()
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows that are kept."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of `state_dict`."""
+        self.buffer.empty()
+        self.rows = state["rows"]
+        if self.rows:
+            self.buffer.extend(torch.stack(self.rows, 0))
+
+
+def make_run(cfg: DictConfig, **parts: Any) -> TrainingRun:
+    """The best answers of each group, learned by supervised training. `parts` are arguments of `TrainingRun`."""
+    return TrainingRun(
+        cfg,
+        make_env=task_env,
+        make_update=lambda actor, optimizer: LearnTheBest(cfg, actor, optimizer),
+        postproc=TopKRewardSelector(cfg.collect.group_size, cfg.collect.num_best).select,
+        **parts,
+    )
