@@ -9,9 +9,12 @@ import signal
 import time
 
 import pytest
+import torch
+from weight_sync_tools import log_prob_difference, make_sender
 
 from llmrl.engines import AsyncVLLM, Engine, EngineError, EngineReplicas, SamplingConfig, ScriptedEngine
 from llmrl.engines.ray_engine import RayEngine
+from llmrl.weight_sync import VLLMWeightSyncScheme
 
 pytest.importorskip("ray")
 
@@ -184,7 +187,8 @@ def test_vllm_in_an_actor_serves_and_a_killed_actor_leaves_no_engine_process(ray
         [process] = self._engine._llm.engine_core.resources.engine_manager.processes
         return os.getpid(), process.pid
 
-    with AsyncVLLM.from_pretrained(tiny_model_path, use_ray=True, ray_options=RAY_OPTIONS, **VLLM_OPTIONS) as engines:
+    options = VLLM_OPTIONS | {"weight_transfer": True}
+    with AsyncVLLM.from_pretrained(tiny_model_path, use_ray=True, ray_options=RAY_OPTIONS, **options) as engines:
         [engine] = engines
         pids = in_actor(ray_cluster, engine, find)
         assert all(map(is_running, pids))
@@ -192,11 +196,26 @@ def test_vllm_in_an_actor_serves_and_a_killed_actor_leaves_no_engine_process(ray
         assert len(completion.token_ids) == len(completion.log_probs) == len(completion.versions) == 20
         assert engines.get_tokenizer().decode([0]) == "<|endoftext|>"
         assert engine.reset_prefix_cache()
-        with pytest.raises(EngineError, match="weight_transfer=True"):
-            engine.init_weight_transfer_engine({})
+        with pytest.raises(EngineError, match="cannot open the trainer's memory"):
+            engine.init_weight_transfer_engine({"path": "/nowhere", "num_bytes": 64})
+        assert_new_weights_arrive(engines, tiny_model_path)
         ray_cluster.kill(engine._actor)
         wait_until(lambda: not any(map(is_running, pids)))
         assert not engine.is_alive
+
+
+def assert_new_weights_arrive(engines, path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    sender = make_sender(VLLMWeightSyncScheme(), model, engines)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    stale = log_prob_difference(model, engines[0])
+    assert sender.update_weights() == 1 == engines.policy_version
+    assert log_prob_difference(model, engines[0]) < 0.15 < stale / 2
+    sender.shutdown()
 
 
 @pytest.mark.engine
@@ -211,6 +230,8 @@ def test_vllm_killed_with_requests_in_flight_comes_back_and_answers_them_all(tin
     sampling = SamplingConfig(max_new_tokens=1000, ignore_eos=True)
     with AsyncVLLM.from_pretrained(tiny_model_path, num_replicas=1, **VLLM_OPTIONS) as engines:
         first_pid = find_pid(engines)
+        with pytest.raises(EngineError, match="weight_transfer=True"):
+            engines[0].init_weight_transfer_engine({})
 
         async def run():
             tasks = [asyncio.create_task(engines.generate([5 + index], sampling)) for index in range(8)]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from weight_sync_tools import (
     SAMPLING,
-    change_every_parameter,
-    difference_of,
+    differences_of,
     log_prob_difference,
     make_sender,
     out_of_reach,
+    set_noisy,
     weights_of,
 )
 
@@ -21,6 +21,7 @@ from llmrl.engines import AsyncVLLM
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
 
 # Mean absolute difference of a bfloat16 engine's log-probs from a float32 model's: 0.03 here, 0.04 after noise.
 MEAN_TOLERANCE = 0.08
@@ -29,26 +30,37 @@ MEAN_TOLERANCE = 0.08
 @pytest.fixture(scope="module")
 def second_engine(model_path):
     """A second replica of the session's engine."""
-    engine = AsyncVLLM.from_pretrained(model_path, max_model_len=2048, kv_cache_memory=1 << 28)
+    engine = AsyncVLLM.from_pretrained(
+        model_path, max_model_len=512, kv_cache_memory=1 << 27, engine_args={"skip_tokenizer_init": True}
+    )
     yield engine
     engine.shutdown()
 
 
-@pytest.fixture(autouse=True)
-def weights_come_back(vllm_engine, reference_model):
-    """Engine and model get their weights back after each test."""
-    original = weights_of(reference_model)
-    yield
-    reference_model.load_state_dict(original)
+@pytest.fixture(scope="module")
+def original(vllm_engine, reference_model):
+    """The weights that engine and model start with, and get back afterwards."""
+    state = weights_of(reference_model)
+    yield state
+    reference_model.load_state_dict(state)
     sender = make_sender(VLLMWeightSyncScheme(), reference_model, vllm_engine)
     sender.update_weights()
     sender.shutdown()
 
 
-@pytest.mark.engine
+@pytest.fixture(scope="module")
+def level(vllm_engine, reference_model, original):
+    """How far engine and model differ without any update."""
+    difference = log_prob_difference(reference_model, vllm_engine)
+    assert difference < MEAN_TOLERANCE
+    return difference
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("way", ["shared memory", "gloo", "double buffer"])
-def test_every_parameter_arrives(vllm_engine, second_engine, reference_model, tmp_path, monkeypatch, way, num_replicas):
+def test_every_parameter_arrives(
+    vllm_engine, second_engine, reference_model, original, level, tmp_path, monkeypatch, way, num_replicas
+):
     assert reference_model.config.tie_word_embeddings, "the trap needs a tied head"
     engines = [vllm_engine, second_engine][:num_replicas]
     if way == "gloo":
@@ -56,25 +68,20 @@ def test_every_parameter_arrives(vllm_engine, second_engine, reference_model, tm
     is_file = way == "double buffer"
     scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path)) if is_file else VLLMWeightSyncScheme()
     sender = make_sender(scheme, reference_model, engines)
-    sender.update_weights()
-    before = [log_prob_difference(reference_model, engine) for engine in engines]
-    assert max(before) < MEAN_TOLERANCE
-    version = vllm_engine.policy_version
-    change_every_parameter(reference_model, seed=0, size=0.05)
-    assert log_prob_difference(reference_model, vllm_engine) > 3 * MEAN_TOLERANCE, "noise too small to be seen"
+    version = max(engine.policy_version for engine in engines)
+    set_noisy(reference_model, original, seed=len(way) + num_replicas, size=0.05)
     assert sender.update_weights() == version + 1
     sender.shutdown()
     assert [engine.policy_version for engine in engines] == [version + 1] * num_replicas
-    for engine, own_before in zip(engines, before, strict=True):
-        assert log_prob_difference(reference_model, engine) < max(MEAN_TOLERANCE, 2 * own_before)
+    for engine in engines:
+        assert log_prob_difference(reference_model, engine) < max(MEAN_TOLERANCE, 2 * level)
     assert set(sender.last_timings) == {"stage_s", "pause_s", "send_s", "load_s", "resume_s"}
 
 
-@pytest.mark.engine
-def test_a_head_left_behind_would_be_seen_by_the_comparison(vllm_engine, reference_model):
+def test_a_head_left_behind_would_be_seen_by_the_comparison(vllm_engine, reference_model, original):
     """Were the engine's head a copy of the old embedding, it would differ as much as a model with the old head."""
-    old_head = reference_model.lm_head.weight.detach().clone()
-    change_every_parameter(reference_model, seed=1, size=0.05)
+    set_noisy(reference_model, original, seed=1, size=0.05)
+    assert log_prob_difference(reference_model, vllm_engine) > 3 * MEAN_TOLERANCE, "noise too small to be seen"
     sender = make_sender(VLLMWeightSyncScheme(), reference_model, vllm_engine)
     sender.update_weights()
     sender.shutdown()
@@ -82,23 +89,23 @@ def test_a_head_left_behind_would_be_seen_by_the_comparison(vllm_engine, referen
 
     def with_old_head(token_ids):
         hidden = reference_model.model(token_ids).last_hidden_state
-        return SimpleNamespace(logits=hidden @ old_head.T)
+        return SimpleNamespace(logits=hidden @ original["lm_head.weight"].T)
 
     assert log_prob_difference(with_old_head, vllm_engine) > 2 * MEAN_TOLERANCE
 
 
-@pytest.mark.engine
 @pytest.mark.slow
-def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_model):
+def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_model, original):
     """No request is lost, versions grow, and each token is of the version that it says, to the token."""
     num_conversations, num_updates = 32, 10
+    reference_model.load_state_dict(original)
     sender = make_sender(VLLMWeightSyncScheme(), reference_model, vllm_engine)
-    first = sender.update_weights()
-    states = {first: weights_of(reference_model)}
+    seeds = {sender.update_weights(): None}
+    first = next(iter(seeds))
 
     async def converse(index):
         prompt_ids, turns = [1, 493, 198, 148 + index, 314], []
-        while not turns or len(states) <= num_updates:
+        while not turns or len(seeds) <= num_updates:
             completion = await vllm_engine.generate(prompt_ids, SAMPLING)
             turns.append((list(prompt_ids), completion))
             prompt_ids = [*prompt_ids, *completion.token_ids, 198, 260 + len(turns)]
@@ -106,37 +113,39 @@ def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_mod
 
     async def run():
         tasks = [asyncio.create_task(converse(index)) for index in range(num_conversations)]
-        for update in range(num_updates):
+        for seed in range(num_updates):
             await _tokens_of_a_new_version(vllm_engine)
-            change_every_parameter(reference_model, seed=10 + update, size=0.04)
-            state = weights_of(reference_model)
-            states[await asyncio.to_thread(sender.update_weights)] = state
+            await asyncio.to_thread(set_noisy, reference_model, original, seed=seed, size=0.04)
+            seeds[await asyncio.to_thread(sender.update_weights)] = seed
         return await asyncio.gather(*tasks)
 
     conversations = asyncio.run(run())
     sender.shutdown()
-    assert list(states) == list(range(first, first + num_updates + 1))
+    assert list(seeds) == list(range(first, first + num_updates + 1))
     completions = [completion for turns in conversations for _, completion in turns]
     assert all(len(one.token_ids) == len(one.versions) == SAMPLING.max_new_tokens for one in completions)
     for turns in conversations:
         versions = [version for _, completion in turns for version in completion.versions]
         assert versions == sorted(versions)
-    assert {version for one in completions for version in one.versions} == set(states)
+    assert {version for one in completions for version in one.versions} == set(seeds)
 
     own, of_next, at_ends = [], [], []
-    for version, state in states.items():
-        reference_model.load_state_dict(state)
+    for version, seed in seeds.items():
+        if seed is None:
+            reference_model.load_state_dict(original)
+        else:
+            set_noisy(reference_model, original, seed=seed, size=0.04)
         for turns in conversations[::8]:
             for prompt_ids, completion in turns:
                 versions = torch.tensor(completion.versions)
-                if not ((versions == version) | (versions == version - 1)).any():
-                    continue
-                errors = difference_of(reference_model, prompt_ids, completion).abs()
-                own.append(errors[versions == version])
                 # The tokens beside a change: one of them with a wrong version would stand out.
                 is_end = torch.zeros_like(versions, dtype=torch.bool)
                 changes = (versions[1:] != versions[:-1]).nonzero()[:, 0]
                 is_end[changes] = is_end[changes + 1] = True
+                if not ((versions == version) | (is_end & (versions == version - 1))).any():
+                    continue
+                errors = differences_of(reference_model, [prompt_ids], [completion])[0].abs()
+                own.append(errors[versions == version])
                 at_ends.append(errors[is_end & (versions == version)])
                 of_next.append(errors[is_end & (versions == version - 1)])
     at_ends, of_next = torch.cat(at_ends), torch.cat(of_next)

@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import os
-import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
+from weight_sync_tools import FakeEngine, make_sender
 
 from llmrl.engines.base import EngineError
 from llmrl.engines.vllm_args import require_vllm_version
-from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError, get_model_metadata
+from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 from llmrl.weight_sync.link import EngineLink, LinkGroup
 from llmrl.weight_sync.packing import ALIGNMENT, PackedLayout, read_tag, write_tag
 from llmrl.weight_sync.shared_memory import SharedBuffer, open_shared
 from llmrl.weight_sync.source import checkpoint_name, named_weights
-
-
-class FakeEngine:
-    """Records what its control plane is told."""
-
-    weight_transfer_backend = "nccl"
-    model_dtype = torch.bfloat16
-    quantization = None
-    is_alive = True
-
-    def __init__(self, num_workers=1, version=0, fails_at=None, dies_at=None):
-        self.num_workers, self.policy_version = num_workers, version
-        self.fails_at, self.dies_at = fails_at, dies_at
-        self.calls = []
-
-    @property
-    def names(self):
-        return [call[0] for call in self.calls]
-
-    def _call(self, name, *arguments):
-        self.calls.append((name, *arguments))
-        if name == self.dies_at:
-            self.is_alive = False
-        if name == self.fails_at or not self.is_alive:
-            raise EngineError(f"{name} refused")
-
-    def pause(self, mode, *, clear_cache):
-        self._call("pause", mode, clear_cache)
-
-    def resume(self):
-        self._call("resume")
-
-    def reset_prefix_cache(self, *, reset_running_requests):
-        self._call("reset_prefix_cache", reset_running_requests)
-        return True
-
-    def init_weight_transfer_engine(self, info):
-        self._call("init", info)
-
-    def start_weight_update(self):
-        self._call("start")
-
-    def update_weights(self, info):
-        self._call("update", info)
-
-    def finish_weight_update(self, version):
-        self._call("finish", version)
-        self.policy_version = int(version)
 
 
 def test_packed_tensors_come_back_and_lie_apart():
@@ -273,103 +223,23 @@ def test_a_scheme_refuses_what_it_does_not_know(options):
         VLLMWeightSyncScheme(**options)
 
 
-class TestTransferOnGpu:
-    """vLLM's own NCCL and IPC engines: driven as far as a machine without a GPU goes."""
-
-    @pytest.fixture(autouse=True)
-    def _without_gpu(self, monkeypatch):
-        pytest.importorskip("vllm")
-        from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
-
-        self.sent = {}
-
-        def broadcast(iterator, **options):
-            self.sent = {name: tensor.clone() for name, tensor in iterator}
-
-        monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: FakeCommunicator())
-        monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", broadcast)
-        # Of CUDA IPC the trainer asks for its device's id and for handles to its memory.
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-0"))
-        monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-        monkeypatch.setattr(ipc_engine, "packed_ipc_producer", self._chunks)
-
-    def _chunks(self, iterator, **options):
-        weights = dict(iterator)
-        yield SimpleNamespace(
-            names=list(weights),
-            dtype_names=["bfloat16"] * len(weights),
-            shapes=[list(weight.shape) for weight in weights.values()],
-            ipc_handle={"GPU-0": ("rebuild", tuple(weights))},
-            tensor_sizes=[weight.nbytes for weight in weights.values()],
-        )
-
-    def sender_to(self, engine, **options):
-        sender = VLLMWeightSyncScheme(**options).create_sender()
-        self.model = torch.nn.Linear(3, 2)
-        sender.register_model(self.model)
-        sender.init_all_workers_group(get_model_metadata(self.model), engine)
-        return sender
-
-    def test_nccl_makes_one_group_of_trainer_and_workers_and_broadcasts(self):
-        engines = [FakeEngine(version=4), FakeEngine(version=4, num_workers=2)]
-        sender = self.sender_to(engines, master_address="10.0.0.1", master_port=1234)
-        info = engines[1].calls[0][1]
-        assert [info[name] for name in ("master_address", "master_port", "world_size", "rank_offset")] == [
-            "10.0.0.1", 1234, 4, 2,
-        ]  # fmt: skip
-        assert sender.update_weights() == 5
-        for engine in engines:
-            assert engine.names[1:] == ["pause", "start", "update", "finish", "reset_prefix_cache", "resume"]
-        assert self.sent["weight"].dtype is torch.bfloat16
-        assert torch.equal(self.sent["weight"], self.model.weight.to(torch.bfloat16))
-        sender.shutdown()
-
-    def test_the_group_is_made_anew_when_a_replica_is_replaced(self):
-        engines = [FakeEngine(), FakeEngine()]
-        sender = self.sender_to(engines)
-        engines[1] = FakeEngine()
-        assert sender.update_weights() == 1
-        assert engines[0].names.count("init") == 2 and engines[1].names.count("init") == 1
-        engines[1] = late = FakeEngine()
-        with pytest.raises(WeightSyncError, match="after the next update"):
-            sender.bring_up_to_date(late)
-        assert sender.update_weights() == 2 == late.policy_version
-
-    def test_handles_of_ipc_travel_as_text(self):
-        engine = FakeEngine()
-        engine.weight_transfer_backend = "ipc"
-        sender = self.sender_to(engine)
-        assert engine.calls[0] == ("init", {"packed": True})
-        assert sender.update_weights() == 1
-        info = next(call[1] for call in engine.calls if call[0] == "update")
-        assert info["names"] == ["weight", "bias"] and "ipc_handles" not in info
-        handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
-        assert handles == {"GPU-0": ("rebuild", ("weight", "bias"))}
-
-    def test_a_failure_that_cannot_be_undone_leaves_the_engine_paused(self):
-        engine = FakeEngine(fails_at="update")
-        sender = self.sender_to(engine)
-        with pytest.raises(WeightSyncError, match="stay paused until an update succeeds"):
-            sender.update_weights()
-        assert "resume" not in engine.names
-        engine.fails_at = None
-        assert sender.update_weights() == 1
-        assert engine.names[-1] == "resume"
-
-    def test_metadata_of_another_model_is_refused(self):
-        sender = VLLMWeightSyncScheme().create_sender()
-        sender.register_model(torch.nn.Linear(3, 2))
-        with pytest.raises(ValueError, match="1 weights differ"):
-            sender.init_all_workers_group(get_model_metadata(torch.nn.Linear(4, 2)), FakeEngine())
-
-    def test_an_unknown_backend_is_refused(self):
-        engine = FakeEngine()
-        engine.weight_transfer_backend = "sharded_rdt"
-        with pytest.raises(ValueError, match="'sharded_rdt'"):
-            self.sender_to(engine)
+def test_metadata_of_another_model_is_refused():
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(torch.nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="1 weights differ"):
+        sender.init_all_workers_group(get_model_metadata(torch.nn.Linear(4, 2)), FakeEngine())
 
 
-class FakeCommunicator:
-    def destroy(self):
-        pass
+def test_an_unknown_backend_is_refused():
+    engine = FakeEngine()
+    engine.weight_transfer_backend = "sharded_rdt"
+    with pytest.raises(ValueError, match="'sharded_rdt'"):
+        make_sender(VLLMWeightSyncScheme(), torch.nn.Linear(3, 2), engine)
+
+
+def test_tied_weights_of_a_mapping_come_once():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+    assert list(get_model_metadata(model.state_dict())) == ["0.weight"]
+    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert list(get_model_metadata(copies)) == ["0.weight", "1.weight"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -249,31 +250,66 @@ def test_requests_are_finished_first_or_end_with_what_they_have(engine, model, p
         assert set(rest.versions) == {version + 1}
 
 
+def test_difference_is_measured_on_the_tokens_of_the_completion(model):
+    """The tool itself: with the model's own log-probs the difference is zero."""
+    from llmrl.engines import Completion
+
+    token_ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        log_probs = model(token_ids).logits[0].log_softmax(-1)
+    own = [log_probs[1, 3].item(), log_probs[2, 4].item()]
+    completion = Completion([3, 4], own, [0, 0], "length")
+    assert difference_of(model, [1, 2], completion).abs().max() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def pair(tiny, engine):
+    """The engine and another one; tests that kill one leave a living one in its place."""
+    engines = [engine, start(tiny[1])]
+    yield engines
+    for one in engines:
+        one.shutdown()
+
+
 @pytest.mark.slow
-def test_an_engine_killed_during_an_update_comes_back_with_the_current_weights(tiny, model, engine, monkeypatch):
+def test_an_engine_killed_during_an_update_comes_back_with_the_current_weights(tiny, model, pair, monkeypatch):
     """One of two replicas dies; the other goes on with the new weights, and the one in its place has them too."""
-    replicas = EngineReplicas([engine, start(tiny[1])], restart=lambda index: start(tiny[1]))
-    try:
-        sender = make_sender(VLLMWeightSyncScheme(), model, replicas)
-        sender.update_weights()
-        for num_deaths, when in enumerate(["update_weights", "commit"], start=1):
-            version, victim = engine.policy_version, replicas[1]
-            change_every_parameter(model, seed=7 + num_deaths, size=0.3)
-            with monkeypatch.context() as patch:
-                patch.setattr(EngineLink, when, killing(victim, getattr(EngineLink, when)))
-                assert sender.update_weights() == version + 1 == engine.policy_version
-            assert log_prob_difference(model, engine) < TOLERANCE
-            for _ in range(3000):
-                if replicas.serving == {0, 1}:
-                    break
-                asyncio.run(asyncio.sleep(0.02))
-            assert (replicas.serving, replicas.num_deaths) == ({0, 1}, num_deaths)
-            assert replicas[1] is not victim
-            assert replicas[1].policy_version == version + 1
-            assert log_prob_difference(model, replicas[1]) < TOLERANCE
-        sender.shutdown()
-    finally:
-        replicas[1].shutdown()
+    replicas = EngineReplicas(pair, restart=lambda index: start(tiny[1]))
+    sender = make_sender(VLLMWeightSyncScheme(), model, replicas)
+    sender.update_weights()
+    survivor, victim = pair
+    version = survivor.policy_version
+    change_every_parameter(model, seed=8, size=0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineLink, "update_weights", killing(victim, EngineLink.update_weights))
+        assert sender.update_weights() == version + 1 == survivor.policy_version
+    assert log_prob_difference(model, survivor) < TOLERANCE
+    for _ in range(3000):
+        if replicas.serving == {0, 1}:
+            break
+        time.sleep(0.02)
+    pair[1] = replicas[1]
+    assert (replicas.serving, replicas.num_deaths) == ({0, 1}, 1)
+    assert pair[1] is not victim
+    assert pair[1].policy_version == version + 1
+    assert log_prob_difference(model, pair[1]) < TOLERANCE
+    sender.shutdown()
+
+
+@pytest.mark.slow
+def test_the_only_engine_killed_during_an_update_can_be_replaced(model, pair, monkeypatch):
+    engines = [pair[0]]
+    sender = make_sender(VLLMWeightSyncScheme(), model, engines)
+    sender.update_weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineLink, "commit", killing(engines[0], EngineLink.commit))
+        with pytest.raises(WeightSyncError, match="every engine died"):
+            sender.update_weights()
+    engines[0] = pair[1]
+    change_every_parameter(model, seed=9, size=0.3)
+    sender.update_weights()
+    assert log_prob_difference(model, engines[0]) < TOLERANCE
+    sender.shutdown()
 
 
 def killing(victim, original):
@@ -288,23 +324,6 @@ def killing(victim, original):
     return kill_first
 
 
-@pytest.mark.slow
-def test_the_only_engine_killed_during_an_update_can_be_replaced(tiny, model, monkeypatch):
-    engines = [start(tiny[1])]
-    sender = make_sender(VLLMWeightSyncScheme(), model, engines)
-    sender.update_weights()
-    with monkeypatch.context() as patch:
-        patch.setattr(EngineLink, "commit", killing(engines[0], EngineLink.commit))
-        with pytest.raises(WeightSyncError, match="every engine died"):
-            sender.update_weights()
-    engines[0].shutdown()
-    with start(tiny[1]) as engines[0]:
-        change_every_parameter(model, seed=8, size=0.3)
-        sender.update_weights()
-        assert log_prob_difference(model, engines[0]) < TOLERANCE
-    sender.shutdown()
-
-
 async def _until_tokens(engine, num_tokens):
     """Wait until the requests in flight have some tokens each."""
     for _ in range(6000):
@@ -313,39 +332,3 @@ async def _until_tokens(engine, num_tokens):
             return
         await asyncio.sleep(0.005)
     raise AssertionError(f"no {num_tokens} tokens in time")
-
-
-def test_difference_is_measured_on_the_tokens_of_the_completion(model):
-    """The tool itself: with the model's own log-probs the difference is zero."""
-    from llmrl.engines import Completion
-
-    token_ids = torch.tensor([[1, 2, 3, 4]])
-    with torch.no_grad():
-        log_probs = model(token_ids).logits[0].log_softmax(-1)
-    own = [log_probs[1, 3].item(), log_probs[2, 4].item()]
-    completion = Completion([3, 4], own, [0, 0], "length")
-    assert difference_of(model, [1, 2], completion).abs().max() < 1e-5
-
-
-@pytest.mark.slow
-def test_a_ray_actor_that_is_killed_comes_back_with_the_current_weights(tiny, model, ray_cluster):
-    with AsyncVLLM.from_pretrained(
-        tiny[1], max_model_len=2048, kv_cache_memory=1 << 26, use_ray=True, ray_options={"num_cpus": 0},
-        engine_args={"skip_tokenizer_init": True},
-    ) as replicas:  # fmt: skip
-        sender = make_sender(VLLMWeightSyncScheme(), model, replicas)
-        change_every_parameter(model, seed=9, size=0.3)
-        assert sender.update_weights() == 1
-        victim = replicas[0]
-        ray_cluster.kill(victim._actor)
-        for _ in range(6000):
-            if replicas.serving == {0} and replicas[0] is not victim:
-                break
-            asyncio.run(asyncio.sleep(0.02))
-        assert replicas[0] is not victim
-        assert replicas[0].policy_version == 1
-        prompt_ids = [1, 493, 198]
-        completion = asyncio.run(replicas.generate(prompt_ids, SAMPLING))
-        assert set(completion.versions) == {1}
-        assert difference_of(model, prompt_ids, completion).abs().mean() < TOLERANCE
-        sender.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from llmrl.weight_sync import get_model_metadata
 from llmrl.weight_sync.source import named_weights
 
 
-def small_llama():
+def small_llama(*, is_tied=True):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, tie_word_embeddings=True,
+            num_key_value_heads=1, tie_word_embeddings=is_tied,
         )
     )  # fmt: skip
 
@@ -63,12 +64,38 @@ class TestAdapters:
 
     @pytest.mark.parametrize(
         ("options", "message"),
-        [({"use_dora": True}, "DoRA"), ({"bias": "all"}, "biases"), ({"modules_to_save": ["lm_head"]}, "modules")],
+        [
+            ({"use_dora": True}, "q_proj is not plain LoRA of a weight \\(Dora"),
+            ({"bias": "all"}, "biases"),
+            ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+            ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+            ({"target_modules": [], "target_parameters": ["q_proj.weight"]}, "a bare parameter"),
+            ({"target_modules": ["q_proj", "lm_head"]}, "lm_head is adapted and shares its weight"),
+            ({"target_modules": ["embed_tokens"]}, "embed_tokens is adapted and shares its weight"),
+        ],
     )
-    def test_what_is_more_than_lora_is_refused(self, peft, options, message):
-        model = peft.get_peft_model(small_llama(), peft.LoraConfig(target_modules=["q_proj"], **options))
+    def test_what_a_sum_with_the_update_would_leave_out_is_refused(self, peft, options, message):
+        model = peft.get_peft_model(small_llama(), peft.LoraConfig(**{"target_modules": ["q_proj"], **options}))
         with pytest.raises(TypeError, match=message):
             list(named_weights(model))
+
+    def test_an_adapted_embedding_is_merged(self, peft):
+        plain = small_llama(is_tied=False)
+        before = plain.model.embed_tokens.weight.detach().clone()
+        config = peft.LoraConfig(target_modules=["embed_tokens", "lm_head"], init_lora_weights=False)
+        model = peft.get_peft_model(plain, config)
+        sent = {name: tensor.clone() for name, tensor in named_weights(model)}
+        assert not torch.equal(sent["model.embed_tokens.weight"], before)
+        merged = dict(model.merge_and_unload().named_parameters())
+        assert list(sent) == list(merged)
+        for name in sent:
+            torch.testing.assert_close(sent[name], merged[name].detach())
+
+    def test_a_bias_of_lora_is_refused(self, peft):
+        model = torch.nn.ModuleDict({"linear": torch.nn.Linear(3, 2)})
+        config = peft.LoraConfig(target_modules=["linear"], lora_bias=True)
+        with pytest.raises(TypeError, match="a bias"):
+            list(named_weights(peft.get_peft_model(model, config)))
 
     def test_other_adapters_are_refused(self, peft):
         config = peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
@@ -76,96 +103,47 @@ class TestAdapters:
             list(named_weights(peft.get_peft_model(small_llama(), config)))
 
 
-SHARDED = """
-import json, sys
-import torch
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from llmrl.engines.base import EngineError
-from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError, get_model_metadata
-from llmrl.weight_sync.packing import PackedLayout
-from llmrl.weight_sync.shared_memory import open_shared
-
-rank, port, world_size = int(sys.argv[1]), sys.argv[2], 2
-torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-torch.manual_seed(0)
-whole = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
-expected = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
-mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-for layer in whole:
-    fully_shard(layer, mesh=mesh)
-fully_shard(whole, mesh=mesh)
-
-# How many gathered weights live at once.
-gather, living, most = DTensor.full_tensor, [], [0]
-def counted(tensor, **options):
-    import weakref
-    result = gather(tensor, **options)
-    living.append(weakref.ref(result))
-    living[:] = [one for one in living if one() is not None]
-    most[0] = max(most[0], len(living))
-    return result
-DTensor.full_tensor = counted
-
-class Engine:
-    weight_transfer_backend, model_dtype, quantization = "llmrl", torch.bfloat16, None
-    num_workers, policy_version, is_alive, fails = 1, 0, True, False
-    def pause(self, mode, *, clear_cache): pass
-    def resume(self): pass
-    def reset_prefix_cache(self, *, reset_running_requests): return True
-    def init_weight_transfer_engine(self, info): pass
-    def start_weight_update(self): pass
-    def update_weights(self, info):
-        if self.fails:
-            raise EngineError("no room")
-        if not info.get("is_discarded"):
-            layout = PackedLayout.from_plain(info["names"], info["dtype_names"], info["shapes"])
-            buffer = open_shared(info["path"], info["num_bytes"])
-            self.taken = {name: tensor.clone() for name, tensor in layout.views(buffer)}
-    def finish_weight_update(self, version):
-        self.policy_version = int(version)
-
-engine = Engine()
-sender = VLLMWeightSyncScheme(rank=rank).create_sender()
-sender.register_model(whole)
-sender.init_all_workers_group(get_model_metadata(whole), engine if rank == 0 else None)
-versions = [sender.update_weights(), sender.update_weights()]
-engine.fails, message = True, ""
-try:
-    sender.update_weights()
-except WeightSyncError as error:
-    message = str(error)
-engine.fails = False
-versions.append(sender.update_weights())
-is_right = rank > 0 or all(torch.equal(engine.taken[n], t.to(torch.bfloat16)) for n, t in expected.items())
-is_sharded = all(p.to_local().numel() * 2 == p.numel() for p in whole.parameters())
-sender.shutdown()
-print(json.dumps({"versions": versions, "message": message, "is_right": is_right, "most": most[0],
-                  "is_sharded": is_sharded}))
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_sharded_weights_are_gathered_one_by_one_and_every_rank_hears_of_the_outcome():
-    """FSDP2 over two gloo processes: rank 0 sends, rank 1 helps to gather, both learn versions and failures."""
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """What two gloo processes with a sharded model report, rank 0 first."""
     pytest.importorskip("vllm")
-    from llmrl.weight_sync.gloo import free_port
-
-    port = str(free_port())
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("sharded")
+    script = Path(__file__).with_name("sharded_sender.py")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SHARDED, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, script, str(rank), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=200) for process in processes]
+    outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    for output, _ in outputs:
-        result = json.loads(output.splitlines()[-1])
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_sharded_weights_are_gathered_one_by_one_and_every_rank_hears_of_the_outcome(sharded, kind):
+    """FSDP2 over two processes: rank 0 sends, rank 1 helps to gather, both learn versions and failures."""
+    for result in (ranks[kind] for ranks in sharded):
         assert result["versions"] == [1, 2, 3]
         assert "no room" in result["message"] and "version 2 as before" in result["message"]
         assert result["is_sharded"] and result["is_right"]
-        assert result["most"] <= 2  # the one that is copied, and the one that takes its place
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_no_rank_holds_the_whole_model_twice(sharded, kind):
+    """Two gathered weights at most; rank 0 packs them into one copy in the engine's dtype, rank 1 keeps nothing."""
+    for rank, result in enumerate(ranks[kind] for ranks in sharded):
+        assert result["most_gathered"] <= 2  # the one that is copied, and the one that takes its place
+        whole = result["whole_bytes"]
+        packed = whole // 2 if rank == 0 else 0
+        assert result["peak_growth"] < packed + whole // 4
+
+
+def test_a_rank_that_fails_before_it_gathers_leaves_no_other_waiting(sharded):
+    for result in sharded:
+        assert "Not a directory" in result["failed_write"]
+        assert result["version_written"] == 1
 
 
 def test_ranks_above_0_take_no_engine():

@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from llmrl.engines import SamplingConfig
+from llmrl.engines.base import EngineError
 
 SAMPLING = SamplingConfig(max_new_tokens=24, ignore_eos=True)
 
 
 def change_every_parameter(model, *, seed, size):
     """Relative noise on every parameter, the embedding that is also the head included."""
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator))
+            parameter.mul_(1 + size * _noise(seed, parameter.shape))
+
+
+def set_noisy(model, original, *, seed, size):
+    """Every parameter as in the state `original`, with relative noise."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            torch.mul(original[name], 1 + size * _noise(seed, parameter.shape), out=parameter)
+
+
+def _noise(seed, shape):
+    """A few thousand normal numbers over and over: as good as new ones here, and soon made."""
+    generator = torch.Generator().manual_seed(seed)
+    period = torch.randn(4099, generator=generator)
+    num_periods = -(-shape.numel() // len(period))
+    return period.repeat(num_periods)[: shape.numel()].view(shape)
 
 
 def difference_of(model, prompt_ids, completion):
     """[num_tokens] the engine's log-probs less the model's."""
+    return differences_of(model, [prompt_ids], [completion])[0]
+
+
+def differences_of(model, prompts, completions):
+    """[num_completions, num_tokens] the engine's log-probs less the model's; all of them of one length."""
+    token_ids = torch.tensor([[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)])
+    start = len(prompts[0])
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt_ids, *completion.token_ids]])).logits[0, len(prompt_ids) - 1 : -1]
-    token_ids = torch.tensor(completion.token_ids)
-    return torch.tensor(completion.log_probs) - logits.log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
+        log_probs = model(token_ids).logits[:, start - 1 : -1].log_softmax(-1)
+    own = log_probs.gather(2, token_ids[:, start:, None])[:, :, 0]
+    return torch.tensor([completion.log_probs for completion in completions]) - own
 
 
-def log_prob_difference(model, engine, *, sampling=SAMPLING, num_prompts=4):
+def log_prob_difference(model, engine, *, num_prompts=2):
     """Mean absolute difference of the engine's log-probs from the model's on freshly sampled tokens."""
     prompts = [[1, 493, 198, 148 + i, 314, 260, 375] for i in range(num_prompts)]
-    completions = engine.generate_batch(prompts, sampling)
-    differences = [difference_of(model, p, c).abs() for p, c in zip(prompts, completions, strict=True)]
-    return torch.cat(differences).mean().item()
+
+    async def generate():
+        return await asyncio.gather(*(engine.generate(prompt, SAMPLING) for prompt in prompts))
+
+    return differences_of(model, prompts, asyncio.run(generate())).abs().mean().item()
 
 
 def weights_of(model):
@@ -59,3 +85,51 @@ def out_of_reach(monkeypatch):
             self.path = "/memory/of/another/host"
 
     monkeypatch.setattr(memory_trainer, "SharedBuffer", FarBuffer)
+
+
+class FakeEngine:
+    """Records what its control plane is told."""
+
+    weight_transfer_backend = "nccl"
+    model_dtype = torch.bfloat16
+    quantization = None
+    is_alive = True
+
+    def __init__(self, num_workers=1, version=0, fails_at=None, dies_at=None):
+        self.num_workers, self.policy_version = num_workers, version
+        self.fails_at, self.dies_at = fails_at, dies_at
+        self.calls = []
+
+    @property
+    def names(self):
+        return [call[0] for call in self.calls]
+
+    def _call(self, name, *arguments):
+        self.calls.append((name, *arguments))
+        if name == self.dies_at:
+            self.is_alive = False
+        if name == self.fails_at or not self.is_alive:
+            raise EngineError(f"{name} refused")
+
+    def pause(self, mode, *, clear_cache):
+        self._call("pause", mode, clear_cache)
+
+    def resume(self):
+        self._call("resume")
+
+    def reset_prefix_cache(self, *, reset_running_requests):
+        self._call("reset_prefix_cache", reset_running_requests)
+        return True
+
+    def init_weight_transfer_engine(self, info):
+        self._call("init", info)
+
+    def start_weight_update(self):
+        self._call("start")
+
+    def update_weights(self, info):
+        self._call("update", info)
+
+    def finish_weight_update(self, version):
+        self._call("finish", version)
+        self.policy_version = int(version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,6 +150,12 @@ def make_load_plan(
             raise ValueError(f"the engine's model does not take these weights: {_first_line(error)}") from error
     if not recorder.is_copying_only:
         return None
+    unread = _unread(layout, parameters)
+    if unread:
+        raise ValueError(
+            f"the engine's model has no place for {len(unread)} of the weights, among them {unread[:3]}; a head that "
+            "the engine ties to its embedding must be left out, or tied in the trainer too."
+        )
     tied = {id(head) for head, _ in heads}
     missing, wanted = [], []
     names = {id(module): name for name, module in model.named_modules()}
@@ -161,6 +168,22 @@ def make_load_plan(
     if missing:
         raise ValueError(f"the update lacks weights for {len(missing)} parameters, among them {missing[:3]}.")
     return LoadPlan(wanted, heads) if all(map(_is_plain, wanted)) else None
+
+
+def _unread(layout: PackedLayout, parameters: list[tuple[ParameterPlan, torch.Tensor]]) -> list[str]:
+    """Names of weights that vLLM's loaders passed over: it drops a head where the embedding is to serve as one."""
+    starts = sorted(
+        source.offset * source.dtype.itemsize
+        for plan, _ in parameters
+        for _, source in plan.copies
+        if source is not None and source.numel
+    )
+    unread = []
+    for name, dtype, shape, offset in zip(layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True):
+        index, size = bisect_left(starts, offset), torch.Size(shape).numel() * dtype.itemsize
+        if size and (index == len(starts) or starts[index] >= offset + size):
+            unread.append(name)
+    return unread
 
 
 def _is_plain(plan: ParameterPlan) -> bool:

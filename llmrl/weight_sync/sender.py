@@ -208,12 +208,14 @@ class VLLMWeightSender:
     def _update_together(self) -> int:
         """On every rank: all learn what became of the update, so that none waits for a peer that has given up."""
         outcome: list[Any] = [None]
+        self._source.restart()
         try:
             outcome[0] = self._update()
         except Exception as error:
             if self._scheme.rank > 0:
                 raise
             outcome[0] = error
+            self._source.gather_the_rest()
         torch.distributed.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], Exception):
             raise outcome[0]

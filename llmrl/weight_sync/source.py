@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterat
 def is_sharded(model: torch.nn.Module | Mapping[str, torch.Tensor] | None) -> bool:
     """Whether weights lie in parts on several processes (FSDP2's `DTensor`)."""
     tensors = model.parameters() if isinstance(model, torch.nn.Module) else (model or {}).values()
-    return any(callable(getattr(tensor, "full_tensor", None)) for tensor in tensors)
+    return any(_is_sharded(tensor) for tensor in tensors)
 
 
 def make_weight_source(
@@ -69,6 +70,9 @@ def make_weight_source(
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class CastingSource(WeightSource):
+        def __init__(self) -> None:
+            self._gathering: Iterator[tuple[str, torch.Tensor]] | None = None
+
         def metadata(self) -> list[ParamMeta]:
             return [
                 ParamMeta(name, _sent_dtype(tensor, dtype), tuple(tensor.shape))
@@ -76,12 +80,22 @@ def make_weight_source(
             ]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in named_weights(override or model):
+            for name, tensor in self.uncast():
                 yield name, tensor.to(_sent_dtype(tensor, dtype))
 
         def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
             """For a transport that casts while it copies."""
-            return named_weights(override or model)
+            self._gathering = named_weights(override or model)
+            return self._gathering
+
+        def restart(self) -> None:
+            """Forget how far the last iteration came."""
+            self._gathering = None
+
+        def gather_the_rest(self) -> None:
+            """For other ranks, which gather everything with us, when an update ends before its last weight."""
+            for _ in self.uncast() if self._gathering is None else self._gathering:
+                pass
 
     return CastingSource()
 
@@ -106,21 +120,28 @@ class _AdaptedWeight:
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        whole = _whole(self.weight)
+        weight = self.weight
         for adapter in self.layer.active_adapters:
-            if adapter in self.layer.lora_A:
-                whole = whole + _whole(self.layer.get_delta_weight(adapter)).to(whole.dtype)
-        return whole
+            if adapter in self.layer.lora_A or adapter in self.layer.lora_embedding_A:
+                update = self.layer.get_delta_weight(adapter)
+                if _is_sharded(update) != _is_sharded(weight):
+                    update, weight = _whole(update), _whole(weight)
+                # Shards are added to shards: one whole matrix comes of it, not three.
+                weight = weight + update.to(weight.dtype)
+        return _whole(weight)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    full_tensor = getattr(tensor, "full_tensor", None)
-    return full_tensor() if callable(full_tensor) else tensor
+def _is_sharded(tensor: Any) -> bool:
+    return callable(getattr(tensor, "full_tensor", None))
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
 def _named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
     if isinstance(model, Mapping):
-        named: Any = model.items()
+        named: Any = _once(model)
     elif isinstance(model, torch.nn.Module):
         named = _with_adapters(model) if getattr(model, "peft_config", None) else model.named_parameters()
     else:
@@ -129,24 +150,54 @@ def _named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Itera
         yield checkpoint_name(name), tensor
 
 
+def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Without the second name of tied weights, as `named_parameters` goes through a module."""
+    seen = set()
+    for name, tensor in weights.items():
+        address = 0 if _is_sharded(tensor) else tensor.data_ptr()
+        memory = (address, tensor.shape, tensor.stride(), tensor.dtype) if address else id(tensor)
+        if memory not in seen:
+            yield name, tensor
+        seen.add(memory)
+
+
 def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, config in model.peft_config.items():
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
             raise TypeError(f"adapter {name!r} is {config.peft_type}; only LoRA adapters are merged on the way.")
-        if getattr(config, "bias", "none") != "none" or getattr(config, "modules_to_save", None):
-            raise TypeError(f"adapter {name!r} trains biases or whole modules beside LoRA; merge it yourself.")
+        for option in ("modules_to_save", "trainable_token_indices"):
+            if getattr(config, option, None):
+                raise TypeError(f"adapter {name!r} trains whole modules or tokens beside LoRA ({option}); merge it.")
+        if getattr(config, "bias", "none") != "none":
+            raise TypeError(f"adapter {name!r} trains biases beside LoRA (bias={config.bias!r}); merge it yourself.")
     layers = dict(model.named_modules())
+    num_names = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
+    for name, layer in layers.items():
+        if hasattr(layer, "lora_A"):
+            _require_plain_lora(name, layer, num_names)
     for name, tensor in model.named_parameters():
         prefix, _, kind = name.rpartition(".base_layer.")
-        if not prefix:
-            if ".lora_" not in name:
-                yield name, tensor
-            continue
-        layer = layers[prefix]
-        is_adapted = kind == "weight" and not layer.merged
-        if is_adapted and any(layer.use_dora.values()):
-            raise TypeError("DoRA adapters are not merged on the way; merge them first (model.merge_and_unload()).")
-        yield f"{prefix}.{kind}", _AdaptedWeight(layer, tensor) if is_adapted else tensor
+        if prefix:
+            is_adapted = kind == "weight" and not layers[prefix].merged
+            yield f"{prefix}.{kind}", _AdaptedWeight(layers[prefix], tensor) if is_adapted else tensor
+        elif ".lora_" not in name:
+            yield name, tensor
+
+
+def _require_plain_lora(name: str, layer: Any, num_names: Counter[int]) -> None:
+    """Refuse what a sum of the weight and its update would leave out."""
+    variants = {type(variant).__name__ for variant in layer.lora_variant.values()}
+    if variants or any(layer.lora_bias.values()) or hasattr(layer, "parameter_name"):
+        what = ", ".join(sorted(variants)) or ("a bias" if any(layer.lora_bias.values()) else "a bare parameter")
+        raise TypeError(
+            f"the adapter of {name} is not plain LoRA of a weight ({what}) and is not merged on the way; merge it "
+            "first (model.merge_and_unload())."
+        )
+    if num_names[id(layer.get_base_layer().weight)] > 1:
+        raise TypeError(
+            f"{name} is adapted and shares its weight with another layer (a head tied to its embedding, say): merged, "
+            "the two would differ, and an engine ties them. Leave it out of target_modules."
+        )
 
 
 def _sent_dtype(tensor: Any, dtype: torch.dtype | None) -> torch.dtype:

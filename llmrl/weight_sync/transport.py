@@ -6,6 +6,8 @@ import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from llmrl.engines.base import EngineError
 from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.gloo import own_address
@@ -88,7 +90,7 @@ class VLLMCollectiveTransport(WeightTransport):
       the trainer's own devices. Both stream into the model: half an update cannot be taken back.
 
     Raises:
-        ValueError: for a backend that this scheme cannot drive.
+        ValueError: for a backend that this scheme cannot drive, or one between GPUs in a trainer without one.
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme, backend: str | None, source: Any) -> None:
@@ -135,13 +137,25 @@ class VLLMCollectiveTransport(WeightTransport):
         return make_trainer(info, link, self.staged)
 
     def _open_group(self, group: LinkGroup) -> Any:
+        if not torch.accelerator.is_available():
+            raise ValueError(
+                f"the engine takes weights by {self._backend!r}, which moves them between GPUs, and this process has "
+                f"none; train on a GPU, or start the engine with weight_transfer={LLMRL_BACKEND!r} and send through "
+                "files (VLLMDoubleBufferSyncScheme)."
+            )
         if self._backend == "ipc":
-            import torch
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+            from vllm.distributed.weight_transfer.ipc_engine import (
+                DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+                IPCTrainerInitInfo,
+            )
 
             if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
                 raise ValueError("the 'ipc' backend takes weights from a trainer of one process; use 'nccl'.")
-            return make_trainer(IPCTrainerInitInfo(rank=0, packed=True), group, self.staged)
+            # Of the buffer that the workers map. Each weight must fit, the embedding of a large vocabulary too.
+            sizes = [meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self.staged.metadata()]
+            num_bytes = max([min(sum(sizes), DEFAULT_PACKED_BUFFER_SIZE_BYTES), *sizes])
+            info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=num_bytes)
+            return make_trainer(info, group, self.staged)
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         address, port = self._scheme.rendezvous(lambda: "127.0.0.1")
