@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
+import json
 import re
 import subprocess
 import sys
@@ -14,8 +16,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from llmrl.dry_run import as_dry_run
+from llmrl.dry_run import as_dry_run, with_differing_rewards
+from llmrl.objectives import TopKRewardSelector
 from llmrl.run_setup import TrainerDevice, start_engine, sync_scheme, task_env
+from llmrl.training_run import TrainingRun
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "sota-implementations"
@@ -44,14 +48,13 @@ def composed(algorithm, *overrides):
         return compose(algorithm, list(overrides))
 
 
-def make_run_of(algorithm):
-    """The function that the algorithm's scripts share."""
-    name = algorithm.rpartition("-")[0]
+def module_of(name):
+    """What a method's scripts share."""
     path = SCRIPTS / name / f"{name.replace('-', '_')}_run.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.make_run
+    return module
 
 
 def test_every_script_and_configuration_is_known_here():
@@ -159,7 +162,7 @@ def tiny_engine(tiny_model_path):
 def test_every_configuration_runs_dry(algorithm, task, hardware, tiny_engine):
     version, output = tiny_engine.policy_version, io.StringIO()
     cfg = composed(algorithm, f"task={task}", f"hardware={hardware}", "dry_run=true")
-    with make_run_of(algorithm)(cfg, engine=tiny_engine, console=Console(file=output)) as run:
+    with module_of(algorithm.rpartition("-")[0]).make_run(cfg, engine=tiny_engine, console=Console(file=output)) as run:
         before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
         run.execute()
         changed = [name for name, tensor in run.model.state_dict().items() if not tensor.equal(before[name])]
@@ -169,6 +172,35 @@ def test_every_configuration_runs_dry(algorithm, task, hardware, tiny_engine):
     assert [row["step"] for row in metrics] == [1, 2] and tiny_engine.policy_version == version + 2
     assert output.getvalue().endswith("dry run: two steps done\n")
     assert tiny_engine.is_alive and not run.folder.path.exists()
+
+
+def test_a_buffer_filled_in_the_background_survives_a_restart(tiny_engine, tiny_model_path, tmp_path):
+    small = ("collect.groups_per_batch=2", "env.num_eval_problems=2", "run.trackers=[]", "run.checkpoint_every=2")
+    overrides = (f"model.path={tiny_model_path}", f"run.path={tmp_path / 'run'}", "sync.way=files", *small)
+    script = module_of("expert-iteration")
+
+    def run(num_steps, *more):
+        cfg = composed("expert-iteration-async", *overrides, f"train.num_steps={num_steps}", *more)
+        selector = TopKRewardSelector(cfg.collect.group_size, cfg.collect.num_best)
+        parts = {"make_env": task_env, "engine": tiny_engine, "console": Console(file=io.StringIO())}
+        parts["make_update"] = functools.partial(script.LearnTheBest, cfg)
+        parts["postproc"] = lambda batch: selector.select(with_differing_rewards(batch))
+        tiny_engine.policy_version = 0
+        with TrainingRun(cfg, **parts) as training:
+            training.execute()
+            return training.folder.read_metrics(), len(training.update.rows)
+
+    run(3)  # the checkpoint is of step 2: step 3 is trained again
+    metrics, num_rows = run(8, "resume=true")
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    assert [row["policy_version"] for row in metrics] == list(range(1, 9))
+    kept = [row["num_kept_rows"] for row in metrics]
+    assert [row["num_buffer_rows"] for row in metrics] == [sum(kept[: step + 1]) for step in range(8)]
+    assert kept[0] > 0 and num_rows == sum(kept) and all(row["num_trained_tokens"] > 0 for row in metrics)
+    lines = (tmp_path / "run/rollouts.jsonl").read_text().splitlines()
+    played = [record["rollout_id"] for line in lines if (record := json.loads(line))["split"] == "train"]
+    assert len(played) == len(set(played)) == 16 * sum(number > 0 for number in kept)
+    assert (tmp_path / "run/weights/current.json").exists()
 
 
 def test_a_dry_run_on_the_command_line_ends_well_and_leaves_nothing(tmp_path):

@@ -1,0 +1,55 @@
+"""The board: whoever reads it reaches the engines that serve, and those that take a dead one's place."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+
+import pytest
+
+from llmrl.engines import EngineReplicas, RayEngine, SamplingConfig, ScriptedEngine
+
+pytest.importorskip("ray")
+
+from llmrl.engines.ray_board import EngineBoard
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def start(index, answer=7):
+    return RayEngine.start(functools.partial(ScriptedEngine, [[answer]]), ray_options={"num_cpus": 0})
+
+
+def ask(engines):
+    return asyncio.run(engines.generate([5], SamplingConfig())).token_ids
+
+
+def test_a_dead_engine_is_gone_round_and_its_successor_found(ray_cluster):
+    board = EngineBoard.start()
+    with EngineReplicas([start(0), start(1)]) as engines:
+        board.publish(engines)
+        reached = board.reach()
+        assert ask(reached) == [7] and len(reached) == 2
+        ray_cluster.kill(engines[0]._actor)
+        assert [ask(reached) for _ in range(4)] == [[7]] * 4
+        engines._engines[0] = start(0, answer=8)  # what `restart` does in the trainer's process
+        engines.refresh()
+        board.publish(engines)
+        deadline = time.monotonic() + 60
+        while len(reached.serving) < 2:
+            assert time.monotonic() < deadline, "the successor was not found"
+            time.sleep(0.05)
+        assert {tuple(ask(reached)) for _ in range(8)} <= {(7,), (8,)}
+        assert ask(EngineReplicas([reached[0]])) == [8]
+        # Whoever only reached an engine does not end it.
+        reached.shutdown()
+        assert ask(engines) in ([7], [8]) and engines[0].is_alive and engines[1].is_alive
+
+
+def test_only_engines_that_others_can_reach_are_published():
+    board = EngineBoard.start()
+    with pytest.raises(TypeError, match="use_ray=True"):
+        board.publish(EngineReplicas([ScriptedEngine([[1]])]))
+    with pytest.raises(RuntimeError, match="names no engine"):
+        board.reach()
