@@ -15,11 +15,15 @@ from llmrl.data.tensordicts import batch_elements
 from llmrl.engines import ScriptedEngine
 from llmrl.envs import (
     CountdownEnv,
+    CountdownRewardParser,
     DatasetChatEnv,
     GSM8KEnv,
+    GSM8KRewardParser,
     GymnasiumTextEnv,
     IFEvalEnv,
+    IfEvalScorer,
     MATHEnv,
+    MATHRewardParser,
     MessageChatEnv,
     ReasoningGymEnv,
     ReasoningGymProblems,
@@ -181,6 +185,50 @@ def test_ifeval_reward_weighs_strict_and_loose_following():
     assert answered(IFEvalEnv(IFEVAL), "Red")["reward"].item() == 0.0  # no <answer>
 
 
+def test_ifeval_is_aggregated_by_a_function_of_ones_own():
+    seen = {}
+
+    def aggregate(score, answer_blocks, complete):
+        seen.update(answer_blocks=answer_blocks, complete=complete)
+        return 0.5 * score.prompt_level_strict_acc + 0.1 * (len(answer_blocks) == 1)
+
+    reward = IfEvalScorer(aggregate_reward=aggregate)
+    env = DatasetChatEnv([{"query": "?", **IFEVAL[0]}]).append_transform(reward)
+    step = answered(env, "<think>hm</think><answer>Red</answer>")
+    assert step["reward"].item() == pytest.approx(0.6) and seen == {"answer_blocks": ["Red"], "complete": True}
+    assert step["reward_breakdown", "aggregate"].item() == pytest.approx(0.6)
+    assert step["reward_breakdown", "prompt_level_loose_acc"].item() == 1.0
+    assert answered(env, "<answer>Red, blue</answer>")["reward"].item() == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="aggregate_reward"):
+        IfEvalScorer(aggregate_reward=False)
+
+
+@pytest.mark.parametrize("parser", [GSM8KRewardParser, MATHRewardParser, CountdownRewardParser])
+def test_success_is_told_whatever_the_rewards_are(parser):
+    row = {"query": "?", "answer": "#### 2" if parser is GSM8KRewardParser else "2", "target": 2, "numbers": [1, 1]}
+    env = DatasetChatEnv([row]).append_transform(parser(correct_reward=0.7, format_reward=0.2))
+    right = answered(env, "<think>hm</think><answer>1 + 1</answer>")
+    wrong = answered(env, "<answer>1 - 1</answer>")
+    is_sum_read = parser is not GSM8KRewardParser  # there the last number, 1, is the answer
+    assert right["reward"].item() == pytest.approx(0.7 if is_sum_read else 0.2)
+    assert right["reward_breakdown", "success"].item() == is_sum_read
+    assert wrong["reward"].item() == pytest.approx(0.2) and wrong["reward_breakdown", "success"].item() == 0.0
+    with pytest.raises(TypeError, match="text of the last message"):
+        parser(tokenizer=object())
+    with pytest.raises(TypeError, match="did you mean 'format_reward'"):
+        parser(format_rewards=0.0)
+
+
+@pytest.mark.parametrize("parser", [GSM8KRewardParser, IfEvalScorer])
+def test_an_answer_need_not_end_the_conversation(parser):
+    row = {"query": "?", "answer": "#### 2", **IFEVAL[0]}
+    env = DatasetChatEnv([row]).append_transform(parser(set_done_if_answer=False))
+    step = answered(env, "<answer>2</answer>")
+    assert not step["done"].item() and not step["is_scored"].item()
+    step = answered(env, "<answer>2</answer>", reason=StopReason.MAX_TURNS)
+    assert not step["terminated"].item() and step["is_scored"].item()
+
+
 @needs_reasoning_gym
 def test_reasoning_gym_scores_with_the_tasks_own_scorer():
     env = ReasoningGymEnv({"chain_sum": 1.0, "spell_backward": 1.0}, num_problems=16)
@@ -214,6 +262,39 @@ def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
     assert 1 < problems.levels["chain_sum"] < 20 and problems[2]["query"]
 
 
+@needs_reasoning_gym
+def test_the_next_epoch_comes_at_the_level_that_was_reached():
+    problems = ReasoningGymProblems("chain_sum", num_problems=4, has_curriculum=True, window=1)
+    assert [problems[index]["level"] for index in range(4)] == [0] * 4
+    problems.record("chain_sum", 0, 1.0)
+    assert [problems[index]["level"] for index in range(4)] == [1] * 4
+
+
+@needs_reasoning_gym
+def test_a_curriculum_survives_with_the_state_of_a_collector(renderer):
+    def answer(prompt_ids):
+        text = renderer.decode(prompt_ids).split("<|im_start|>user\n")[-1]
+        return f"{eval(text.split(':')[1].split('=')[0])}<|im_end|>"
+
+    def make():
+        env = ReasoningGymEnv("chain_sum", num_problems=8, has_curriculum=True, window=4, repeats=2)
+        policy = LLMWrapperBase(ScriptedEngine(answer, encode=renderer.encode), renderer=renderer)
+        return env, LLMCollector(env, policy=policy, dialog_turns_per_batch=4)
+
+    (env, first), (again, second) = make(), make()
+    with first, second:
+        first.next(), first.next()
+        levels = env.state_dict()["curriculum"]["levels"]
+        assert levels["chain_sum"] > 0
+        second.load_state_dict(first.state_dict())
+        assert again.state_dict()["curriculum"]["levels"] == levels
+        queries = [[element["query"] for element in collector.next().unbind(0)] for collector in (first, second)]
+        assert queries[0] == queries[1]
+    fresh = make()[0]
+    fresh.load_state_dict(env.state_dict())
+    assert fresh.state_dict() == env.state_dict()
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -223,10 +304,15 @@ def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
         (lambda: IFEvalEnv([{**IFEVAL[0], "instruction_id_list": ["punctuation:none"]}]), "punctuation:none"),
         (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": [{"comma": 1}]}]), "comma"),
         (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": []}]), "one entry an instruction"),
-        pytest.param(lambda: ReasoningGymEnv("chain_sun"), "chain_sun", marks=needs_reasoning_gym),
+        pytest.param(lambda: ReasoningGymEnv("chain_sun"), "did you mean 'chain_sum'", marks=needs_reasoning_gym),
         pytest.param(lambda: ReasoningGymEnv("composite"), "'composite'", marks=needs_reasoning_gym),
         pytest.param(
-            lambda: ReasoningGymEnv("chain_sum", config={"chain_sum": {"terms": 3}}), "terms", marks=needs_reasoning_gym
+            lambda: ReasoningGymEnv("chain_sum", config={"chain_sum": {"min_terms": 9}}),
+            "max_terms",
+            marks=needs_reasoning_gym,
+        ),
+        pytest.param(
+            lambda: ReasoningGymEnv("chain_sum", config={"chain_sub": {}}), "not among", marks=needs_reasoning_gym
         ),
         pytest.param(lambda: ReasoningGymEnv({"chain_sum": 0.0}), "positive sum", marks=needs_reasoning_gym),
         (lambda: CountdownEnv(max_target=3), "max_target"),
@@ -237,9 +323,20 @@ def test_bad_data_is_refused_by_name(make, named):
         make()
 
 
-def test_an_unknown_option_is_refused():
-    with pytest.raises(TypeError, match="repeat"):
-        GSM8KEnv(GSM8K, repeat=2)
+def test_an_unknown_option_is_refused_before_anything_is_loaded():
+    for make in (GSM8KEnv, MATHEnv, IFEvalEnv, CountdownEnv, SumOfDigitsEnv):
+        with pytest.raises(TypeError, match=f"{make.__name__} has no argument 'repeat'; did you mean 'repeats'"):
+            make("no-such-data", repeat=2)
+    with pytest.raises(TypeError, match="the policy renders"):
+        make_gsm8k_env(data="no-such-data", tokenizer=object())
+    with pytest.raises(TypeError, match="did you mean 'repeats'"):
+        DatasetChatEnv("no-such-data", repeat=2)
+
+
+@needs_reasoning_gym
+def test_an_unknown_configuration_is_refused_with_the_nearest_name():
+    with pytest.raises(TypeError, match="'chain_sum' has no argument 'min_term'; did you mean 'min_terms'"):
+        ReasoningGymEnv("chain_sum", config={"chain_sum": {"min_term": 3}})
 
 
 def test_a_wrong_role_is_refused():

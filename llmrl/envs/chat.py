@@ -10,13 +10,14 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
+from llmrl.data import ChatHistory, History, KnownArguments, Message, Text, Tokens, check_messages
 from llmrl.data.tensordicts import container_of, plain, tensordict_of
+from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 InputMode = Literal["history", "text", "tokens"]
 
 
-class ChatEnv(EnvBase):
+class ChatEnv(KnownArguments, EnvBase):
     """A conversation: reset opens it with a query, each step appends what the policy answered.
 
     The environment itself never ends a conversation and gives no reward; transforms do: they read
@@ -44,6 +45,7 @@ class ChatEnv(EnvBase):
     """
 
     data_key = "query"
+    explained_arguments = ENV_ARGUMENTS
 
     def __init__(
         self,

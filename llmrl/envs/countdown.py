@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+from llmrl.envs.answer_reward import AnswerReward
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, is_in_split, task_rows
-from llmrl.rewards import RewardFn, Rubric, extract_answer, extract_tag, is_countdown_right
-from llmrl.transforms import RubricReward
+from llmrl.rewards import extract_answer, is_countdown_right
 
 _SYSTEM_PROMPT = "The answer is one arithmetic expression, for example (25 + 3) * 4: end with it."
 
@@ -74,35 +74,40 @@ def _combine(generator: random.Random, numbers: Sequence[int]) -> tuple[int, str
     return value, expression
 
 
-class CountdownRewardParser(RubricReward):
-    """Rewards an expression that hits the target with `correct_reward`, any other answer with `format_reward`.
+class CountdownRewardParser(AnswerReward):
+    """Rewards an expression that hits the target; see `AnswerReward` for what else is rewarded.
 
     Args:
-        format_reward, correct_reward, is_reasoning: see `GSM8KRewardParser`; in plain mode there are no marks of an
-            answer, and a wrong one gets nothing.
+        format_reward, correct_reward, set_done_if_answer: see `AnswerReward`.
+        is_reasoning: whether the answer stands inside `<answer>` tags; else nothing marks an answer, and a wrong one
+            gets nothing.
 
     Example:
         >>> CountdownRewardParser().rubric.names
-        ['reward_right', 'reward_answer', 'reward_think']
+        ['reward_right', 'reward_answer', 'reward_think', 'success']
     """
 
-    def __init__(self, *, format_reward: float = 0.1, correct_reward: float = 1.0, is_reasoning: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+        set_done_if_answer: bool = True,
+        is_reasoning: bool = True,
+    ) -> None:
+        def is_right(completion: str, target: int, numbers: list[int]) -> bool:
+            return is_countdown_right(completion, target, numbers, is_reasoning=is_reasoning)
+
         def has_answer(completion: str) -> bool:
             return is_reasoning and extract_answer(completion, is_reasoning=True) is not None
 
-        def reward_right(completion: str, target: int, numbers: list[int]) -> float:
-            if is_countdown_right(completion, target, numbers, is_reasoning=is_reasoning):
-                return correct_reward
-            return format_reward * has_answer(completion)
-
-        def reward_answer(completion: str) -> float:
-            return float(has_answer(completion))
-
-        def reward_think(completion: str) -> float:
-            return float(bool(extract_tag(completion, "think")))
-
-        unweighted = [RewardFn(function, weight=0) for function in (reward_answer, reward_think)]
-        super().__init__(Rubric(RewardFn(reward_right), *unweighted, truncation_reward=0.0))
+        super().__init__(
+            is_right,
+            has_answer,
+            format_reward=format_reward,
+            correct_reward=correct_reward,
+            set_done_if_answer=set_done_if_answer,
+        )
 
 
 class CountdownOptions(TaskOptions, total=False):

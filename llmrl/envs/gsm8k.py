@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -9,9 +10,9 @@ from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain
+from llmrl.envs.answer_reward import AnswerReward
 from llmrl.envs.task import REASONING_PROMPT, Dataset, Split, TaskEnv, TaskOptions, task_rows
-from llmrl.rewards import RewardFn, Rubric, extract_tag, has_gsm8k_answer, is_gsm8k_right
-from llmrl.transforms import RubricReward
+from llmrl.rewards import has_gsm8k_answer, is_gsm8k_right
 
 HUB_NAME = "openai/gsm8k"
 
@@ -47,13 +48,11 @@ class GSM8KPrepareQuestion(Transform):
         return value
 
 
-class GSM8KRewardParser(RubricReward):
-    """Rewards the right number with `correct_reward`, another answer with `format_reward`, none or a cut one with 0.
-
-    The breakdown has `reward_right` (the reward) and, unweighted, `reward_answer`, `reward_think` and `success`.
+class GSM8KRewardParser(AnswerReward):
+    """Rewards the right number; see `AnswerReward` for what else is rewarded.
 
     Args:
-        format_reward, correct_reward: see above.
+        format_reward, correct_reward, set_done_if_answer: see `AnswerReward`.
         is_reasoning: whether the answer stands inside `<answer>` tags; else the last number is the answer.
 
     Example:
@@ -61,21 +60,24 @@ class GSM8KRewardParser(RubricReward):
         ['reward_right', 'reward_answer', 'reward_think', 'success']
     """
 
-    def __init__(self, *, format_reward: float = 0.1, correct_reward: float = 1.0, is_reasoning: bool = True) -> None:
-        def success(completion: str, answer: str) -> float:
-            return float(is_gsm8k_right(completion, answer, is_reasoning=is_reasoning))
+    def __init__(
+        self,
+        *,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+        set_done_if_answer: bool = True,
+        is_reasoning: bool = True,
+    ) -> None:
+        def is_right(completion: str, answer: str) -> bool:
+            return is_gsm8k_right(completion, answer, is_reasoning=is_reasoning)
 
-        def reward_answer(completion: str) -> float:
-            return float(has_gsm8k_answer(completion, is_reasoning=is_reasoning))
-
-        def reward_right(completion: str, answer: str) -> float:
-            return correct_reward if success(completion, answer) else format_reward * reward_answer(completion)
-
-        def reward_think(completion: str) -> float:
-            return float(bool(extract_tag(completion, "think")))
-
-        unweighted = [RewardFn(function, weight=0) for function in (reward_answer, reward_think, success)]
-        super().__init__(Rubric(RewardFn(reward_right), *unweighted, truncation_reward=0.0))
+        super().__init__(
+            is_right,
+            functools.partial(has_gsm8k_answer, is_reasoning=is_reasoning),
+            format_reward=format_reward,
+            correct_reward=correct_reward,
+            set_done_if_answer=set_done_if_answer,
+        )
 
 
 class GSM8KEnv(TaskEnv):

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
+from llmrl.data import KnownArguments, RolloutStatus, keywords_of
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
-from llmrl.rewards import IFEvalScoreData, RewardFn, Rubric, check_instructions, extract_answer, score_instructions
+from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
+from llmrl.rewards import (
+    IFEvalScoreData,
+    RewardFn,
+    Rubric,
+    check_instructions,
+    extract_answer,
+    extract_tags,
+    score_instructions,
+)
 from llmrl.transforms import RubricReward
 
 HUB_NAME = "google/IFEval"
 Kwargs = Sequence[Mapping[str, Any] | None]
 
 
-class IfEvalScorer(RubricReward):
+class IfEvalScorer(KnownArguments, RubricReward):
     """Rewards the share of instructions followed: all or each, strictly or loosely, weighed.
 
     The four shares are the breakdown.
@@ -21,35 +31,78 @@ class IfEvalScorer(RubricReward):
     Args:
         format_weights: of `prompt_level_strict_acc`, `inst_level_strict_acc`, `prompt_level_loose_acc` and
             `inst_level_loose_acc`.
+        aggregate_reward: true weighs them; a function of an `IFEvalScoreData` gives the reward itself, `"aggregate"`
+            in the breakdown. It may also declare `think_blocks` and `answer_blocks`, the contents of such tags, and
+            `complete`.
+        set_done_if_answer: whether an answer ends the conversation; else something after it has to.
         is_reasoning: whether the answer stands inside `<answer>` tags.
+
+    Raises:
+        ValueError: unless there are four weights, and without an aggregation.
 
     Example:
         >>> IfEvalScorer().rubric.names[0]
         'prompt_level_strict_acc'
     """
 
-    def __init__(self, *, format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1), is_reasoning: bool = True) -> None:
-        shares: dict[str, Callable[[IFEvalScoreData], float]] = {
-            "prompt_level_strict_acc": lambda data: float(data.prompt_level_strict_acc),
-            "inst_level_strict_acc": lambda data: _mean(data.inst_level_strict_acc),
-            "prompt_level_loose_acc": lambda data: float(data.prompt_level_loose_acc),
-            "inst_level_loose_acc": lambda data: _mean(data.inst_level_loose_acc),
-        }
-        if len(format_weights) != len(shares):
-            raise ValueError(f"format_weights must be {len(shares)} numbers, one for each of {list(shares)}.")
+    explained_arguments = REWARD_ARGUMENTS
+
+    def __init__(
+        self,
+        *,
+        format_weights: Sequence[float] | None = None,
+        aggregate_reward: bool | Callable[..., Any] = True,
+        set_done_if_answer: bool = True,
+        is_reasoning: bool = True,
+    ) -> None:
+        weights = _WEIGHTS if format_weights is None else tuple(format_weights)
+        if len(weights) != len(_SHARES):
+            raise ValueError(f"format_weights must be {len(_SHARES)} numbers, one for each of {list(_SHARES)}.")
+        if not aggregate_reward:
+            raise ValueError(
+                "aggregate_reward must be true or a function: there is one reward, and the shares are beside it."
+            )
+
+        def followed(completion: str, instruction_id_list: list[str], kwargs: Kwargs) -> IFEvalScoreData:
+            answer = extract_answer(completion, is_reasoning=is_reasoning) or ""
+            return score_instructions(answer, instruction_id_list, kwargs)
 
         def scorer(share: Callable[[IFEvalScoreData], float]) -> Callable[..., float]:
             def score(completion: str, instruction_id_list: list[str], kwargs: Kwargs) -> float:
-                answer = extract_answer(completion, is_reasoning=is_reasoning) or ""
-                return share(score_instructions(answer, instruction_id_list, kwargs))
+                return share(followed(completion, instruction_id_list, kwargs))
 
             return score
 
         functions = [
-            RewardFn(scorer(share), name=name, weight=weight)
-            for (name, share), weight in zip(shares.items(), format_weights, strict=True)
+            RewardFn(scorer(share), name=name, weight=0 if callable(aggregate_reward) else weight)
+            for (name, share), weight in zip(_SHARES.items(), weights, strict=True)
         ]
-        super().__init__(Rubric(*functions, truncation_reward=0.0))
+        if callable(aggregate_reward):
+            aggregate, declared = aggregate_reward, keywords_of(aggregate_reward)
+
+            def aggregated(
+                completion: str, instruction_id_list: list[str], kwargs: Kwargs, status: RolloutStatus
+            ) -> float:
+                blocks = {f"{tag}_blocks": extract_tags(completion, tag) for tag in ("think", "answer")}
+                extras = {**blocks, "complete": status is RolloutStatus.COMPLETED}
+                chosen = {name: extras[name] for name in extras if declared is None or name in declared}
+                return float(aggregate(followed(completion, instruction_id_list, kwargs), **chosen))
+
+            functions.append(RewardFn(aggregated, name="aggregate"))
+        super().__init__(Rubric(*functions, truncation_reward=0.0), terminate_when_answered=set_done_if_answer)
+
+
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+_SHARES: dict[str, Callable[[IFEvalScoreData], float]] = {
+    "prompt_level_strict_acc": lambda data: float(data.prompt_level_strict_acc),
+    "inst_level_strict_acc": lambda data: _mean(data.inst_level_strict_acc),
+    "prompt_level_loose_acc": lambda data: float(data.prompt_level_loose_acc),
+    "inst_level_loose_acc": lambda data: _mean(data.inst_level_loose_acc),
+}
+_WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 
 
 class IFEvalEnv(TaskEnv):
@@ -87,10 +140,6 @@ class IFEvalEnv(TaskEnv):
             is_reasoning=is_reasoning,
             options={"name": split, **options},
         )
-
-
-def _mean(values: Sequence[bool]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def make_ifeval_env(

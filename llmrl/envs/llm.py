@@ -9,11 +9,13 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
+from llmrl.data import KnownArguments
 from llmrl.data.tensordicts import non_tensor, plain, tensordict_of
 from llmrl.envs.primer import DataLoadingPrimer
+from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 
-class LLMEnv(EnvBase):
+class LLMEnv(KnownArguments, EnvBase):
     """Appends what the policy wrote to what was there: plain text, or token ids.
 
     For conversations use `ChatEnv`, which keeps the exact tokens of several turns; this is for scripts and search that
@@ -36,6 +38,8 @@ class LLMEnv(EnvBase):
         >>> env.step(data)["next", "text"]
         '7 + 8 = 15'
     """
+
+    explained_arguments = ENV_ARGUMENTS
 
     def __init__(
         self,

@@ -6,47 +6,50 @@ import asyncio
 from typing import Unpack
 
 from llmrl._imports import require
+from llmrl.envs.answer_reward import AnswerReward
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
-from llmrl.rewards import RewardFn, Rubric, boxed_answer, extract_answer, extract_tag, is_math_right
-from llmrl.transforms import RubricReward
+from llmrl.rewards import boxed_answer, extract_answer, is_math_right
 
 HUB_NAME = "DigitalLearningGmbH/MATH-lighteval"
 _SYSTEM_PROMPT = "Solve the problem. Write the final answer in LaTeX, as \\boxed{answer}."
 
 
-class MATHRewardParser(RubricReward):
-    """Rewards an answer that math-verify finds equal to the reference, awaited off the batch.
-
-    The breakdown has `reward_right` (the reward), `reward_answer` and `reward_think`.
+class MATHRewardParser(AnswerReward):
+    r"""Rewards an answer that math-verify finds equal to the reference, awaited off the batch; see `AnswerReward`.
 
     Args:
-        format_reward, correct_reward, is_reasoning: see `GSM8KRewardParser`.
+        format_reward, correct_reward, set_done_if_answer: see `AnswerReward`.
+        is_reasoning: whether the answer stands inside `<answer>` tags; else in the last `\boxed{…}` or line.
 
     Example:
         >>> MATHRewardParser().rubric.names
-        ['reward_right', 'reward_answer', 'reward_think']
+        ['reward_right', 'reward_answer', 'reward_think', 'success']
     """
 
-    def __init__(self, *, format_reward: float = 0.1, correct_reward: float = 1.0, is_reasoning: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+        set_done_if_answer: bool = True,
+        is_reasoning: bool = True,
+    ) -> None:
         require("math_verify", extra="envs")  # here, where it stops a run, and not at each score
+
+        async def is_right(completion: str, answer: str) -> bool:
+            return await asyncio.to_thread(is_math_right, completion, answer, is_reasoning=is_reasoning)
 
         def has_answer(completion: str) -> bool:
             given = extract_answer(completion, is_reasoning=is_reasoning)
             return given is not None and (is_reasoning or boxed_answer(given) is not None)
 
-        async def reward_right(completion: str, answer: str) -> float:
-            if await asyncio.to_thread(is_math_right, completion, answer, is_reasoning=is_reasoning):
-                return correct_reward
-            return format_reward * has_answer(completion)
-
-        def reward_answer(completion: str) -> float:
-            return float(has_answer(completion))
-
-        def reward_think(completion: str) -> float:
-            return float(bool(extract_tag(completion, "think")))
-
-        unweighted = [RewardFn(function, weight=0) for function in (reward_answer, reward_think)]
-        super().__init__(Rubric(RewardFn(reward_right), *unweighted, truncation_reward=0.0))
+        super().__init__(
+            is_right,
+            has_answer,
+            format_reward=format_reward,
+            correct_reward=correct_reward,
+            set_done_if_answer=set_done_if_answer,
+        )
 
 
 class MATHEnv(TaskEnv):

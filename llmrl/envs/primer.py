@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,14 +13,26 @@ from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
 from llmrl._imports import require
-from llmrl.data import load_rows, rows_of_batches
+from llmrl.data import KnownArguments, load_rows, rows_of_batches
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.dataset import Drawn, EndOfData, PromptSampler
+from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 _COUNTS = ("sample_index", "group_size")
 
 
-class DataLoadingPrimer(Transform):
+class PrimerOptions(TypedDict, total=False):
+    """How rows are drawn; see `DataLoadingPrimer`."""
+
+    dataloader_factory: Callable[[], Any] | None
+    repeats: int
+    shuffle: bool
+    seed: int
+    num_epochs: int | None
+    name: str
+
+
+class DataLoadingPrimer(KnownArguments, Transform):
     """Draws a row at each reset and hands its columns to the environment; they travel with the conversation.
 
     `DatasetChatEnv` does the same in one piece; this is for any environment whose reset reads a column, and its Ray
@@ -46,6 +58,7 @@ class DataLoadingPrimer(Transform):
         (['1 + 1 ='], '2', 'train/0/0')
     """
 
+    explained_arguments = ENV_ARGUMENTS
     is_shared = False
     """Whether others draw from the same position."""
 
@@ -141,8 +154,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     groups, since others draw in between, and `RayLLMCollector` deals the positions of a `DatasetChatEnv` by itself.
 
     Args:
-        dataloader, dataloader_factory, repeats, shuffle, seed, num_epochs, name: see `DataLoadingPrimer`; the first
-            primer of an `actor_name` decides them.
+        dataloader, **options: see `DataLoadingPrimer`; the first primer of an `actor_name` decides them.
         num_cpus: cores that the actor reserves.
         actor_name: in Ray's namespace; None makes an actor of its own.
 
@@ -154,9 +166,16 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
     is_shared = True
 
-    def __init__(self, *args: Any, num_cpus: float = 0, actor_name: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataloader: str | Path | Iterable[Any] | None = None,
+        *,
+        num_cpus: float = 0,
+        actor_name: str | None = None,
+        **options: Unpack[PrimerOptions],
+    ) -> None:
         self._actor_options = {"num_cpus": num_cpus, "name": actor_name, "get_if_exists": actor_name is not None}
-        super().__init__(*args, **kwargs)
+        super().__init__(dataloader, **options)
 
     def _start(self, make_prompts: Callable[[], PromptSampler]) -> None:
         ray = require("ray", extra="ray")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import random
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Unpack
 
 from llmrl._imports import require
+from llmrl.data import refuse_unknown
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.task import Split, TaskEnv, TaskOptions, check_split
 from llmrl.rewards import RewardFn, Rubric, score_reasoning_gym
 from llmrl.transforms import RubricReward
 
 _NUM_KEPT = 1024
-"""Problems that are kept once drawn: a group shares its problem while the level rises."""
+"""Problems that are kept once drawn, at most: a group shares its problem while the level rises."""
 
 
 class ReasoningGymProblems:
@@ -35,6 +38,7 @@ class ReasoningGymProblems:
     Raises:
         ValueError: for an unknown task, weights without a sum, a curriculum that a task does not have, or a
             configuration that it refuses.
+        TypeError: for a name that a task's configuration does not have, with the nearest one.
 
     Example:
         >>> problems = ReasoningGymProblems({"chain_sum": 1.0}, num_problems=8)
@@ -57,9 +61,7 @@ class ReasoningGymProblems:
         factory = require("reasoning_gym.factory", extra="envs")
         require("reasoning_gym", extra="envs")
         self.weights = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
-        unknown = sorted(set(self.weights) - set(factory.DATASETS))
-        if unknown:
-            raise ValueError(f"unknown tasks {unknown}; reasoning-gym has {sorted(factory.DATASETS)}.")
+        _check_names(factory.DATASETS, self.weights, config or {})
         if not self.weights or min(self.weights.values()) < 0 or not sum(self.weights.values()) > 0:
             raise ValueError(f"tasks must have non-negative weights with a positive sum, got {self.weights}.")
         without = sorted(task for task in self.weights if not factory.has_curriculum(task))
@@ -74,6 +76,8 @@ class ReasoningGymProblems:
         self.raise_at, self.window, self.config = raise_at, window, config or {}
         self.levels = dict.fromkeys(self.weights, 0)
         self._scores: dict[str, deque[float]] = {task: deque(maxlen=window) for task in self.weights}
+        # Not all of them: in the next epoch they come at the level that was reached.
+        self._num_kept = max(1, min(_NUM_KEPT, num_problems // 2))
         self._drawn: dict[int, Mapping[str, Any]] = {}
         self._drawn_levels: dict[int, int] = {}
         for task in self.weights:
@@ -92,8 +96,8 @@ class ReasoningGymProblems:
         if not 0 <= index < self.num_problems:
             raise IndexError(index)
         if index not in self._drawn:
-            self._drawn[index] = self._generate(index, self._drawn_levels.get(index))
-            if len(self._drawn) > _NUM_KEPT:
+            self._drawn[index] = self._generate(index, self._drawn_levels.pop(index, None))
+            if len(self._drawn) > self._num_kept:
                 del self._drawn[next(iter(self._drawn))]
         return self._drawn[index]
 
@@ -129,7 +133,7 @@ class ReasoningGymProblems:
 
     def state_dict(self) -> dict[str, Any]:
         """Levels, the scores since they rose, and the levels of the problems that were just drawn."""
-        drawn = {index: problem["level"] for index, problem in self._drawn.items()}
+        drawn = self._drawn_levels | {index: problem["level"] for index, problem in self._drawn.items()}
         return {"levels": dict(self.levels), "scores": {k: list(v) for k, v in self._scores.items()}, "drawn": drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,6 +141,20 @@ class ReasoningGymProblems:
         self.levels = dict(state["levels"])
         self._scores = {task: deque(scores, maxlen=self.window) for task, scores in state["scores"].items()}
         self._drawn, self._drawn_levels = {}, dict(state["drawn"])
+
+
+def _check_names(known: Mapping[str, Any], tasks: Mapping[str, float], config: Mapping[str, Mapping[str, Any]]) -> None:
+    for task in tasks:
+        if task not in known:
+            near = difflib.get_close_matches(task, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(known)}."
+            raise ValueError(f"reasoning-gym has no task {task!r}; {hint}")
+    for task, arguments in config.items():
+        if task not in tasks:
+            raise ValueError(f"config has {task!r}, which is not among the tasks {sorted(tasks)}.")
+        own = {"seed": "the environment's seed draws problems", "size": "num_problems says how many there are"}
+        names = {field.name for field in dataclasses.fields(known[task][1])} - set(own)
+        refuse_unknown(f"config of the task {task!r}", arguments, names, own)
 
 
 class ReasoningGymChatEnv(DatasetChatEnv):

@@ -12,6 +12,7 @@ from torchrl.envs import Transform, TransformedEnv
 
 from llmrl.data import KnownArguments, load_rows
 from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 Split = Literal["train", "test"]
 Dataset = str | Path | Iterable[Mapping[str, Any]]
@@ -61,6 +62,8 @@ class TaskEnv(KnownArguments, TransformedEnv):
         '2'
     """
 
+    explained_arguments = ENV_ARGUMENTS
+
     def __init__(
         self,
         problems: Any,
@@ -74,6 +77,14 @@ class TaskEnv(KnownArguments, TransformedEnv):
         prompts = [REASONING_PROMPT] * is_reasoning + [system_prompt] * (system_prompt is not None)
         env = chat_env(problems, system_prompt=" ".join(map(str, prompts)) or None, **(options or {}))
         super().__init__(env, reward)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The position in the problems, and a curriculum where there is one."""
+        return self.base_env.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Continue from a saved position."""
+        self.base_env.load_state_dict(state_dict)
 
 
 def task_rows(

@@ -1,7 +1,7 @@
 """Scoring: pure functions over settled conversations, weighed by a rubric."""
 
 from llmrl.rewards.adapters import prompt_completion_reward, score_reasoning_gym
-from llmrl.rewards.answers import extract_answer, extract_tag, last_number
+from llmrl.rewards.answers import extract_answer, extract_tag, extract_tags, last_number
 from llmrl.rewards.countdown import evaluate_expression, is_countdown_right
 from llmrl.rewards.gsm8k import has_gsm8k_answer, is_gsm8k_right
 from llmrl.rewards.ifeval import IFEvalScoreData, check_instructions, score_instructions
@@ -21,6 +21,7 @@ __all__ = [
     "evaluate_expression",
     "extract_answer",
     "extract_tag",
+    "extract_tags",
     "has_gsm8k_answer",
     "is_countdown_right",
     "is_gsm8k_right",

@@ -22,6 +22,17 @@ def extract_tag(text: str, tag: str) -> str | None:
     return text[start + len(tag) + 2 : end].strip() if 0 <= start < end else None
 
 
+def extract_tags(text: str, tag: str) -> list[str]:
+    """What stands between each opening `tag` and the closing one after it.
+
+    Example:
+        >>> extract_tags("<answer>4</answer> or <answer> 5</answer><answer>", "answer")
+        ['4', '5']
+    """
+    parts = (part.split(f"</{tag}>", 1) for part in text.split(f"<{tag}>")[1:])
+    return [part[0].strip() for part in parts if len(part) == 2]
+
+
 def extract_answer(completion: str, *, is_reasoning: bool) -> str | None:
     """The part of a completion that is judged: the `<answer>` of a reasoning prompt, else all after any `</think>`.
 

@@ -14,6 +14,7 @@ from llmrl.rewards.answers import extract_answer
 
 _MAX_CHARACTERS = 500
 _TIMEOUT_SECONDS = 30.0
+_NUM_REMEMBERED = 4096
 
 
 def boxed_answer(text: str) -> str | None:
@@ -45,6 +46,8 @@ class MathVerifier:
     def __init__(self, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
         self.timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
+        # The answers of a group are often the same, and each is asked for twice: for the reward and for `success`.
+        self._known: dict[tuple[str, str], bool] = {}
         self._process: subprocess.Popen[str] | None = None
 
     def is_equal(self, reference: str, given: str) -> bool:
@@ -58,18 +61,25 @@ class MathVerifier:
         if max(len(reference), len(given)) > _MAX_CHARACTERS:
             return False
         with self._lock:
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(json.dumps([reference, given]) + "\n")
-                process.stdin.flush()
-                is_ready = select.select([process.stdout], [], [], self.timeout_seconds)[0]
-                line = process.stdout.readline() if is_ready else ""
-            except BrokenPipeError:
-                line = ""
-            if not line:
-                self._stop()
-            return line.strip() == "true"
+            if (reference, given) not in self._known:
+                if len(self._known) >= _NUM_REMEMBERED:
+                    self._known.clear()
+                self._known[reference, given] = self._asked(reference, given)
+            return self._known[reference, given]
+
+    def _asked(self, reference: str, given: str) -> bool:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps([reference, given]) + "\n")
+            process.stdin.flush()
+            is_ready = select.select([process.stdout], [], [], self.timeout_seconds)[0]
+            line = process.stdout.readline() if is_ready else ""
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._stop()
+        return line.strip() == "true"
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:

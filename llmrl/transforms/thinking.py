@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
-from llmrl.data import Message
+from llmrl.data import KnownArguments, Message
 from llmrl.data.tensordicts import batch_elements, restacked
 
 _AS_ASSISTANT = (
@@ -25,7 +25,7 @@ _AS_USER = (
 )
 
 
-class AddThinkingPrompt(Transform):
+class AddThinkingPrompt(KnownArguments, Transform):
     """Asks for another attempt after an answer that meets a condition, and lets the conversation go on.
 
     Append it after what gives the reward, since the condition usually reads it. What the assistant said is never
@@ -55,6 +55,11 @@ class AddThinkingPrompt(Transform):
         >>> env.step(data)["next", "history"].prompt.content
         ['7 + 8 =', '14', 'Again.']
     """
+
+    explained_arguments: Mapping[str, str] = {
+        "edit_last_turn": "what was sampled is never edited: the prompt is a message of its own",
+        "egocentric": "use role='assistant'",
+    }
 
     def __init__(
         self,

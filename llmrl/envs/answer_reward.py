@@ -1,0 +1,70 @@
+"""`AnswerReward`: what the rewards of tasks with one right answer have in common."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from llmrl.data import KnownArguments
+from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
+from llmrl.rewards import RewardFn, Rubric, extract_tag
+from llmrl.transforms import RubricReward
+
+
+class AnswerReward(KnownArguments, RubricReward):
+    """Rewards the right answer with `correct_reward`, another answer with `format_reward`, none or a cut one with 0.
+
+    The breakdown has `reward_right` (the reward) and, unweighted, `reward_answer` (there is an answer), `reward_think`
+    (there are thoughts in tags) and `success`.
+
+    Args:
+        is_right: of a completion and columns of the dataset, by parameter name; plain or async.
+        has_answer: of a completion.
+        format_reward, correct_reward: see above.
+        set_done_if_answer: whether an answer ends the conversation; else something after it has to.
+
+    Example:
+        >>> reward = AnswerReward(lambda completion, answer: completion == answer, bool)
+        >>> reward.rubric.names
+        ['reward_right', 'reward_answer', 'reward_think', 'success']
+    """
+
+    explained_arguments = REWARD_ARGUMENTS
+
+    def __init__(
+        self,
+        is_right: Callable[..., bool | Awaitable[bool]],
+        has_answer: Callable[[str], bool],
+        *,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+        set_done_if_answer: bool = True,
+    ) -> None:
+        def reward(is_right: Any, completion: str) -> float:
+            return correct_reward if is_right else format_reward * has_answer(completion)
+
+        @functools.wraps(is_right)
+        def reward_right(completion: str, **columns: Any) -> float:
+            return reward(is_right(completion=completion, **columns), completion)
+
+        @functools.wraps(is_right)
+        async def reward_right_later(completion: str, **columns: Any) -> float:
+            return reward(await is_right(completion=completion, **columns), completion)  # type: ignore[misc]
+
+        def reward_answer(completion: str) -> float:
+            return float(has_answer(completion))
+
+        def reward_think(completion: str) -> float:
+            return float(bool(extract_tag(completion, "think")))
+
+        rewarding = reward_right_later if inspect.iscoroutinefunction(is_right) else reward_right
+        rubric = Rubric(
+            RewardFn(rewarding, name="reward_right"),
+            RewardFn(reward_answer, weight=0),
+            RewardFn(reward_think, weight=0),
+            RewardFn(is_right, name="success", weight=0),
+            truncation_reward=0.0,
+        )
+        super().__init__(rubric, terminate_when_answered=set_done_if_answer)
