@@ -35,7 +35,12 @@ def write_run(path, env, renderer, tokenizer, *, num_steps=2):
             trainer = [row.get(("log_probs", "full")) + 0.25 for row in batch.unbind(0)]
             folder.tokens.write(step, batch, trainer)
             folder.log_rollouts(step, "train", [rollout.to_record() for rollout in collector.rollouts])
-            folder.log_metrics(step, {"reward_mean": collector.report.mean_reward, "odd": float("nan")})
+            folder.log_metrics(
+                step, {"reward_mean": collector.report.mean_reward, "num_rows": 1.0, "odd": float("nan")}
+            )
+    folder.log_metrics(num_steps + 1, {"reward_mean": 0.0})  # a step that was skipped has fewer metrics
+    interval = {"mean": 0.5, "interval": [0.4, 0.6]}
+    folder.write_summary({"before": {"accuracy": 0.25}, "evaluation": {"pass@1": interval, "by": {"right": None}}})
     folder.close()
     return folder
 
@@ -87,7 +92,8 @@ def test_the_terminal_shows_curves_statuses_and_conversations(run_path):
     console = Console(file=io.StringIO(), width=100)
     print_run(read_run(run_path), console=console)
     text = console.file.getvalue()
-    assert "reward_mean" in text and "completed" in text and "1 + 1 =" in text and "train: 32" in text
+    for words in ("reward_mean", "num_rows", "pass@1 0.5 (0.4 … 0.6)", "completed", "1 + 1 =", "train: 32"):
+        assert words in text
 
 
 def test_the_page_needs_nothing_from_elsewhere(run_path, tmp_path):
@@ -123,6 +129,11 @@ def page(run_path, tmp_path_factory):
         yield page
         assert not errors
         browser.close()
+
+
+def test_the_summary_is_read_as_numbers(page):
+    text = page.inner_text("#summary").replace("\n", " ")
+    assert "accuracy before 0.25" in text and "pass@1 0.5 (0.4 … 0.6)" in text and "right –" in text
 
 
 def test_filters_narrow_the_list(page):

@@ -21,10 +21,10 @@ app = typer.Typer(
 console = Console()
 
 
-def _fail(message: object) -> typer.Exit:
-    """Print an error as a person reads it; its exit code is that of a wrong use."""
+def _fail(message: object, *, exit_code: int = 2) -> typer.Exit:
+    """Print an error as a person reads it; by default its exit code is that of a wrong use."""
     Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
-    return typer.Exit(2)
+    return typer.Exit(exit_code)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -103,6 +103,8 @@ def evaluate(
 ) -> None:
     """Measure a model in an environment: pass@1, pass@k, confidence intervals, what each reward gave."""
     from llmrl.cli import evaluate as command
+    from llmrl.cli.models import model_path
+    from llmrl.engines import EngineError
     from llmrl.envs import make_task_env, task_environments
 
     if list_environments:
@@ -112,7 +114,7 @@ def evaluate(
     try:
         settings = command.EvaluationSettings(
             env=env,
-            model=model,
+            model=model_path(model),
             data=data,
             split=split,
             limit=limit,
@@ -126,7 +128,10 @@ def evaluate(
         environment = make_task_env(env, split, data=data, repeats=samples)  # type: ignore[arg-type]
     except (ValueError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
-    command.run(settings, environment, console)
+    try:
+        command.run(settings, environment, console)
+    except EngineError as error:
+        raise _fail(error, exit_code=1) from None
 
 
 @app.command()
@@ -143,14 +148,17 @@ def chat(
     """Talk to a model through an environment, with its tools; `/tokens` shows how sure it was."""
     from llmrl.cli.chat import ChatSession, make_env, talk
     from llmrl.cli.models import model_path
-    from llmrl.engines import AsyncVLLM
+    from llmrl.engines import AsyncVLLM, EngineError
     from llmrl.policies import vLLMWrapper
 
     try:
-        env = make_env(system_prompt=system, tools=tool or [])
-    except ValueError as error:
+        env, path = make_env(system_prompt=system, tools=tool or []), model_path(model)
+    except (ValueError, FileNotFoundError) as error:
         raise _fail(error) from None
-    engine = AsyncVLLM.from_pretrained(model_path(model), max_model_len=max_model_len)
+    try:
+        engine = AsyncVLLM.from_pretrained(path, max_model_len=max_model_len)
+    except EngineError as error:
+        raise _fail(error, exit_code=1) from None
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         policy = vLLMWrapper(engine, generate_kwargs=sampling)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, Group
 from rich.text import Text
 from tensordict import TensorDict, TensorDictBase
 
@@ -105,12 +106,12 @@ def said(message: Message) -> str:
     return "\n".join(part for part in (text_of(message.get("content")).strip(), *calls) if part)
 
 
-def coloured(tokens: list[tuple[int, float]], decode: Callable[[list[int]], str]) -> Text:
-    """Tokens coloured by their probability, and the whole answer's log-prob."""
-    line = Text()
+def coloured(tokens: list[tuple[int, float]], decode: Callable[[list[int]], str]) -> Group:
+    """Each token with its probability, coloured by it, and the whole answer's log-prob."""
+    cells = []
     for token_id, log_prob in tokens:
         probability = math.exp(log_prob)
         style = next(style for bound, style in _STYLES if probability >= bound)
-        line.append(decode([token_id]), style=style).append(f"{probability:.2f} ", style="dim")
+        cells.append(Text(repr(decode([token_id])), style=style).append(f" {probability:.2f}", style="dim"))
     total = sum(log_prob for _, log_prob in tokens)
-    return line.append(f"\n{len(tokens)} tokens, log-prob {total:.2f}", style="dim")
+    return Group(Columns(cells, padding=(0, 2)), Text(f"{len(tokens)} tokens, log-prob {total:.2f}", style="dim"))

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmrl.cli.models import model_path
 from llmrl.data import Rollout
 from llmrl.envs import task_environments
 from llmrl.evaluation import interval_of_mean, pass_at_k
@@ -29,6 +28,7 @@ class EvaluationSettings:
 
     env: str
     model: str
+    """What vLLM loads."""
     data: str | None
     split: str
     limit: int | None
@@ -54,9 +54,7 @@ def run(settings: EvaluationSettings, env: Any, console: Console) -> dict[str, A
 
     num_problems = len(env.base_env.prompts.items)
     num_problems = min(num_problems, settings.limit or num_problems)
-    engine = AsyncVLLM.from_pretrained(
-        model_path(settings.model), max_model_len=settings.max_model_len, seed=settings.seed
-    )
+    engine = AsyncVLLM.from_pretrained(settings.model, max_model_len=settings.max_model_len, seed=settings.seed)
     try:
         sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
         policy = vLLMWrapper(engine, generate_kwargs=sampling)

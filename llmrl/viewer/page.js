@@ -54,12 +54,7 @@ function showHead(head) {
   byId("name").textContent = head.name;
   const steps = head.metrics.length, rollouts = head.index.step.length;
   byId("counts").textContent = `${steps} steps, ${rollouts.toLocaleString("en")} rollouts`;
-  for (const [when, results] of Object.entries(head.summary)) {
-    if (results === null || typeof results !== "object") continue;
-    for (const [name, value] of Object.entries(results)) {
-      byId("summary").append(make("div", {}, make("dt", {}, `${name} ${when}`), make("dd", {}, number(value))));
-    }
-  }
+  for (const [name, value] of head.facts) byId("summary").append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
   byId("config").textContent = head.config;
   byId("config-box").hidden = !head.config;
   const names = [...new Set(head.metrics.flatMap(Object.keys))].filter((name) => name !== "step");

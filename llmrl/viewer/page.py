@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.token_log import TokenRow
-from llmrl.viewer.run_data import RunData
+from llmrl.viewer.run_data import RunData, facts_of
 
 # Of rollouts; opening one decompresses its block alone, so that a page of thousands opens at once.
 _BLOCK_SIZE = 64
@@ -47,7 +47,7 @@ def write_page(run: RunData, path: str | Path) -> Path:
     head = {
         "name": run.name,
         "metrics": run.metrics,
-        "summary": run.summary,
+        "facts": facts_of(run.summary),
         "config": run.config,
         "tokenTexts": run.token_texts,
         "blockSize": _BLOCK_SIZE,

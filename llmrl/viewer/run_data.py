@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,35 @@ class RunData:
     """What each token id that occurs stands for; empty when no tokenizer was found."""
 
 
+def facts_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What `summary.json` says, as people read it: names and values.
+
+    Example:
+        >>> facts_of({"before": {"accuracy": 0.5}, "evaluation": {"pass@1": {"mean": 0.9, "interval": [0.8, 0.95]}}})
+        [('accuracy before', '0.5'), ('pass@1', '0.9 (0.8 … 0.95)')]
+    """
+    facts: list[tuple[str, str]] = []
+
+    def add(name: str, value: Any) -> None:
+        if not isinstance(value, Mapping):
+            facts.append((name, _number(value)))
+        elif "interval" in value:
+            low, high = value["interval"]
+            facts.append((name, f"{_number(value['mean'])} ({low:.3g} … {high:.3g})"))
+        else:  # rewards by name, rollouts by status
+            for part, number in value.items():
+                add(part, number)
+
+    for when, results in summary.items():
+        for name, value in results.items() if isinstance(results, Mapping) else [("", results)]:
+            add(name if when == "evaluation" else f"{name} {when}".strip(), value)
+    return facts
+
+
+def _number(value: Any) -> str:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
+
+
 def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
     """Read a run folder; a line that a kill cut short is left out.
 
@@ -47,9 +76,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
     try:
         folder = RunFolder(path, resume=True, trackers=())
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path} holds no run; give the folder that the training script named (run.path in its configuration)."
-        ) from None
+        raise FileNotFoundError(f"{path} holds no run; {_where_runs_are(path)}") from None
     config = path / "config.yaml"
     rollouts = list(_records(folder.rollouts_path))
     if max_rollouts is not None:
@@ -70,6 +97,14 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         config=config.read_text() if config.exists() else "",
         token_texts=_texts(used, _tokenizer(folder)),
     )
+
+
+def _where_runs_are(path: Path) -> str:
+    """The last run inside, where a folder of runs was given."""
+    runs = [entry for entry in path.iterdir() if (entry / "batches").exists()] if path.is_dir() else []
+    if runs:
+        return f"the last one in it is {max(runs, key=lambda run: run.stat().st_mtime)}."
+    return "give the folder that the training script named (run.path in its configuration)."
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from llmrl.live_view import conversation_panel, sparkline
-from llmrl.viewer.run_data import RunData
+from llmrl.viewer.run_data import RunData, facts_of
 
 
 def print_run(run: RunData, *, console: Console | None = None) -> None:
@@ -22,7 +24,11 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
     """
     console = console or Console()
     console.print(f"[bold]{run.name}[/bold]: {len(run.metrics)} steps, {len(run.rollouts)} rollouts")
-    names = [name for name in run.metrics[-1] if name != "step"] if run.metrics else []
+    facts = [f"[dim]{escape(name)}[/dim] {value}" for name, value in facts_of(run.summary)]
+    if facts:
+        console.print(Columns(facts, padding=(0, 3)))
+    # A step in which nothing was trained lacks some, so the last one's are not all.
+    names = [name for name in dict.fromkeys(name for row in run.metrics for name in row) if name != "step"]
     table = Table("metric", "first", "last", "from the first step to the last")
     for name in names:
         values = [row[name] for row in run.metrics if math.isfinite(row.get(name, math.nan))]
