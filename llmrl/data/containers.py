@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorClass
-from torchrl.data import Composite, NonTensor
+from torchrl.data import Composite, NonTensor, Unbounded
 
 from llmrl.data.history import History
+from llmrl.data.tensordicts import batch_elements, restacked
 
 
 class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
@@ -32,7 +33,39 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
         """The spec of a turn with these entries."""
-        return Composite({key: History.default_spec(shape) for key in keys}, shape=torch.Size(shape))
+        entries = {key: History.default_spec(shape) for key in keys}
+        return Composite(entries, shape=torch.Size(shape), data_cls=ChatHistory)
+
+    def to_text(self, tokenizer: Any, *, chat_template: str | None = None) -> Text:
+        """As the chat template writes it; a prompt up to where the assistant is to speak, a response what follows.
+
+        For reading, and for supervised data: what a policy was given and sampled is in `("tokens", ...)`.
+
+        Raises:
+            ValueError: when the template writes the prompt differently once the response follows.
+        """
+
+        def render(history: History | None, *, is_prompt: bool = False) -> str | None:
+            if history is None:
+                return None
+            options: dict[str, Any] = {} if chat_template is None else {"chat_template": chat_template}
+            return history.apply_chat_template(tokenizer, add_generation_prompt=is_prompt, **options)
+
+        def convert(turn: Any) -> Text:
+            prompt, full = render(turn.prompt, is_prompt=True), render(turn.full)
+            if prompt is None or full is None:
+                return Text(prompt=prompt, response=render(turn.response), full=full)
+            if not full.startswith(prompt):
+                raise ValueError(
+                    f"the template rewrites the prompt {prompt!r:.80} once its response follows: {full!r}."
+                )
+            return Text(prompt=prompt, response=full[len(prompt) :], full=full)
+
+        return _each(self, convert)
+
+    def to_tokens(self, tokenizer: Any, *, chat_template: str | None = None) -> Tokens:
+        """Token ids of `to_text`."""
+        return self.to_text(tokenizer, chat_template=chat_template).to_tokens(tokenizer)
 
 
 class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
@@ -46,11 +79,56 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
         """The spec of a turn with these entries."""
-        return Composite({key: NonTensor(shape=tuple(shape), example_data="") for key in keys}, shape=torch.Size(shape))
+        entries = {key: NonTensor(shape=tuple(shape), example_data="") for key in keys}
+        return Composite(entries, shape=torch.Size(shape), data_cls=Text)
+
+    def to_tokens(self, tokenizer: Any) -> Tokens:
+        """Token ids; the template has written all special tokens, so none is added."""
+
+        def encode(text: str | None) -> torch.Tensor | None:
+            if text is None:
+                return None
+            return torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+
+        def convert(turn: Any) -> Tokens:
+            prompt, full = encode(turn.prompt), encode(turn.full)
+            # By number of ids, since the text of a prompt may end within a token of the whole.
+            is_split = prompt is not None and full is not None
+            response = full[len(prompt) :] if is_split else encode(turn.response)  # type: ignore[index, arg-type]
+            return Tokens(prompt=prompt, response=response, full=full)
+
+        return _each(self, convert)
+
+    def to_history(self, *, family: str | None = None) -> ChatHistory:
+        """The messages that a chat template wrote, see `History.from_text`; the response is what follows the prompt.
+
+        Raises:
+            ValueError: for an unknown family, or a text without its marks.
+
+        Example:
+            >>> prompt = "<|im_start|>user\\n7 + 8 =<|im_end|>\\n<|im_start|>assistant\\n"
+            >>> Text(prompt=prompt, full=prompt + "15<|im_end|>").to_history().response.content
+            ['15']
+        """
+
+        def convert(turn: Any) -> ChatHistory:
+            prompt, full = (
+                None if text is None else History.from_text(text, family=family) for text in (turn.prompt, turn.full)
+            )
+            response = None
+            if prompt is not None and full is not None:
+                response = History.from_chats(full.chats[len(prompt.chats) :], check=False)
+            return ChatHistory(prompt=prompt, response=response, full=full)
+
+        return _each(self, convert)
 
 
 class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Ragged per-token entries; a batch of them is lazily stacked and padded only when asked."""
+
+    def as_list(self, key: str) -> list[torch.Tensor]:
+        """One entry as a tensor `[num_tokens]` for each conversation."""
+        return list(self.get(key, as_list=True)) if self.batch_size else [self.get(key)]
 
     def as_padded_tensor(self, key: str, *, padding_value: float = 0, padding_side: str = "right") -> torch.Tensor:
         """One entry as `[*batch, max_num_tokens]`.
@@ -60,15 +138,14 @@ class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
         """
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
-        rows = self.get(key, as_list=True) if self.batch_size else [self.get(key)]
         padded = torch.nn.utils.rnn.pad_sequence(
-            list(rows), batch_first=True, padding_value=padding_value, padding_side=padding_side
+            self.as_list(key), batch_first=True, padding_value=padding_value, padding_side=padding_side
         )
         return padded if self.batch_size else padded[0]
 
     def as_nested_tensor(self, key: str) -> torch.Tensor:
         """One entry as a jagged nested tensor `[*batch, num_tokens]`."""
-        return torch.nested.as_nested_tensor(list(self.get(key, as_list=True)), layout=torch.jagged)
+        return torch.nested.as_nested_tensor(self.as_list(key), layout=torch.jagged)
 
 
 class Tokens(_Ragged):
@@ -78,6 +155,27 @@ class Tokens(_Ragged):
     response: torch.Tensor | None = None
     full: torch.Tensor | None = None
 
+    @staticmethod
+    def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
+        """The spec of a turn with these entries."""
+        return _ragged_spec(Tokens, shape, keys, torch.int64)
+
+    def to_text(self, tokenizer: Any, *, skip_special_tokens: bool = False) -> Text:
+        """Decoded."""
+
+        def decode(token_ids: torch.Tensor | None) -> str | None:
+            if token_ids is None:
+                return None
+            return tokenizer.decode(
+                token_ids.tolist(), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+
+        return _each(self, lambda turn: Text(**{key: decode(turn.get(key)) for key in ("prompt", "response", "full")}))
+
+    def to_history(self, tokenizer: Any, *, family: str | None = None) -> ChatHistory:
+        """Decoded, and read back as messages; see `Text.to_history`."""
+        return self.to_text(tokenizer).to_history(family=family)
+
 
 class LogProbs(_Ragged):
     """Log-probs of sampled tokens, `[num_tokens]` float32; `full` is 0 where the policy sampled nothing."""
@@ -85,6 +183,11 @@ class LogProbs(_Ragged):
     prompt: torch.Tensor | None = None
     response: torch.Tensor | None = None
     full: torch.Tensor | None = None
+
+    @staticmethod
+    def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
+        """The spec of a turn with these entries."""
+        return _ragged_spec(LogProbs, shape, keys, torch.float32)
 
 
 class Masks(_Ragged):
@@ -94,3 +197,20 @@ class Masks(_Ragged):
     """True for every real token."""
     all_assistant_mask: torch.Tensor | None = None
     """True for tokens that the policy sampled: the trained-token mask."""
+
+    @staticmethod
+    def default_spec(
+        shape: Sequence[int] = (), keys: Sequence[str] = ("all_attention_mask", "all_assistant_mask")
+    ) -> Composite:
+        """The spec of a turn with these entries."""
+        return _ragged_spec(Masks, shape, keys, torch.bool)
+
+
+def _ragged_spec(cls: type, shape: Sequence[int], keys: Sequence[str], dtype: torch.dtype) -> Composite:
+    entries = {key: Unbounded((*shape, -1), dtype=dtype) for key in keys}
+    return Composite(entries, shape=torch.Size(shape), data_cls=cls)
+
+
+def _each(container: Any, convert: Callable[[Any], Any]) -> Any:
+    """The conversions of the single conversations of a batch of any shape."""
+    return restacked([convert(turn) for turn in batch_elements(container)], container.batch_size)

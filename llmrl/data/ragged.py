@@ -1,12 +1,14 @@
-"""Reading per-row columns of a batch, whether it is ragged (lazily stacked) or padded."""
+"""Per-row columns of a batch, whether it is ragged (lazily stacked), padded or nested."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from tensordict.utils import NestedKey
+from torch.nn.utils.rnn import pad_sequence
 
 ATTENTION_MASK_KEY: NestedKey = ("masks", "all_attention_mask")
 
@@ -67,3 +69,34 @@ def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[Any]:
     if isinstance(column, (NonTensorStack, torch.Tensor)):
         return list(column.tolist())
     return list(column)
+
+
+def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDictBase:
+    """One TensorDict of several, each entry `[num_tokens, ...]` padded with zeros on the left.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> as_padded_tensor([TensorDict(a=torch.ones(n)) for n in (1, 2)])["a"].tolist()
+        [[0.0, 1.0], [1.0, 1.0]]
+    """
+    return _joined(list_of_tensordicts, lambda rows: pad_sequence(rows, batch_first=True, padding_side="left"))
+
+
+def as_nested_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDictBase:
+    """One TensorDict of several, each entry `[num_tokens, ...]` a jagged nested tensor.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> as_nested_tensor([TensorDict(a=torch.ones(n)) for n in (1, 2)])["a"].unbind()[1].tolist()
+        [1.0, 1.0]
+    """
+    return _joined(list_of_tensordicts, lambda rows: torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+
+
+def _joined(
+    tensordicts: Sequence[TensorDictBase], join: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> TensorDictBase:
+    if not tensordicts:
+        raise ValueError("list_of_tensordicts is empty; there is nothing to stack.")
+    first, *others = tensordicts
+    return first.apply(lambda *rows: join(list(rows)), *others, batch_size=[len(tensordicts), *first.batch_size])

@@ -83,11 +83,8 @@ class ChatEnv(KnownArguments, EnvBase):
         )
 
     def _turn_spec(self, shape: torch.Size, keys: tuple[str, ...]) -> Composite:
-        if self.input_mode == "history":
-            return ChatHistory.default_spec(shape, keys)
-        if self.input_mode == "text":
-            return Text.default_spec(shape, keys)
-        return Composite({key: Unbounded((*shape, -1), dtype=torch.int64) for key in keys}, shape=shape)
+        containers: dict[InputMode, Any] = {"history": ChatHistory, "text": Text, "tokens": Tokens}
+        return containers[self.input_mode].default_spec(shape, keys)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if tensordict is None or tensordict.get(self.data_key, None) is None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from tensordict import NonTensorData, TensorDictBase
-from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
 from llmrl.data import KnownArguments, Tokens
@@ -86,7 +85,6 @@ class IncrementalTokenizer(KnownArguments, Transform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         shape = observation_spec.shape
-        tokens = Composite(prompt=Unbounded((*shape, -1), dtype=torch.int64), shape=shape, data_cls=Tokens)
-        observation_spec["tokens"] = tokens
+        observation_spec["tokens"] = Tokens.default_spec(shape, ("prompt",))
         observation_spec["conversation"] = NonTensor(shape=tuple(shape), example_data=None)
         return observation_spec
