@@ -46,6 +46,17 @@ def test_multi_modal_content_is_carried_untouched_and_read_as_text():
     assert history.content == ["look"]
 
 
+def test_tool_calls_their_answers_and_completeness_are_read_by_message():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 7, "b": 8}}}
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "15"}]
+    batch = History.from_chats([chat, [USER]])
+    assert batch.tool_calls == [[[], [call], []], [[]]]
+    assert batch.tool_responses == [[None, None, "15"], [None]]
+    assert batch.is_complete == [[True] * 3, [True]]
+    cut = History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel")
+    assert cut.is_complete == [True, False] and cut.content == ["Hi", "Hel"]
+
+
 @pytest.mark.parametrize(
     ("messages", "error", "named"),
     [

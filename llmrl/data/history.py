@@ -73,7 +73,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Read back what a chat template wrote: one text, or any nesting of lists of texts.
 
         Args:
-            text: special tokens included; see `parse_templated`.
+            text: special tokens included; see `parse_templated`. A last turn that was cut says `is_complete: False`.
             family: `chatml`, `llama3`, `gemma` or `mistral`; by default the one whose marks occur.
 
         Raises:
@@ -84,7 +84,10 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             [{'role': 'user', 'content': 'Hi'}]
         """
         if isinstance(text, str):
-            return cls.from_chats(parse_templated(text, family=family)[0], check=False)
+            messages, are_ended = parse_templated(text, family=family)
+            if not are_ended[-1]:
+                messages[-1] = {**messages[-1], "is_complete": False}
+            return cls.from_chats(messages, check=False)
         elements = [cls.from_text(one, family=family) for one in text]
         return torch.stack(elements, 0) if elements[0].batch_size else stack_histories(elements)
 
@@ -110,6 +113,25 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     def content(self) -> Any:
         """Texts of the messages, nested as the batch is."""
         return _map_chats(self.chats, lambda chat: [text_of(message.get("content")) for message in chat])
+
+    @property
+    def tool_calls(self) -> Any:
+        """Tool calls of the messages, an empty list where there are none, nested as the batch is."""
+        return _map_chats(self.chats, lambda chat: [list(message.get("tool_calls") or ()) for message in chat])
+
+    @property
+    def tool_responses(self) -> Any:
+        """Texts of the messages that answer a tool call, None for the others, nested as the batch is."""
+
+        def answers(chat: Sequence[Message]) -> list[str | None]:
+            return [text_of(m.get("content")) if m["role"] == "tool" else None for m in chat]
+
+        return _map_chats(self.chats, answers)
+
+    @property
+    def is_complete(self) -> Any:
+        """Whether each message was ended, as far as it is known, nested as the batch is."""
+        return _map_chats(self.chats, lambda chat: [bool(message.get("is_complete", True)) for message in chat])
 
     @property
     def num_messages(self) -> Any:
