@@ -10,9 +10,10 @@ from tensordict import TensorClass
 from torchrl.data import Composite, NonTensor, Unbounded
 
 from llmrl.data.history import History
-from llmrl.data.tensordicts import batch_elements, restacked
+from llmrl.data.tensordicts import batch_elements, documented, restacked
 
 
+@documented
 class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     """A turn as conversations.
 
@@ -22,6 +23,8 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
         >>> ChatHistory(prompt=prompt, batch_size=()).prompt.role
         ['user']
     """
+
+    _documentation = __doc__
 
     prompt: History | None = None
     """What the policy is given."""
@@ -68,8 +71,16 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
         return self.to_text(tokenizer, chat_template=chat_template).to_tokens(tokenizer)
 
 
+@documented
 class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """A turn as templated text."""
+    """A turn as templated text.
+
+    Example:
+        >>> Text(prompt="7 + 8 =", response=" 15", full="7 + 8 = 15").response
+        ' 15'
+    """
+
+    _documentation = __doc__
 
     prompt: Any = None
     """str; a list of str for a batch."""
@@ -148,8 +159,18 @@ class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
         return torch.nested.as_nested_tensor(self.as_list(key), layout=torch.jagged)
 
 
+@documented
 class Tokens(_Ragged):
-    """A turn as token ids, `[num_tokens]` int64 each."""
+    """A turn as token ids, `[num_tokens]` int64 each.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> batch = lazy_stack([Tokens(full=torch.tensor([1, 2])), Tokens(full=torch.tensor([3]))])
+        >>> batch.as_padded_tensor("full", padding_value=-1).tolist()
+        [[1, 2], [3, -1]]
+    """
+
+    _documentation = __doc__
 
     prompt: torch.Tensor | None = None
     response: torch.Tensor | None = None
@@ -177,8 +198,16 @@ class Tokens(_Ragged):
         return self.to_text(tokenizer).to_history(family=family)
 
 
+@documented
 class LogProbs(_Ragged):
-    """Log-probs of sampled tokens, `[num_tokens]` float32; `full` is 0 where the policy sampled nothing."""
+    """Log-probs of sampled tokens, `[num_tokens]` float32; `full` is 0 where the policy sampled nothing.
+
+    Example:
+        >>> LogProbs(response=torch.tensor([-0.5])).as_list("response")
+        [tensor([-0.5000])]
+    """
+
+    _documentation = __doc__
 
     prompt: torch.Tensor | None = None
     response: torch.Tensor | None = None
@@ -190,8 +219,16 @@ class LogProbs(_Ragged):
         return _ragged_spec(LogProbs, shape, keys, torch.float32)
 
 
+@documented
 class Masks(_Ragged):
-    """Masks over `("tokens", "full")`, `[num_tokens]` bool each."""
+    """Masks over `("tokens", "full")`, `[num_tokens]` bool each.
+
+    Example:
+        >>> Masks(all_assistant_mask=torch.tensor([False, True])).all_assistant_mask.sum()
+        tensor(1)
+    """
+
+    _documentation = __doc__
 
     all_attention_mask: torch.Tensor | None = None
     """True for every real token."""

@@ -13,7 +13,7 @@ from torchrl.data import Composite, NonTensor
 
 from llmrl.data.message import Message, check_messages, text_of
 from llmrl.data.templated_text import assistant_spans, parse_templated
-from llmrl.data.tensordicts import container_of, non_tensor
+from llmrl.data.tensordicts import container_of, documented, non_tensor
 
 
 class Chat(tuple[Message, ...]):
@@ -38,6 +38,7 @@ class Chat(tuple[Message, ...]):
         return self
 
 
+@documented
 class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Conversations, batched: each element of the batch is one conversation, an immutable tuple of messages.
 
@@ -51,6 +52,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         >>> history.role, history.content
         (['user', 'assistant'], ['7 + 8 =', '15'])
     """
+
+    _documentation = __doc__
 
     messages: Any
     """A tuple of messages for one conversation (batch shape `[]`); nested lists of tuples for a batch."""

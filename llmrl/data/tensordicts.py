@@ -17,6 +17,23 @@ def plain(value: Any) -> Any:
     return value.data if isinstance(value, NonTensorData) else value
 
 
+def documented(cls: type[Container]) -> type[Container]:
+    """Give a tensorclass the docstring that its body keeps in `_documentation`; tensordict writes a signature over it.
+
+    Example:
+        >>> from tensordict import TensorClass
+        >>> @documented
+        ... class Note(TensorClass["nocast"]):
+        ...     "A note."
+        ...     _documentation = __doc__
+        ...     text: str
+        >>> Note.__doc__
+        'A note.'
+    """
+    cls.__doc__ = cls._documentation  # type: ignore[attr-defined]
+    return cls
+
+
 def batch_elements(tensordict: TensorDictBase) -> list[TensorDictBase]:
     """The single conversations of a batch of any shape, without copying; a single conversation gives itself."""
     if not tensordict.batch_size:

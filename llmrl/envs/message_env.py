@@ -32,7 +32,17 @@ class MessageStep:
 
 
 class MessageEnv(ABC):
-    """One conversation: `init` opens it, `step` answers the assistant. One instance plays one conversation."""
+    """One conversation: `init` opens it, `step` answers the assistant. One instance plays one conversation.
+
+    Example:
+        >>> class Riddle(MessageEnv):
+        ...     async def init(self):
+        ...         return [{"role": "user", "content": "What has keys and no locks?"}]
+        ...     async def step(self, message):
+        ...         return MessageStep(reward=float("piano" in message["content"]), is_done=True)
+        >>> MessageChatEnv(lambda item: Riddle()).reset()["history"].prompt.role
+        ['user']
+    """
 
     @abstractmethod
     async def init(self) -> Sequence[Message]:

@@ -60,8 +60,11 @@ class MLGymWrapper(MessageEnv):
         reward_wrong_format: added for a reply without a command.
 
     Example:
-        >>> from llmrl.envs import MessageChatEnv
-        >>> env = MessageChatEnv(lambda item: MLGymWrapper(my_mlgym_env))  # doctest: +SKIP
+        >>> from types import SimpleNamespace
+        >>> from llmrl.data import run_sync
+        >>> wrapper = MLGymWrapper(SimpleNamespace(config=None), reward_wrong_format=-0.5)
+        >>> run_sync(wrapper.step({"role": "assistant", "content": "I look around."})).reward
+        -0.5
     """
 
     def __init__(self, env: Any, *, reward_wrong_format: float | None = None) -> None:

@@ -200,6 +200,15 @@ class RetrieveKL(KnownArguments, Compose):
         ref_model, ref_model_factory, detach: see `RetrieveLogProb`.
         gen_log_probs_full_key: the policy's log-probs; those that the sampler reported, by default.
         ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> model = TensorDictModule(lambda ids: ids.float() - 3, [("tokens", "full")], [("log_probs", "full")])
+        >>> turn = TensorDict({"tokens": {"full": torch.tensor([0, 1])}, "log_probs": {"full": torch.tensor([0.0, -1])},
+        ...     "masks": {"all_assistant_mask": torch.tensor([False, True])}, "next": {"reward": torch.ones(1, 1)}})
+        >>> RetrieveKL(model)(turn)["next", "kl_penalty"].flatten()
+        tensor([0., 1.])
     """
 
     explained_arguments = _EXPLAINED
