@@ -44,6 +44,22 @@ def vllm_engine(model_path):
     engine.shutdown()
 
 
+@pytest.fixture
+def trainable_engine(vllm_engine, request):
+    """The session's engine for a test that may give it other weights; they are put back."""
+    version = vllm_engine.policy_version
+    yield vllm_engine
+    if vllm_engine.policy_version != version:
+        from llmrl import VLLMWeightSyncScheme, get_model_metadata
+
+        sender = VLLMWeightSyncScheme().create_sender()
+        model = request.getfixturevalue("reference_model")
+        sender.register_model(model)
+        sender.init_all_workers_group(get_model_metadata(model), vllm_engine)
+        sender.update_weights()
+        vllm_engine.policy_version = version
+
+
 @pytest.fixture(scope="session")
 def reference_model(model_path):
     """The same model in transformers, float32; a test that changes its weights puts them back."""

@@ -27,8 +27,12 @@ def blocks(page: Path) -> list[tuple[str, int, str]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [p for p in PAGES if any(b[0] == "python" for b in blocks(p))], ids=lambda p: p.name)
-def test_examples_run(page, tmp_path, monkeypatch):
+def test_examples_run(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    if page.name == "tutorial.md":  # the README starts an engine of its own, which is enough
+        engine = request.getfixturevalue("trainable_engine")
+        monkeypatch.setattr(type(engine), "from_pretrained", lambda *_, **__: engine)
+        monkeypatch.setattr(engine, "shutdown", lambda: None)
     namespace = {"__name__": "__main__"}
     for language, line, source in blocks(page):
         if language == "python":
