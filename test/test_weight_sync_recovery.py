@@ -11,6 +11,7 @@ import pytest
 import torch
 from weight_sync_tools import (
     SAMPLING,
+    assert_each_weight_arrives,
     change_every_parameter,
     difference_of,
     log_prob_difference,
@@ -80,7 +81,9 @@ def faulty(model, fault):
     """The model's names with other values, and one of them wrong."""
     weights = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     name = "model.layers.1.self_attn.k_proj.weight"
-    if fault == "unknown":
+    if fault == "untied head":  # vLLM would drop it without a word
+        weights["lm_head.weight"] = torch.zeros_like(model.lm_head.weight)
+    elif fault == "unknown":
         weights["model.extra.weight"] = torch.zeros(3)
     elif fault == "missing":
         del weights[name]
@@ -89,10 +92,18 @@ def faulty(model, fault):
     return weights
 
 
-@pytest.mark.parametrize("fault", ["unknown", "missing", "wrong shape"])
-def test_a_refused_update_leaves_the_old_weights_and_can_be_retried(sender, engine, model, fault):
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("unknown", "parameter named 'extra'"),
+        ("missing", "lacks weights for 1 parameters, among them ..model.layers.1.self_attn.qkv_proj"),
+        ("wrong shape", "does not take these weights"),
+        ("untied head", "no place for 1 of the weights, among them ..lm_head.weight"),
+    ],
+)
+def test_a_refused_update_leaves_the_old_weights_and_can_be_retried(sender, engine, model, fault, message):
     version = engine.policy_version
-    with pytest.raises(WeightSyncError, match=f"hold the weights of version {version} as before"):
+    with pytest.raises(WeightSyncError, match=f"{message}.*hold the weights of version {version} as before"):
         sender.update_weights(faulty(model, fault))
     assert engine.policy_version == version
     assert log_prob_difference(model, engine) < TOLERANCE
@@ -100,6 +111,13 @@ def test_a_refused_update_leaves_the_old_weights_and_can_be_retried(sender, engi
     assert log_prob_difference(model, engine) > STALE
     assert sender.update_weights() == version + 1
     assert log_prob_difference(model, engine) < TOLERANCE
+
+
+def test_each_weight_arrives_on_its_own(sender, engine, model):
+    """The parts of fused projections, the norms, and the embedding that is also the head."""
+    names = [name for name, _ in model.named_parameters() if "layers.1" not in name]
+    assert len(names) == 11
+    assert_each_weight_arrives(model, engine, sender, names, tolerance=TOLERANCE)
 
 
 def test_another_model_is_refused_when_the_group_is_opened(engine):

@@ -49,14 +49,35 @@ def differences_of(model, prompts, completions):
     return torch.tensor([completion.log_probs for completion in completions]) - own
 
 
-def log_prob_difference(model, engine, *, num_prompts=2):
-    """Mean absolute difference of the engine's log-probs from the model's on freshly sampled tokens."""
+def sample(engine, num_prompts=2):
+    """Prompts and what the engine answers."""
     prompts = [[1, 493, 198, 148 + i, 314, 260, 375] for i in range(num_prompts)]
 
     async def generate():
         return await asyncio.gather(*(engine.generate(prompt, SAMPLING) for prompt in prompts))
 
-    return differences_of(model, prompts, asyncio.run(generate())).abs().mean().item()
+    return prompts, asyncio.run(generate())
+
+
+def log_prob_difference(model, engine):
+    """Mean absolute difference of the engine's log-probs from the model's on freshly sampled tokens."""
+    return differences_of(model, *sample(engine)).abs().mean().item()
+
+
+def assert_each_weight_arrives(model, engine, sender, names, *, tolerance):
+    """Change one weight at a time, send, compare; a model without the change must be far off."""
+    original = weights_of(model)
+    for seed, name in enumerate(names):
+        model.load_state_dict(original)
+        with torch.no_grad():
+            parameter = model.get_parameter(name)
+            parameter.mul_(1 + _noise(seed, parameter.shape))
+        sender.update_weights()
+        prompts, completions = sample(engine)
+        new = differences_of(model, prompts, completions).abs().mean()
+        model.load_state_dict(original)
+        old = differences_of(model, prompts, completions).abs().mean()
+        assert new < tolerance < old / 2, (name, new, old)
 
 
 def weights_of(model):

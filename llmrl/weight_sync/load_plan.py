@@ -150,13 +150,13 @@ def make_load_plan(
             raise ValueError(f"the engine's model does not take these weights: {_first_line(error)}") from error
     if not recorder.is_copying_only:
         return None
-    unread = _unread(layout, parameters)
+    tied = {id(head) for head, _ in heads}
+    unread = _unread(layout, [plan for plan, _ in parameters if id(plan.layer) not in tied])
     if unread:
         raise ValueError(
             f"the engine's model has no place for {len(unread)} of the weights, among them {unread[:3]}; a head that "
             "the engine ties to its embedding must be left out, or tied in the trainer too."
         )
-    tied = {id(head) for head, _ in heads}
     missing, wanted = [], []
     names = {id(module): name for name, module in model.named_modules()}
     for plan, _ in parameters:
@@ -170,11 +170,11 @@ def make_load_plan(
     return LoadPlan(wanted, heads) if all(map(_is_plain, wanted)) else None
 
 
-def _unread(layout: PackedLayout, parameters: list[tuple[ParameterPlan, torch.Tensor]]) -> list[str]:
-    """Names of weights that vLLM's loaders passed over: it drops a head where the embedding is to serve as one."""
+def _unread(layout: PackedLayout, plans: list[ParameterPlan]) -> list[str]:
+    """Names of weights that fill no parameter, as a head where the embedding serves as one."""
     starts = sorted(
         source.offset * source.dtype.itemsize
-        for plan, _ in parameters
+        for plan in plans
         for _, source in plan.copies
         if source is not None and source.numel
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -101,6 +102,7 @@ class ReloadingWorkerEngine(WeightTransferEngine):
     def _reload(self, layout: PackedLayout, buffer: torch.Tensor) -> None:
         """By vLLM's layerwise reload: for any device and model."""
         initialize_layerwise_reload(self.model)
+        self._renew_experts()
         try:
             self.model.load_weights(layout.views(buffer))
             self._require_complete()
@@ -133,6 +135,17 @@ class ReloadingWorkerEngine(WeightTransferEngine):
                 info.load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
         self._renew_tied_heads()
+
+    def _renew_experts(self) -> None:
+        """On CPU vLLM packs experts only when it first makes their kernel, and would read the next ones as if packed.
+
+        Without a kernel it makes one, and packs.
+        """
+        if self.device.type == "cpu":
+            for layer in self.model.modules():
+                method = getattr(layer, "quant_method", None)
+                if isinstance(method, FusedMoEMethodBase):
+                    method.moe_kernel = None
 
     def _renew_tied_heads(self) -> None:
         """On CPU a head holds a packed copy of its weight, which a reload of the embedding does not reach."""
