@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -81,3 +82,14 @@ def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str)
     )
     for name, path, hint in lines:
         console.print(f"[bold]{name:9}[/bold]{path}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)
+    if (activate := _activation_command()) is not None:
+        console.print(f"These commands want this environment: {activate}", highlight=False, soft_wrap=True)
+
+
+def _activation_command() -> str | None:
+    """What puts this environment's `llmrl` and `python` first on the path; None where they are on it."""
+    folder = Path(sys.prefix)
+    if sys.prefix == sys.base_prefix or str(folder / "bin") in os.environ.get("PATH", "").split(os.pathsep):
+        return None
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return f". {folder / 'bin' / 'activate'}"

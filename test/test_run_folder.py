@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sqlite3
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from llmrl.data import Rollout, RolloutStatus
+from llmrl.report import print_how_to_go_on
 from llmrl.run_folder import BackgroundWrites, RunFolder, write_atomically
 
 
@@ -121,6 +124,20 @@ def test_trackio_continues_a_resumed_run(tmp_path, monkeypatch):
     assert len({name for name, _, _ in rows}) == 1 and rows[0][0].startswith("run-")
     logged = [(step, json.loads(metrics)["reward_mean"]) for _, step, metrics in rows if b"reward_mean" in metrics]
     assert logged == [(step, pytest.approx(step / 7)) for step in (1, 2, 3, 4)]
+
+
+def test_how_to_go_on_names_the_environment_that_is_not_active(tmp_path, monkeypatch):
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("this Python is in no virtual environment")
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for path in ("/usr/bin", f"{sys.prefix}/bin:/usr/bin"):
+        monkeypatch.setenv("PATH", path)
+        console = Console(file=io.StringIO(), width=200)
+        print_how_to_go_on(console, RunFolder(tmp_path / path.replace("/", "_"), trackers=[]), "python script.py")
+        said.append(console.file.getvalue())
+    assert f". {sys.prefix}/bin/activate" in said[0] and "activate" not in said[1]
+    assert all("llmrl view" in text and "python script.py" in text for text in said)
 
 
 # Rollouts
