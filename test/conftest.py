@@ -83,9 +83,11 @@ def ray_nodes():
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"seat": 1}, "include_dashboard": False}
-    )
+    # A node that is gone is known to be in 3 s, not in 15.
+    health = {"initial_delay_ms": 1000, "period_ms": 1000, "failure_threshold": 3}
+    head = {"num_cpus": 2, "resources": {"seat": 1}, "include_dashboard": False}
+    head["_system_config"] = {f"health_check_{name}": value for name, value in health.items()}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     yield cluster
     cluster.shutdown()
 

@@ -286,6 +286,80 @@ def test_shutdown_ends_engines_that_are_being_started_too():
         asyncio.run(engines.generate([9], SAMPLING))
 
 
+def test_a_replica_that_hangs_is_replaced_and_its_requests_are_answered():
+    def restart(index):
+        return ScriptedEngine([[7]], latency_s=0.01)
+
+    first = [ScriptedEngine([[index]] * 9, latency_s=0.05) for index in range(2)]
+    engines = EngineReplicas(first, restart=restart, hang_timeout_seconds=0.2)
+    engines.policy_version = 4
+    engines.before_serving.append(lambda engine: setattr(engine, "policy_version", 4))
+
+    async def run():
+        tasks = [
+            asyncio.create_task(engines.generate([9], SAMPLING, request_id=str(index), routing_key=str(index)))
+            for index in range(12)
+        ]
+        await asyncio.sleep(0.01)
+        first[0].hang()
+        assert first[0].is_alive
+        assert engines.loads == (6, 6)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+    completions = asyncio.run(run())
+    assert len(completions) == 12
+    assert all(completion.token_ids in ([1], [7]) and completion.versions == [4] for completion in completions)
+    assert not first[0].is_alive
+    assert (engines.num_hangs, engines.num_deaths, engines.num_retried) == (1, 1, 6)
+    assert (engines.num_in_flight, engines.loads) == (0, (0, 0))
+    wait_until(lambda: engines.serving == {0, 1})
+    assert engines.num_restarts == 1
+
+
+def test_without_a_restart_a_replica_that_hangs_is_left_out():
+    engines = make(2, hang_timeout_seconds=0.1)
+
+    async def run():
+        engines[0].hang()
+        return await asyncio.wait_for(generate_many(engines, [None] * 4), 10)
+
+    assert asyncio.run(run()) == [1] * 4
+    assert engines.serving == {1}
+
+
+def test_requests_of_one_that_hangs_for_ever_fail_in_the_end():
+    def restart(index=0):
+        engine = ScriptedEngine([[7]])
+        engine.hang()
+        return engine
+
+    engines = EngineReplicas([restart()], restart=restart, num_retries=1, hang_timeout_seconds=0.1)
+    with pytest.raises(EngineError, match="shut down"):
+        asyncio.run(asyncio.wait_for(engines.generate([9], SAMPLING), 10))
+    assert engines.num_hangs == 2
+
+
+def test_slow_paused_and_idle_replicas_do_not_hang():
+    slow = ScriptedEngine([list(range(50))], latency_s=0.8)  # a token each 0.016 s
+    engines = EngineReplicas([slow], hang_timeout_seconds=0.15)
+
+    async def run():
+        assert await slow.progress() is None
+        task = asyncio.create_task(engines.generate([9], SamplingConfig(max_new_tokens=50)))
+        await asyncio.sleep(0.1)
+        before = await slow.progress()
+        slow.pause()
+        assert before > 0 and await slow.progress() is None
+        await asyncio.sleep(0.5)
+        slow.resume()
+        return await task
+
+    assert len(asyncio.run(run()).token_ids) == 50
+    assert (engines.num_hangs, engines.serving) == (0, {0})
+    with pytest.raises(ValueError, match="hang_timeout_seconds"):
+        EngineReplicas([slow], hang_timeout_seconds=0)
+
+
 def test_a_thousand_requests_through_random_deaths_are_each_answered_once():
     """Every 3 ms a random replica dies; each comes back after 10 ms with the version that the others have."""
     generator = random.Random(0)

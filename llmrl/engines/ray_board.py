@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +15,7 @@ from llmrl.engines.ray_engine import RayEngine
 from llmrl.engines.replicas import EngineReplicas
 
 _LOOK_AGAIN_S = 1.0
+_LOGGER = logging.getLogger(__name__)
 
 
 class Board:
@@ -70,6 +74,32 @@ class EngineBoard:
             notices.append(engine.notice() if index in serving else None)
         import_ray().get(self.actor.publish.remote(notices))
 
+    def keep(self, replicas: EngineReplicas) -> None:
+        """Publish now, and whenever other engines serve, until the replicas are shut down.
+
+        So an engine that dies or hangs is replaced, and its successor found, while the trainer waits for a batch and
+        makes no request itself.
+
+        Raises:
+            TypeError: as `publish`.
+        """
+        self.publish(replicas)
+        threading.Thread(target=lambda: asyncio.run(self._keep(replicas)), name="llmrl-board", daemon=True).start()
+
+    async def _keep(self, replicas: EngineReplicas) -> None:
+        watching = asyncio.create_task(replicas.watch_for_hangs())
+        published = _serving(replicas)
+        while not replicas.is_shut_down:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            if (serving := _serving(replicas)) != published:
+                try:
+                    self.publish(replicas)
+                except Exception as error:  # the cluster is gone, or the board: collectors see that themselves
+                    _LOGGER.warning("the board of engines could not be written: %s", error)
+                    return
+                published = serving
+        watching.cancel()
+
     def reach(self, *, timeout_s: float = 600.0) -> EngineReplicas:
         """The engines that serve now, from wherever this is called.
 
@@ -99,3 +129,8 @@ class EngineBoard:
 
     def _read(self) -> list[Any]:
         return import_ray().get(self.actor.read.remote())
+
+
+def _serving(replicas: EngineReplicas) -> list[Any]:
+    serving = replicas.serving
+    return [engine for index, engine in enumerate(replicas) if index in serving]

@@ -196,16 +196,16 @@ class RayEngine:
             EngineError: as `AsyncVLLM.generate`, or when the actor died.
         """
         if request_id is None:
-            request_id = f"{self._id_prefix}-{next(self._id_counter)}"
+            request_id = str(next(self._id_counter))
         elif request_id in self._in_flight:
             raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
         if not self.is_alive:
             raise EngineError("The engine's actor is dead; start a new one.")
         self._in_flight.add(request_id)
         try:
-            return await self._actor.generate.remote(list(prompt_ids), sampling, request_id)
+            return await self._actor.generate.remote(list(prompt_ids), sampling, self._id_there(request_id))
         except asyncio.CancelledError:
-            self._actor.abort.remote(request_id)
+            self._actor.abort.remote(self._id_there(request_id))
             raise
         except Exception as error:
             raise self._translated(error) from error
@@ -216,9 +216,13 @@ class RayEngine:
         """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
         if self.is_alive and request_id in self._in_flight:
             try:
-                await self._actor.abort.remote(request_id)
+                await self._actor.abort.remote(self._id_there(request_id))
             except Exception as error:
                 raise self._translated(error) from error
+
+    def _id_there(self, request_id: str) -> str:
+        # Others send requests to the same actor, and what a killed process sent may still be in flight there.
+        return f"{self._id_prefix}/{request_id}"
 
     async def progress(self) -> int | None:
         """As `AsyncVLLM.progress`; unanswered while the actor itself hangs.
@@ -269,7 +273,7 @@ class RayEngine:
             return
         if self.is_alive:
             with contextlib.suppress(Exception):
-                ray.get(self._actor.call.remote("shutdown"), timeout=30)
+                ray.get(self._actor.call.remote("shutdown"), timeout=10)
         self._is_dead.set()
         ray.kill(self._actor)
 

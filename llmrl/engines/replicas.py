@@ -133,6 +133,11 @@ class EngineReplicas(Sequence[Any]):
         return not self._is_shut_down and bool(self._router.open_replicas or self._recovering)
 
     @property
+    def is_shut_down(self) -> bool:
+        """Whether `shutdown` was called."""
+        return self._is_shut_down
+
+    @property
     def num_in_flight(self) -> int:
         """Requests that have not returned yet."""
         return len(self._pending)
@@ -169,7 +174,7 @@ class EngineReplicas(Sequence[Any]):
         pending = self._pending[request_id] = _Pending()
         failed_on: set[int] = set()
         if self._watch is not None and (self._watching is None or self._watching.done()):
-            self._watching = asyncio.create_task(self._watch_for_hangs(self._watch))
+            self._watching = asyncio.create_task(self._watch_for_hangs(lambda: bool(self._pending)))
         try:
             for attempt in itertools.count():
                 pending.attempt_id = request_id if attempt == 0 else f"{request_id}/retry-{attempt}"
@@ -310,10 +315,16 @@ class EngineReplicas(Sequence[Any]):
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 waiter.get_loop().call_soon_threadsafe(_set, waiter)
 
-    async def _watch_for_hangs(self, watch: HangWatch) -> None:
-        """While there are requests, on the loop of whoever made the first."""
+    async def watch_for_hangs(self) -> None:
+        """Replace what hangs, until `shutdown`: for engines whose requests other processes make."""
+        await self._watch_for_hangs(lambda: True)
+
+    async def _watch_for_hangs(self, is_needed: Callable[[], bool]) -> None:
+        watch = self._watch
+        if watch is None:
+            return
         watch.forget()
-        while self._pending and not self._is_shut_down:
+        while is_needed() and not self._is_shut_down:
             await asyncio.sleep(watch.interval_seconds)
             for engine in await watch.find_hanging(list(self._engines)):
                 with self._lock:
