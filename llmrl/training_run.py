@@ -116,6 +116,7 @@ class TrainingRun:
         self._owns_engine, self.engine = engine is None, engine
         # Before anything is started: what is wrong here costs no minutes.
         env, eval_env = make_env(cfg, "train"), make_env(cfg, "eval")
+        self.device = TrainerDevice(cfg)
         self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=list(cfg.run.trackers))
         self.logged_steps = {row["step"] for row in self.folder.read_metrics()}
         OmegaConf.save(cfg, self.folder.path / "config.yaml", resolve=True)
@@ -125,8 +126,7 @@ class TrainingRun:
         disable_progress_bar()  # the live view owns the terminal
         model_path = str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
 
-        # The engine: vLLM in a process of its own, or several. The trainer takes its GPU first.
-        self.device = TrainerDevice(cfg)
+        # The engine: vLLM in a process of its own, or several. It is given what the trainer's device has left.
         if self._owns_engine:
             started = time.perf_counter()
             self.engine = start_engine(cfg, model_path)

@@ -115,7 +115,7 @@ def test_hardware_reaches_the_engine(monkeypatch):
     monkeypatch.setattr("llmrl.run_setup.AsyncVLLM.from_pretrained", lambda model, **options: given.update(options))
     start_engine(composed("grpo-async", "hardware=ray-cluster", "ray.address=10.0.0.1:6379"), "model")
     assert given["num_replicas"] == 15 and given["weight_transfer"] is True and given["use_ray"]
-    assert given["ray_options"] == {"num_gpus": 1} and given["ray_init_config"] == {"address": "10.0.0.1:6379"}
+    assert given["ray_options"] == {"num_cpus": 1, "num_gpus": 1} and given["ray_init_config"] == {"address": "10.0.0.1:6379"}
     start_engine(composed("grpo-sync", "hardware=gpu1", "engine.tensor_parallel_size=2"), "model")
     assert given["weight_transfer"] == "ipc" and given["gpu_memory_utilization"] == 0.4
     assert given["engine_args"] == {"tensor_parallel_size": 2} and given["num_replicas"] is None
