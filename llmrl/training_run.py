@@ -140,7 +140,7 @@ class TrainingRun:
         self.board: EngineBoard | None = None
         if cfg.collect.num_collectors is not None:
             self.board = EngineBoard.start()
-            self.board.publish(self.engine)
+            self.board.keep(self.engine)
         self.collector = make_collector(
             cfg,
             policy,
