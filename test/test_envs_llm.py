@@ -8,7 +8,7 @@ from tensordict import TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 from torchrl.envs import check_env_specs
 
-from llmrl.envs import GSM8KPrepareQuestion, LLMEnv
+from llmrl.envs import GSM8KPrepareQuestion, LLMEnv, LLMHashingEnv
 
 
 def test_text_grows_in_any_batch_shape():
@@ -54,3 +54,42 @@ def test_what_is_missing_is_named():
         LLMEnv().step(LLMEnv().reset(TensorDict(text="a")))
     with pytest.raises(ValueError, match="eos_token_id"):
         LLMEnv(eos_token_id=0)
+
+
+@pytest.mark.engine
+def test_the_model_writes_on_in_plain_text_and_in_hashed_tokens(vllm_engine, tokenizer):
+    from llmrl.data import Text, Tokens
+    from llmrl.policies import vLLMWrapper
+
+    def policy_of(input_mode, num_tokens):
+        return vLLMWrapper(
+            vllm_engine,
+            tokenizer=tokenizer,
+            input_mode=input_mode,
+            generate_kwargs={"max_new_tokens": num_tokens, "temperature": 0.0},
+        )
+
+    def write_on(tensordict):
+        answer = policy_of("text", 4)(TensorDict(text=Text(prompt=tensordict["text"])))
+        tensordict["text_response"] = answer["text"].response
+        return tensordict
+
+    env = LLMEnv.from_dataloader([{"text": "The capital of France is"}])
+    rollout = env.rollout(3, write_on)
+    assert rollout["next", "reward"].shape == (3, 1, 1)
+    assert rollout[-1]["next", "text"] == rollout[0]["text"] + "".join(rollout["text_response"])
+    hashing = LLMHashingEnv(tokenizer=tokenizer)
+    data = hashing.make_tensordict("The capital of France is")
+    for _ in range(3):
+        answer = policy_of("tokens", 1)(TensorDict(tokens=Tokens(prompt=data["observation"])))
+        data = hashing.step_mdp(hashing.step(data.set("action", answer["tokens"].response)))
+    assert rollout[0]["next", "text"].startswith(data["text"])
+
+
+@pytest.mark.parametrize("make", [LLMEnv, lambda: LLMEnv(from_text=False)])
+def test_200_kb_cost_little(make):
+    env = make()
+    is_text = env.from_text
+    data = env.reset(TensorDict(text="a") if is_text else TensorDict(tokens=torch.tensor([1])))
+    data["text_response" if is_text else "tokens_response"] = "no" * 100_000 if is_text else torch.ones(200_000).long()
+    assert len(env.step(data)["next"]["text" if is_text else "tokens"]) == 200_001

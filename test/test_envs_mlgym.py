@@ -124,6 +124,18 @@ def test_a_reply_without_a_command_runs_nothing_and_costs_the_penalty(stand_in, 
     env.release(data)
 
 
+@pytest.mark.engine
+def test_the_model_plays_a_task(vllm_engine, tokenizer, stand_in):
+    from llmrl.policies import vLLMWrapper
+
+    policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 8})
+    env = MessageChatEnv(lambda item: MLGymWrapper(stand_in, reward_wrong_format=-0.5))
+    rollout = env.rollout(2, policy)
+    assert rollout[-1]["history"].full.role[-3:] == ["assistant", "user", "assistant"]
+    assert len(stand_in.commands) == (rollout["next", "reward"] > -0.5).sum()
+    env.release(rollout[0])
+
+
 def test_a_state_that_is_no_json_ends_with_a_clear_error(tmp_path):
     (tmp_path / "workspace").mkdir()
     stand_in = StandIn(tmp_path, state="oops")

@@ -34,6 +34,31 @@ def test_every_environment_takes_data_of_ones_own_and_the_options_of_all(name):
     assert groups == ["mine/0/0", "mine/0/0", "mine/1/0", "mine/1/0"]
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_data_without_rows_or_columns_is_refused_by_name(name):
+    with pytest.raises(ValueError, match="empty"):
+        make_task_env(name, data=[])
+    with pytest.raises(FileNotFoundError, match=r"no-such-file\.jsonl"):
+        make_task_env(name, data="no-such-file.jsonl")
+    read = [column for column in ROWS[name] if (name, column) != ("math", "answer")]  # the solution may have it
+    for column in read:
+        row = {key: value for key, value in ROWS[name].items() if key != column}
+        with pytest.raises(ValueError, match=f"'{column}'"):
+            make_task_env(name, data=[ROWS[name], row])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_question_that_is_no_message_is_refused(name):
+    column = next(iter(ROWS[name]))
+    for question, named in (
+        ([{"rôle": "user", "content": "?"}], "role|a text"),
+        (7, "query|messages"),
+        (None, "query|messages"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=named):
+            make_task_env(name, data=[{**ROWS[name], column: question}]).reset()
+
+
 @pytest.mark.skipif(is_without_reasoning_gym, reason="reasoning-gym is not installed: no C compiler")
 def test_data_is_refused_where_problems_are_generated():
     assert make_task_env("reasoning-gym", "test", tasks="spell_backward").reset()["task"] == "spell_backward"
@@ -47,6 +72,16 @@ def test_unknown_names_are_answered_with_the_nearest():
     for name in task_environments():
         with pytest.raises(TypeError, match="did you mean 'num_epochs'"):
             make_task_env(name, num_epoch=1)
+
+
+def test_every_public_environment_has_an_example_that_runs():
+    import llmrl.envs
+
+    plain = {"EndOfData", "IFEvalScoreData", "MessageStep", "TaskOptions"}  # records and an exception
+    missing = {name for name in llmrl.envs.__all__ if ">>> " not in (getattr(llmrl.envs, name).__doc__ or "")}
+    assert missing == plain
+    skipped = {name for name in llmrl.envs.__all__ if "doctest: +SKIP" in (getattr(llmrl.envs, name).__doc__ or "")}
+    assert skipped == {"RayDataLoadingPrimer"}  # it needs a cluster
 
 
 def test_makers_are_alike():

@@ -14,6 +14,8 @@ from llmrl.data import ChatHistory, StopReason
 from llmrl.data.tensordicts import batch_elements
 from llmrl.engines import ScriptedEngine
 from llmrl.envs import (
+    AdditionEnv,
+    ChatEnv,
     CountdownEnv,
     CountdownRewardParser,
     DatasetChatEnv,
@@ -27,9 +29,9 @@ from llmrl.envs import (
     MessageChatEnv,
     ReasoningGymEnv,
     ReasoningGymProblems,
+    SearchEnv,
     SumOfDigitsEnv,
     countdown_problems,
-    make_addition_env,
     make_countdown_env,
     make_gsm8k_env,
     make_reasoning_gym_env,
@@ -82,6 +84,9 @@ ENVS = {
     "reasoning-gym-tags": lambda **options: ReasoningGymEnv("chain_sum", num_problems=4, is_reasoning=True, **options),
     "sum-of-digits": lambda **options: SumOfDigitsEnv(num_problems=4, **options),
     "sum-of-digits-tags": lambda **options: SumOfDigitsEnv(num_problems=4, is_reasoning=True, **options),
+    "addition": lambda **options: AdditionEnv(**options),
+    "addition-tags": lambda **options: AdditionEnv(is_reasoning=True, **options),
+    "search": lambda **options: SearchEnv(num_people=4, **options),
 }
 NAMES = [pytest.param(name, marks=needs_reasoning_gym) if name.startswith("reasoning-gym") else name for name in ENVS]
 
@@ -122,6 +127,23 @@ def test_a_200_kb_completion_costs_little(name, piece):
         data = answered(ENVS[name](), wrapped)
         assert time.monotonic() - started < 3
         assert data["reward"].item() < 0.11 and data["terminated"].item()
+
+
+@pytest.mark.parametrize("make", [ChatEnv, lambda: MessageChatEnv(lambda item: GymnasiumTextEnv(Guess()))])
+def test_environments_without_a_task_take_200_kb_too(make):
+    data = make().reset(TensorDict(query="?"))
+    step = answered(make(), "no" * 100_000, data)
+    assert step["reward"].item() == 0.0 and len(step["history"].prompt.content) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversation_that_the_policy_did_not_answer_goes_on_unscored(name):
+    env = ENVS[name]()
+    data = env.reset()
+    prompt = data["history"].prompt
+    data["history"] = ChatHistory(prompt=prompt, full=prompt.append({"role": "user", "content": "5"}))
+    step = env.step(data)["next"]
+    assert step["reward"].item() == 0.0 and not step["done"].item() and not step["is_scored"].item()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -477,12 +499,11 @@ def test_a_collector_plays_and_scores_a_task(renderer, make, reply, reward):
 @pytest.mark.parametrize(
     "make",
     [
-        *(ENVS[name] for name in ("gsm8k", "math", "ifeval", "countdown", "sum-of-digits")),
+        *(ENVS[name] for name in ("gsm8k", "math", "ifeval", "countdown", "sum-of-digits", "addition", "search")),
         pytest.param(ENVS["reasoning-gym"], marks=needs_reasoning_gym),
-        lambda: make_addition_env(),
         lambda: MessageChatEnv(lambda item: GymnasiumTextEnv(Guess())),
     ],
-    ids=["gsm8k", "math", "ifeval", "countdown", "sum-of-digits", "reasoning-gym", "addition", "gymnasium"],
+    ids=["gsm8k", "math", "ifeval", "countdown", "sum-of-digits", "addition", "search", "reasoning-gym", "gymnasium"],
 )
 def test_the_model_plays_every_environment(vllm_engine, tokenizer, make):
     from llmrl.policies import vLLMWrapper

@@ -48,9 +48,9 @@ def check_messages(messages: Iterable[Any], *, argument: str = "messages") -> tu
         >>> check_messages([{"role": "user", "content": "Hi"}])
         ({'role': 'user', 'content': 'Hi'},)
     """
-    if isinstance(messages, (str, Mapping)):
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
         raise TypeError(
-            f"{argument} must be a sequence of messages, got {type(messages).__name__}; "
+            f"{argument} must be a sequence of messages, got {type(messages).__name__} ({messages!r:.80}); "
             "wrap a single message in a list."
         )
     checked = tuple(messages)
