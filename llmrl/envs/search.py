@@ -155,9 +155,9 @@ class SearchEnv(TaskEnv):
             rows = task_rows(dataset, split=split, query="query", columns=("answer", "documents"))
             documents = list(dict.fromkeys(document for row in rows for document in row.pop("documents")))
         opening = example_conversation() if has_example else ()
-        for index, row in enumerate(rows):
+        for place, row in enumerate(rows):
             if not isinstance(row["query"], str):
-                raise TypeError(f"the query of row {index} of dataset must be a text, got {row['query']!r:.80}.")
+                raise TypeError(f"the query of row {place} of dataset must be a text, got {row['query']!r:.80}.")
             row["query"] = [*opening, {"role": "user", "content": row["query"]}]
         named = RewardFn(is_answer_named, name="answer")
         searched = RewardFn(has_searched, name="searched", weight=search_weight)
