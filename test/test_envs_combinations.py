@@ -8,7 +8,7 @@ import pytest
 from torchrl.envs import StepCounter, check_env_specs
 
 from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv
-from llmrl.transforms import AddThinkingPrompt, IncrementalTokenizer, PolicyVersion, RubricReward
+from llmrl.transforms import AddThinkingPrompt, IncrementalTokenizer, PolicyVersion, RubricReward, TemplateTransform
 
 ROWS = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]
 
@@ -25,8 +25,9 @@ TRANSFORMS = {
     "version": lambda renderer: PolicyVersion(),
     "uuid": lambda renderer: PolicyVersion("uuid"),
     "tokens": lambda renderer: IncrementalTokenizer(renderer=renderer),
+    "text": lambda renderer: TemplateTransform(renderer=renderer),
 }
-COMBINATIONS = [names for size in (1, 2, 5) for names in itertools.combinations(TRANSFORMS, size)]
+COMBINATIONS = [names for size in (1, 2, 6) for names in itertools.combinations(TRANSFORMS, size)]
 
 
 @pytest.mark.parametrize("names", [n for n in COMBINATIONS if not {"version", "uuid"} <= set(n)], ids="+".join)
