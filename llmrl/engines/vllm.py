@@ -149,7 +149,9 @@ class AsyncVLLM:
             try:
                 from vllm.platforms import current_platform
             except ImportError as error:
-                raise ImportError("AsyncVLLM needs vLLM; install llmrl[vllm].") from error
+                raise ImportError(
+                    "AsyncVLLM needs vLLM: make setup in a checkout (CPU), or pip install 'llmrl[gpu]'."
+                ) from error
 
         is_cpu = bool(current_platform.is_cpu())
         is_eager = is_cpu if enforce_eager is None else enforce_eager
