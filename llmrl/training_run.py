@@ -80,8 +80,9 @@ class TrainingRun:
     """Everything that one training run holds: engine, collectors, trainer, folder. A context manager.
 
     The configuration is nested attributes, as hydra gives them; `sota-implementations/config/` has every entry with its
-    reason. `collect.max_staleness` says whether collection waits for training (null) or goes on meanwhile;
-    `collect.in_background` whether training also goes on where no batch is ready.
+    reason. With `collect.max_staleness` collection goes on while it trains. With `collect.in_background`, too, and
+    training goes on where no batch is ready; the two exclude each other, since versions that no batch was trained on
+    would make every group too old.
 
     Args:
         cfg: the configuration; with `dry_run` it is replaced by `as_dry_run`.
@@ -112,6 +113,8 @@ class TrainingRun:
         from transformers.utils.logging import disable_progress_bar
 
         self.cfg = cfg = as_dry_run(cfg) if cfg.dry_run else cfg
+        if cfg.collect.in_background and cfg.collect.max_staleness is not None:
+            raise ValueError("collect.in_background has no bound of staleness: leave collect.max_staleness=null.")
         self.console = console or Console()
         self._owns_engine, self.engine = engine is None, engine
         # Before anything is started: what is wrong here costs no minutes.
@@ -202,7 +205,7 @@ class TrainingRun:
 
     def train(self, first_step: int, view: LiveView) -> None:
         """Collect, train, sync, until the last step, the target or the end of the data."""
-        is_ahead = self.cfg.collect.max_staleness is not None
+        is_ahead = self.cfg.collect.max_staleness is not None or self.cfg.collect.in_background
         collecting, training = ("wait for a batch", "train, and generate") if is_ahead else ("generate", "train")
         batches = self._batches()
         self._ahead = ReadAhead(batches) if self.cfg.collect.in_background else None

@@ -115,7 +115,9 @@ def test_hardware_reaches_the_engine(monkeypatch):
     monkeypatch.setattr("llmrl.run_setup.AsyncVLLM.from_pretrained", lambda model, **options: given.update(options))
     start_engine(composed("grpo-async", "hardware=ray-cluster", "ray.address=10.0.0.1:6379"), "model")
     assert given["num_replicas"] == 15 and given["weight_transfer"] is True and given["use_ray"]
-    assert given["ray_options"] == {"num_cpus": 1, "num_gpus": 1} and given["ray_init_config"] == {"address": "10.0.0.1:6379"}
+    assert given["ray_options"] == {"num_cpus": 1, "num_gpus": 1} and given["ray_init_config"] == {
+        "address": "10.0.0.1:6379"
+    }
     start_engine(composed("grpo-sync", "hardware=gpu1", "engine.tensor_parallel_size=2"), "model")
     assert given["weight_transfer"] == "ipc" and given["gpu_memory_utilization"] == 0.4
     assert given["engine_args"] == {"tensor_parallel_size": 2} and given["num_replicas"] is None
@@ -147,6 +149,21 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
     assert (dry.collect.in_background, dry.train.num_updates) == (True, 4)
     assert (dry.ray.address, dry.train.device, dry.engine.num_replicas) == (None, "cpu", None)
     assert cfg.ray.address == "auto"
+
+
+def test_what_excludes_each_other_is_refused_before_anything_starts(tmp_path):
+    cfg = composed("expert-iteration-async", "collect.max_staleness=1", f"run.path={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match="max_staleness=null"):
+        module_of("expert-iteration").make_run(cfg)
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_are_learned_so_often_and_new_ones_waited_for():
+    update = module_of("expert-iteration").LearnTheBest.__new__(module_of("expert-iteration").LearnTheBest)
+    update.cfg = composed("expert-iteration-async", "train.max_reuse=8").train
+    for num_kept, num_learned, is_waiting in ((0, 0, True), (2, 0, False), (2, 15, False), (2, 16, True)):
+        update.num_kept, update.num_learned = num_kept, num_learned
+        assert update.needs_rows == is_waiting
 
 
 @pytest.fixture(scope="module")

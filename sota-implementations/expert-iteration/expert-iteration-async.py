@@ -1,6 +1,7 @@
 """Expert iteration, asynchronous: a buffer of best answers is filled in the background while the model learns from it.
 
-A step waits for nothing once the buffer has a row: where no new batch is ready it learns from what was kept.
+A step waits only when the buffer's rows were learned `train.max_reuse` times: where no new batch is ready it learns
+from what was kept.
 
 python sota-implementations/expert-iteration/expert-iteration-async.py            # one-digit sums, on two cores
 python sota-implementations/expert-iteration/expert-iteration-async.py task=gsm8k hardware=gpu8

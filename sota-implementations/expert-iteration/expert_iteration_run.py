@@ -28,31 +28,34 @@ class LearnTheBest:
         storage = LazyStackStorage(cfg.train.buffer_size)
         self.buffer = ReplayBuffer(storage=storage, batch_size=cfg.train.rows_per_update)
         self.rows: list[TensorDictBase] = []
+        self.num_kept = self.num_learned = 0
 
     @property
     def needs_rows(self) -> bool:
-        """Whether there is nothing to learn from before new rows come."""
-        return not self.rows
+        """Whether the rows so far were learned often enough; before the first there is nothing to learn from."""
+        return self.num_learned >= self.cfg.max_reuse * self.num_kept
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Keep the rows, then make the step's updates."""
         if batch.shape[0]:
             self.rows = [*self.rows, *batch.unbind(0)][-self.cfg.buffer_size :]
             self.buffer.extend(batch)
+            self.num_kept += batch.shape[0]
         metrics = {"num_kept_rows": float(batch.shape[0]), "num_buffer_rows": float(len(self.buffer))}
         for _ in range(self.cfg.num_updates if self.rows else 0):
             report = train_step(self.loss, self.buffer.sample(), self.optimizer, max_grad_norm=self.cfg.max_grad_norm)
             metrics |= report.to_metrics()
+            self.num_learned += self.cfg.rows_per_update
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows that are kept."""
-        return {"rows": self.rows}
+        """The rows that are kept, and the counts."""
+        return {"rows": self.rows, "num_kept": self.num_kept, "num_learned": self.num_learned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
         self.buffer.empty()
-        self.rows = state["rows"]
+        self.rows, self.num_kept, self.num_learned = state["rows"], state["num_kept"], state["num_learned"]
         if self.rows:
             self.buffer.extend(torch.stack(self.rows, 0))
 
