@@ -130,7 +130,7 @@ def evaluate(
         raise _fail(error) from None
     try:
         command.run(settings, environment, console)
-    except EngineError as error:
+    except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
 
 
@@ -157,7 +157,7 @@ def chat(
         raise _fail(error) from None
     try:
         engine = AsyncVLLM.from_pretrained(path, max_model_len=max_model_len)
-    except EngineError as error:
+    except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
