@@ -49,7 +49,10 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            hint = get_type_hints(function).get(parameter.name)
+            try:
+                hint = get_type_hints(function).get(parameter.name)
+            except NameError:  # names that only a type checker imports
+                return None
             if get_origin(hint) is not Unpack:
                 return None
             names += get_args(hint)[0].__annotations__
