@@ -116,19 +116,21 @@ class AsyncVLLM:
                 raise ValueError(f"{name} has no effect without use_ray=True.")
         if hang_timeout_seconds is not None and not use_ray and num_replicas is None:
             raise ValueError("hang_timeout_seconds needs replicas that can be replaced: pass num_replicas, 1 or more.")
+        options = {
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": enforce_eager,
+            "seed": seed,
+            "enable_prefix_caching": enable_prefix_caching,
+        }
         if use_ray or num_replicas is not None:
             from llmrl.engines.launch import start_replicas
 
             own = {
-                "max_model_len": max_model_len,
-                "dtype": dtype,
-                "max_num_seqs": max_num_seqs,
-                "max_num_batched_tokens": max_num_batched_tokens,
                 "kv_cache_memory": kv_cache_memory,
-                "gpu_memory_utilization": gpu_memory_utilization,
-                "enforce_eager": enforce_eager,
-                "seed": seed,
-                "enable_prefix_caching": enable_prefix_caching,
                 "weight_transfer": weight_transfer,
                 "cpu_threads": cpu_threads,
                 "log_level": log_level,
@@ -141,7 +143,7 @@ class AsyncVLLM:
                 ray_options=ray_options,
                 ray_init_config=ray_init_config,
                 hang_timeout_seconds=hang_timeout_seconds,
-                options=own,
+                options=options | own,
             )
         start = time.perf_counter()
         logging.getLogger("vllm").setLevel(log_level)
@@ -155,16 +157,8 @@ class AsyncVLLM:
 
         is_cpu = bool(current_platform.is_cpu())
         is_eager = is_cpu if enforce_eager is None else enforce_eager
-        options = {
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "max_num_seqs": 128 if max_num_seqs is None and is_cpu else max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enforce_eager": is_eager,
-            "seed": seed,
-            "enable_prefix_caching": enable_prefix_caching,
-        }
+        options["enforce_eager"] = is_eager
+        options["max_num_seqs"] = 128 if max_num_seqs is None and is_cpu else max_num_seqs
         variables = {"VLLM_LOGGING_LEVEL": log_level}
         if is_cpu:
             variables = engine_variables(
@@ -385,6 +379,7 @@ async def _start(arguments: Any) -> AsyncLLM:
 def _close(llm: AsyncLLM, background: BackgroundLoop) -> None:
     """End the engine. Holds no reference to `AsyncVLLM`, so that it also runs when that is collected."""
     if not background.is_closed:
+        processes = getattr(llm.engine_core.resources.engine_manager, "processes", ())
 
         async def shut_down() -> None:
             # Requests in flight are told first; the sockets they wait on are closed next.
@@ -398,5 +393,7 @@ def _close(llm: AsyncLLM, background: BackgroundLoop) -> None:
             background.run(shut_down(), timeout=30)
         finally:
             background.close()
+            for process in processes:  # vLLM kills one that does not end by itself, and leaves a zombie
+                process.join(10)
             # vLLM's finalizer would shut down once more, perhaps when the interpreter has lost half its modules.
             llm.shutdown = lambda timeout=None: None
