@@ -13,12 +13,14 @@ from weight_sync_tools import (
     change_every_parameter,
     log_prob_difference,
     make_sender,
+    out_of_reach,
+    sharp_llama,
 )
 
 from llmrl.data.background_loop import BackgroundLoop
 from llmrl.engines import AsyncVLLM
 from llmrl.engines.vllm_args import build_engine_args
-from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError
+from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 
 pytest.importorskip("vllm")
 
@@ -85,6 +87,58 @@ class TestExpertsAndAFloat32Head:
         del weights["model.layers.0.mlp.experts.down_proj"]
         with pytest.raises(WeightSyncError, match=f"w2_weight.*hold the weights of version {version} as before"):
             sender.update_weights(weights)
+        assert log_prob_difference(model, engine) < TOLERANCE
+        sender.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory):
+    """A model, and an engine that splits it between two processes."""
+    path = tmp_path_factory.mktemp("tiny")
+    model = sharp_llama(path)
+    engine_args = {"skip_tokenizer_init": True, "tensor_parallel_size": 2}
+    with AsyncVLLM.from_pretrained(
+        path, max_model_len=512, kv_cache_memory=1 << 26, cpu_threads=1, engine_args=engine_args
+    ) as engine:
+        assert engine.num_workers == 2
+        yield model, engine
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+class TestTensorParallelWorkers:
+    def test_each_weight_reaches_every_worker(self, two_workers):
+        model, engine = two_workers
+        sender = make_sender(VLLMWeightSyncScheme(), model, engine)
+        names = [name for name, _ in model.named_parameters() if "layers.1" not in name]
+        assert_each_weight_arrives(model, engine, sender, names, tolerance=TOLERANCE)
+        sender.shutdown()
+
+    @pytest.mark.parametrize("way", ["gloo", "double buffer"])
+    def test_every_way_reaches_every_worker(self, two_workers, monkeypatch, tmp_path, way):
+        model, engine = two_workers
+        if way == "gloo":
+            out_of_reach(monkeypatch)
+        is_file = way == "double buffer"
+        scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path)) if is_file else VLLMWeightSyncScheme()
+        sender = make_sender(scheme, model, engine)
+        change_every_parameter(model, seed=len(way), size=0.3)
+        assert log_prob_difference(model, engine) > STALE
+        sender.update_weights()
+        sender.shutdown()
+        assert log_prob_difference(model, engine) < TOLERANCE
+
+    def test_all_workers_are_heard_when_they_refuse_an_update(self, two_workers):
+        """Were the answer of one left behind, the next update would be taken for refused."""
+        model, engine = two_workers
+        sender = make_sender(VLLMWeightSyncScheme(), model, engine)
+        version = sender.update_weights()
+        for _ in range(2):
+            with pytest.raises(WeightSyncError, match=f"does not take these.*version {version} as before"):
+                sender.update_weights({"model.extra.weight": torch.zeros(3)})
+        assert log_prob_difference(model, engine) < TOLERANCE
+        change_every_parameter(model, seed=7, size=0.3)
+        assert sender.update_weights() == version + 1
         assert log_prob_difference(model, engine) < TOLERANCE
         sender.shutdown()
 

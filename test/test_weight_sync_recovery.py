@@ -17,6 +17,7 @@ from weight_sync_tools import (
     log_prob_difference,
     make_sender,
     out_of_reach,
+    sharp_llama,
     weights_of,
 )
 
@@ -35,17 +36,9 @@ TOLERANCE, STALE = 0.15, 1.0
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A random llama with a tied head, small and sharp, and its folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, initializer_range=0.2,
-    )  # fmt: skip
-    model, path = LlamaForCausalLM(config), tmp_path_factory.mktemp("tiny")
-    model.to(torch.bfloat16).save_pretrained(path)
-    return model.float().eval(), path
+    """A small model and its folder."""
+    path = tmp_path_factory.mktemp("tiny")
+    return sharp_llama(path), path
 
 
 def start(path, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,8 @@ def build_engine_args(
     num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
     if is_cpu and num_workers == 1:
         arguments["distributed_executor_backend"] = "uni"
+    elif num_workers > 1 and backend is not None and engine_args.get("nnodes", 1) == 1 and not _is_in_placement_group():
+        arguments["distributed_executor_backend"] = "llmrl.weight_sync.executor.InStepExecutor"
     return AsyncEngineArgs(
         model=model,
         # Of the distribution that is sampled from, so that on-policy importance ratios are 1.
@@ -144,3 +147,9 @@ def build_engine_args(
         use_tqdm_on_load=False,
         **{**arguments, **engine_args},
     )
+
+
+def _is_in_placement_group() -> bool:
+    """Whether Ray has a place for each worker, so that vLLM leaves them to Ray."""
+    ray: Any = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None
