@@ -16,8 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from llmrl.collectors import LLMCollector, RayLLMCollector, RolloutLimits
-from llmrl.engines import AsyncVLLM, SamplingConfig
-from llmrl.engines.ray_board import EngineBoard
+from llmrl.engines import AsyncVLLM, EngineBoard, SamplingConfig
 from llmrl.engines.ray_cluster import connect
 from llmrl.envs import make_task_env
 from llmrl.policies import vLLMWrapper

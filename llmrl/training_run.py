@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.dry_run import as_dry_run, with_differing_rewards
 from llmrl.embedded_model import ensure_embedded_model
-from llmrl.engines.ray_board import EngineBoard
+from llmrl.engines import EngineBoard
 from llmrl.live_view import LiveView
 from llmrl.objectives import train_step
 from llmrl.objectives.base import LLMLoss

@@ -8,11 +8,9 @@ import time
 
 import pytest
 
-from llmrl.engines import EngineReplicas, RayEngine, SamplingConfig, ScriptedEngine
+from llmrl.engines import EngineBoard, EngineReplicas, RayEngine, SamplingConfig, ScriptedEngine
 
 pytest.importorskip("ray")
-
-from llmrl.engines.ray_board import EngineBoard
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

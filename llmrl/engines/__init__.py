@@ -11,6 +11,7 @@ from llmrl.engines.base import (
     SamplingConfig,
     completion_budget,
 )
+from llmrl.engines.ray_board import EngineBoard
 from llmrl.engines.ray_engine import RayEngine
 from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.router import NoReplicaError, Router
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncVLLM",
     "Completion",
     "Engine",
+    "EngineBoard",
     "EngineError",
     "EngineReplicas",
     "FinishReason",
