@@ -143,6 +143,12 @@ def test_help_names_every_command_and_environment():
     assert runner.invoke(app, ["--version"]).output.startswith("llmrl ")
 
 
+def test_the_tab_key_completes_commands_and_options():
+    for words, place, completed in (("llmrl do", 1, "doctor"), ("llmrl view --te", 2, "--terminal")):
+        asked = {"_LLMRL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(place)}
+        assert runner.invoke(app, [], env=asked, prog_name="llmrl").output.split() == [completed]
+
+
 def test_a_chat_goes_on_through_tools_and_shows_its_tokens(renderer):
     script = ["```python\nprint(6 * 7)\n```<|im_end|>", "It is 42.<|im_end|>", "Bye.<|im_end|>"]
     policy = LLMWrapperBase(ScriptedEngine(script, encode=renderer.encode), renderer=renderer)

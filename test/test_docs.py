@@ -86,3 +86,8 @@ def test_every_metric_that_a_run_logs_is_in_the_table():
             logged |= set(re.findall(r'"(\w+)":', literal))
     assert {"reward_mean", "ESS", "sync_seconds", "num_kept_rows", "policy_version"} <= logged
     assert not logged - documented, f"docs/metrics.md lacks {sorted(logged - documented)}"
+
+
+def test_the_first_page_names_every_example():
+    files = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert set(re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "docs/index.md").read_text(), re.MULTILINE)) == files
