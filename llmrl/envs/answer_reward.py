@@ -7,13 +7,12 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from llmrl.data import KnownArguments
 from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
 from llmrl.rewards import RewardFn, Rubric, extract_tag
 from llmrl.transforms import RubricReward
 
 
-class AnswerReward(KnownArguments, RubricReward):
+class AnswerReward(RubricReward):
     """Rewards the right answer with `correct_reward`, another answer with `format_reward`, none or a cut one with 0.
 
     The breakdown has `reward_right` (the reward) and, unweighted, `reward_answer` (there is an answer), `reward_think`

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
+from llmrl.data import KnownArguments
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain
 from llmrl.envs.answer_reward import AnswerReward
 from llmrl.envs.task import REASONING_PROMPT, Dataset, Split, TaskEnv, TaskOptions, task_rows
@@ -17,7 +18,7 @@ from llmrl.rewards import has_gsm8k_answer, is_gsm8k_right
 HUB_NAME = "openai/gsm8k"
 
 
-class GSM8KPrepareQuestion(Transform):
+class GSM8KPrepareQuestion(KnownArguments, Transform):
     """Writes DeepSeek-R1's prompt around a question when an environment of plain text is reset.
 
     Args:

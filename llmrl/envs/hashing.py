@@ -10,8 +10,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.data import Categorical, Composite, NonTensor, SipHash, Unbounded
 from torchrl.envs import EnvBase
 
+from llmrl.data import KnownArguments
 
-class LLMHashingEnv(EnvBase):
+
+class LLMHashingEnv(KnownArguments, EnvBase):
     """Appends one token a step, and names each chain of tokens by a hash: nodes of a search tree, say.
 
     The hash of a chain is that of its beginning's hash and its last token, so that a step costs the same however long

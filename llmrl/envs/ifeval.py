@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from llmrl.data import KnownArguments, RolloutStatus, keywords_of
+from llmrl.data import RolloutStatus, keywords_of
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
 from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
 from llmrl.rewards import (
@@ -23,7 +23,7 @@ HUB_NAME = "google/IFEval"
 Kwargs = Sequence[Mapping[str, Any] | None]
 
 
-class IfEvalScorer(KnownArguments, RubricReward):
+class IfEvalScorer(RubricReward):
     """Rewards the share of instructions followed: all or each, strictly or loosely, weighed.
 
     The four shares are the breakdown.

@@ -151,7 +151,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
     The data is read in the actor, once. Primers of one `actor_name` share it, and a pickled primer shares that of the
     one it was pickled from. The actor ends with the last handle to it. Collectors end with the data; they know of no
-    groups, since others draw in between, and `RayLLMCollector` deals the positions of a `DatasetChatEnv` by itself.
+    groups, since others draw in between. `RayLLMCollector` needs none of these: it deals positions by itself.
 
     Args:
         dataloader, **options: see `DataLoadingPrimer`; the first primer of an `actor_name` decides them.

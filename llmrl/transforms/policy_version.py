@@ -11,8 +11,10 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
+from llmrl.data import KnownArguments
 
-class PolicyVersion(Transform):
+
+class PolicyVersion(KnownArguments, Transform):
     """Writes the policy's version into `"policy_version"` at reset and step: `[*batch]` int64, or a uuid each.
 
     The version is counted once, by whoever holds the weights: pass the engine's counter as `source`. Per-token

@@ -11,12 +11,12 @@ from tensordict import TensorDictBase, is_non_tensor
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
-from llmrl.data import Message, StopReason, decide_status, run_sync
+from llmrl.data import KnownArguments, Message, StopReason, decide_status, run_sync
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
 from llmrl.rewards import RewardFn, Rubric, Score, ScoredRollout
 
 
-class RubricReward(Transform):
+class RubricReward(KnownArguments, Transform):
     """Scores a conversation with a `Rubric` when it ends.
 
     A conversation has ended when the environment said done, when a limit met it (`("rollout", "reason")`, which a

@@ -19,7 +19,8 @@ class TemplateTransform(Transform):
 
     A policy writes `("text", "response")`; on the way into the environment it is parsed (reasoning, tool calls) and
     appended as the assistant's message, `("history", "full")`. Append it last. Each prompt is rendered and tokenized
-    afresh: for tokens that stay as they were sampled let the policy read the history, which needs no transform.
+    afresh: for tokens that stay as they were sampled, and in collectors, let the policy read the history, which needs
+    no transform.
 
     Args:
         tokenizer: of the model, whose chat template is used; or pass a `renderer`.
