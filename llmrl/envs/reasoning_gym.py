@@ -160,19 +160,27 @@ def _check_names(known: Mapping[str, Any], tasks: Mapping[str, float], config: M
 class ReasoningGymChatEnv(DatasetChatEnv):
     """Saves the curriculum with the position.
 
+    Args:
+        problems: with the curriculum.
+        options: see `DatasetChatEnv`.
+
     Example:
         >>> ReasoningGymChatEnv(ReasoningGymProblems("chain_sum", num_problems=8)).state_dict()["curriculum"]["levels"]
         {'chain_sum': 0}
     """
 
+    def __init__(self, problems: ReasoningGymProblems, **options: Any) -> None:
+        self.problems = problems
+        super().__init__(problems, **options)  # type: ignore[arg-type]
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The position and the curriculum."""
-        return {**super().state_dict(), "curriculum": self.prompts.items.state_dict()}  # type: ignore[attr-defined]
+        return {**super().state_dict(), "curriculum": self.problems.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Continue from a saved position and curriculum."""
         super().load_state_dict(state_dict)
-        self.prompts.items.load_state_dict(state_dict["curriculum"])  # type: ignore[attr-defined]
+        self.problems.load_state_dict(state_dict["curriculum"])
 
 
 class ReasoningGymOptions(TaskOptions, total=False):
