@@ -21,7 +21,7 @@ from llmrl.collectors.scheduler import Job, RolloutScheduler
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
-from llmrl.collectors.torchrl_names import refuse_arguments
+from llmrl.collectors.torchrl_names import refuse_arguments, refuse_values
 from llmrl.data import Rollout
 from llmrl.envs import EndOfData
 from llmrl.policies import LLMWrapperBase
@@ -106,6 +106,7 @@ class LLMCollector(BatchCollector):
         **unknown: Any,
     ) -> None:
         refuse_arguments(type(self).__name__, unknown, inspect.signature(type(self)).parameters)
+        refuse_values(async_envs=async_envs, flatten_data=flatten_data)
         shape = BatchShape.of(
             groups_per_batch=groups_per_batch,
             tokens_per_batch=tokens_per_batch,
@@ -121,16 +122,6 @@ class LLMCollector(BatchCollector):
             raise ValueError("num_extra_groups needs groups_per_batch, and no max_staleness: those groups would wait.")
         if reset_at_each_iter and max_staleness is not None:
             raise ValueError("reset_at_each_iter begins each batch afresh and max_staleness runs ahead: choose one.")
-        if async_envs is False:
-            raise ValueError(
-                "async_envs=False cannot be had: no conversation waits for another; for one at a time pass "
-                "max_concurrent_rollouts=1."
-            )
-        if flatten_data is False:
-            raise ValueError(
-                "flatten_data=False cannot be had: conversations differ in length, and batches have one dimension; for "
-                "one conversation a batch pass yield_completed_trajectories=True."
-            )
         if queue is not None and replay_buffer is not None:
             raise ValueError("batches go to a replay_buffer or to a queue: pass one of them.")
         per_batch = shape.size if shape.kind != "tokens" else 8

@@ -11,6 +11,15 @@ ARGUMENTS: Mapping[str, str] = {
 }
 """Arguments of TorchRL's `LLMCollector` and `RayLLMCollector`."""
 
+ALWAYS_TRUE: Mapping[str, str] = {
+    "async_envs": "no conversation waits for another; for one at a time pass max_concurrent_rollouts=1",
+    "flatten_data": (
+        "conversations differ in length, and batches have one dimension; "
+        "for one conversation a batch pass yield_completed_trajectories=True"
+    ),
+}
+"""Arguments that ask for what is so anyway."""
+
 ATTRIBUTES: Mapping[str, str] = {
     "as_remote": "use RayLLMCollector",
     "get_policy_model": "the engine is policy.engine",
@@ -40,6 +49,20 @@ def refuse_arguments(owner: str, unknown: Iterable[str], known: Iterable[str]) -
         if name in ARGUMENTS:
             raise TypeError(f"{owner} has no argument {name!r}: {ARGUMENTS[name]}.")
         refuse_unknown(owner, [name], known)
+
+
+def refuse_values(**values: bool | None) -> None:
+    """Refuse to be told not to do what is always done.
+
+    Raises:
+        ValueError: for a false value, naming what to do instead.
+
+    Example:
+        >>> refuse_values(async_envs=None, flatten_data=True)
+    """
+    for name, value in values.items():
+        if value is False:
+            raise ValueError(f"{name}=False cannot be had: {ALWAYS_TRUE[name]}.")
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:
