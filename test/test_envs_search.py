@@ -57,7 +57,7 @@ def test_rows_of_tool_turns_are_as_exact_as_others_on_a_real_engine(vllm_engine,
     tools.answer = always_answer
     policy = vLLMWrapper(vllm_engine, renderer=renderer, generate_kwargs={"max_new_tokens": 24, "stop": ["."]})
     with LLMCollector(env, policy=policy, groups_per_batch=1, limits=RolloutLimits(max_turns=3)) as collector:
-        rollouts = [rollout for rollout in collector.play(16) if rollout.num_turns == 3]
+        rollouts = [rollout for rollout in collector.play(16) if rollout.num_turns > 1]  # not cut in the first turn
     assert len(rollouts) >= 2
     for rollout in rollouts:
         (row,) = rollout_rows(rollout)
