@@ -6,13 +6,13 @@ A tracker has two methods. torchrl's loggers have them and are used for everythi
 from __future__ import annotations
 
 import csv
-import difflib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from llmrl._imports import require
+from llmrl.data import nearest
 
 PROJECT = "llmrl"
 
@@ -103,8 +103,8 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
         raise TypeError(f"trackers must be a list of names, got the string {names!r}; write [{names!r}].")
     for name in names:
         if name not in _OPENERS:
-            near = difflib.get_close_matches(str(name), _OPENERS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            near = nearest(str(name), _OPENERS)
+            hint = f" Did you mean {near!r}?" if near else ""
             if name == "csv":
                 hint = " The table metrics.csv is always written."
             raise ValueError(f"trackers has no {name!r}; there are {', '.join(map(repr, _OPENERS))}.{hint}")

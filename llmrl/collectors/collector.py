@@ -21,8 +21,8 @@ from llmrl.collectors.scheduler import Job, RolloutScheduler
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
-from llmrl.collectors.torchrl_names import refuse_arguments, refuse_values
-from llmrl.data import Rollout
+from llmrl.collectors.torchrl_names import ARGUMENTS, refuse_values
+from llmrl.data import Rollout, refuse_unknown
 from llmrl.envs import EndOfData
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
@@ -105,7 +105,7 @@ class LLMCollector(BatchCollector):
         verbose: bool = False,
         **unknown: Any,
     ) -> None:
-        refuse_arguments(type(self).__name__, unknown, inspect.signature(type(self)).parameters)
+        refuse_unknown(type(self).__name__, unknown, inspect.signature(type(self)).parameters, ARGUMENTS)
         refuse_values(async_envs=async_envs, flatten_data=flatten_data)
         shape = BatchShape.of(
             groups_per_batch=groups_per_batch,

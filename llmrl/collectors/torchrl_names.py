@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from llmrl.engines.vllm_args import refuse_unknown
+from collections.abc import Mapping
 
 ARGUMENTS: Mapping[str, str] = {
     "weight_updater": "pass weight_sync_schemes={'policy': VLLMWeightSyncScheme()} and call update_policy_weights_",
@@ -31,24 +29,6 @@ ATTRIBUTES: Mapping[str, str] = {
     "weight_updater": "pass weight_sync_schemes= and call update_policy_weights_",
 }
 """Methods and properties of TorchRL's collectors."""
-
-
-def refuse_arguments(owner: str, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse arguments that nothing would read.
-
-    Raises:
-        TypeError: naming what to do instead, or the nearest name.
-
-    Example:
-        >>> refuse_arguments("LLMCollector", ["group_per_batch"], ["groups_per_batch"])
-        Traceback (most recent call last):
-        ...
-        TypeError: LLMCollector has no argument 'group_per_batch'; did you mean 'groups_per_batch'?
-    """
-    for name in unknown:
-        if name in ARGUMENTS:
-            raise TypeError(f"{owner} has no argument {name!r}: {ARGUMENTS[name]}.")
-        refuse_unknown(owner, [name], known)
 
 
 def refuse_values(**values: bool | None) -> None:

@@ -1,6 +1,6 @@
 """What flows: messages, histories, token columns, turns, statuses, rollouts and training rows."""
 
-from llmrl.data.arguments import KnownArguments, keywords_of, refuse_unknown
+from llmrl.data.arguments import KnownArguments, keywords_of, nearest, refuse_unknown
 from llmrl.data.asynchronous import run_sync
 from llmrl.data.columns import CONTEXT_VERSION, TokenColumns
 from llmrl.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
@@ -36,6 +36,7 @@ __all__ = [
     "decide_status",
     "keywords_of",
     "load_rows",
+    "nearest",
     "refuse_unknown",
     "rows_of_batches",
     "run_sync",

@@ -33,9 +33,19 @@ def refuse_unknown(
             continue
         if explained and name in explained:
             raise TypeError(f"{owner} has no argument {name!r}: {explained[name]}.")
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {sorted(known)}."
+        near = nearest(name, known)
+        hint = f"did you mean {near!r}?" if near else f"known are {sorted(known)}."
         raise TypeError(f"{owner} has no argument {name!r}; {hint}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, if there is one.
+
+    Example:
+        >>> nearest("wnadb", ["tensorboard", "wandb"])
+        'wandb'
+    """
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 
 @functools.cache

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+from llmrl.data import refuse_unknown
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,26 +29,6 @@ _OWNED = {
     "weight_transfer_config": "weight_transfer",
     "kv_cache_memory_bytes": "kv_cache_memory",
 }
-
-
-def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse argument names that nothing would read.
-
-    Raises:
-        TypeError: naming the first unknown argument and the nearest known one.
-
-    Example:
-        >>> refuse_unknown("f", ["max_len"], ["max_model_len"])
-        Traceback (most recent call last):
-        ...
-        TypeError: f has no argument 'max_len'; did you mean 'max_model_len'?
-    """
-    known = list(known)
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise TypeError(f"{owner} has no argument {name!r}{hint}")
 
 
 def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str | None:

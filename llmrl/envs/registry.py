@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
-from llmrl.data import keywords_of, refuse_unknown
+from llmrl.data import keywords_of, nearest, refuse_unknown
 from llmrl.envs.addition import make_addition_env
 from llmrl.envs.countdown import make_countdown_env
 from llmrl.envs.gsm8k import make_gsm8k_env
@@ -63,8 +62,8 @@ def make_task_env(
         TypeError: make_countdown_env has no argument 'num_counts'; did you mean 'num_count'?
     """
     if name not in _MAKERS:
-        near = difflib.get_close_matches(name, _MAKERS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = nearest(name, _MAKERS)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise ValueError(f"there is no task environment {name!r}, only {', '.join(_MAKERS)}.{hint}")
     make = _MAKERS[name][0]
     known = keywords_of(make) or ()

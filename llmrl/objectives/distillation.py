@@ -12,7 +12,8 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl.objectives.arguments import refuse_unknown
+from llmrl.data import refuse_unknown
+from llmrl.objectives.arguments import EXPLAINED
 from llmrl.objectives.base import MicroLoss
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.kl import kl_estimate
@@ -66,7 +67,7 @@ class DistillationLoss(SequenceLoss):
         **unknown: Any,
     ) -> None:
         known = set(inspect.signature(DistillationLoss.__init__).parameters) - {"self", "unknown"}
-        refuse_unknown("DistillationLoss", unknown, known)
+        refuse_unknown("DistillationLoss", unknown, known, EXPLAINED)
         super().__init__(
             reduction=reduction,
             normalize_by_seq_length=normalize_by_seq_length,

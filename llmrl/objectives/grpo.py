@@ -12,9 +12,10 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
+from llmrl.data import refuse_unknown
 from llmrl.data.ragged import has_entry
 from llmrl.objectives.aggregation import Aggregation, aggregation_weights
-from llmrl.objectives.arguments import refuse_unknown
+from llmrl.objectives.arguments import EXPLAINED
 from llmrl.objectives.base import LLMLoss, MicroLoss
 from llmrl.objectives.clipping import clip_bounds, clipped_importance, clipped_log_ratio, clipped_surrogate
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
@@ -106,9 +107,8 @@ class GRPOLoss(LLMLoss):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        refuse_unknown(
-            type(self).__name__, unknown, set(inspect.signature(GRPOLoss.__init__).parameters) - {"self", "unknown"}
-        )
+        known = set(inspect.signature(GRPOLoss.__init__).parameters) - {"self", "unknown"}
+        refuse_unknown(type(self).__name__, unknown, known, EXPLAINED)
         for name, value, choices in (
             ("aggregation", aggregation, get_args(Aggregation)),
             ("kl_estimator", kl_estimator, get_args(KLEstimator)),

@@ -12,7 +12,8 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl.objectives.arguments import refuse_unknown
+from llmrl.data import refuse_unknown
+from llmrl.objectives.arguments import EXPLAINED
 from llmrl.objectives.base import MicroLoss
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.kl import KLEstimator, kl_estimate
@@ -66,7 +67,8 @@ class SFTLoss(SequenceLoss):
         masking_strategy: MaskingStrategy = "rlhf",
         **unknown: Any,
     ) -> None:
-        refuse_unknown("SFTLoss", unknown, set(inspect.signature(SFTLoss.__init__).parameters) - {"self", "unknown"})
+        known = set(inspect.signature(SFTLoss.__init__).parameters) - {"self", "unknown"}
+        refuse_unknown("SFTLoss", unknown, known, EXPLAINED)
         super().__init__(
             reduction=reduction,
             normalize_by_seq_length=normalize_by_seq_length,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 
-from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens, run_sync
+from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens, refuse_unknown, run_sync
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig
 from llmrl.rendering import Conversation, Renderer, make_renderer
@@ -36,10 +35,7 @@ def sampling_from_kwargs(generate_kwargs: Mapping[str, Any] | SamplingConfig | N
     arguments: dict[str, Any] = {}
     for name, value in (generate_kwargs or {}).items():
         name = _SAMPLING_SYNONYMS.get(name, name)
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {known}."
-            raise TypeError(f"generate_kwargs has no {name!r}{hint}")
+        refuse_unknown("generate_kwargs", [name], known)
         arguments[name] = value
     return SamplingConfig(**arguments)
 

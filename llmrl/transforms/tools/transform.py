@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -12,7 +11,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
-from llmrl.data import MalformedToolCall, Message, StopReason, ToolSchema, text_of
+from llmrl.data import MalformedToolCall, Message, StopReason, ToolSchema, nearest, text_of
 from llmrl.data.background_loop import BackgroundLoop
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser
@@ -253,8 +252,8 @@ class ToolTransform(Transform):
     def _unknown(self, name: str, session: ToolSession) -> str:
         self._count("unknown")
         names = sorted(session.tool_names | set(self.tools))
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        near = nearest(name, names)
+        hint = f" Did you mean {near!r}?" if near else ""
         return f"Error: there is no tool {name!r:.100}.{hint} The tools are: {', '.join(names) or 'none'}."
 
     def _count(self, kind: str) -> None:
