@@ -399,6 +399,33 @@ def test_shutdown_with_work_in_flight_is_prompt_and_closes_environments(make_pol
     assert not [thread for thread in threading.enumerate() if thread.name in ("llmrl-collector", "llmrl-buffer")]
 
 
+def test_shutdown_while_a_batch_is_being_written_waits_for_that_batch_alone(make_policy):
+    class Slow(ReplayBuffer):
+        is_writing, may_write = threading.Event(), threading.Event()
+
+        def extend(self, data):
+            self.is_writing.set()
+            assert self.may_write.wait(10)
+            return super().extend(data)
+
+    buffer = Slow(storage=LazyStackStorage(100))
+    collector = LLMCollector(addition(), policy=make_policy(), groups_per_batch=2, replay_buffer=buffer)
+    collector.start()
+    assert buffer.is_writing.wait(10)
+    stop = collector._scheduler.stop
+
+    async def stop_and_write():
+        await stop()
+        buffer.may_write.set()
+        await asyncio.sleep(0.2)  # the batch is written, and the next one asked for
+
+    collector._scheduler.stop = stop_and_write
+    started = time.monotonic()
+    collector.shutdown()
+    assert time.monotonic() - started < 5.0
+    assert len(buffer) == 4
+
+
 HEAD = """
     import os, pickle, sys, time
     sys.path[:0] = {path!r}

@@ -133,7 +133,10 @@ class RolloutScheduler:
         Raises:
             CollectionStalled: when group after group was dropped.
             Exception: whatever the source raised when it opened a group.
+            CancelledError: after `stop`.
         """
+        if self._is_stopped:
+            raise asyncio.CancelledError
         if self._admitting is None:
             self._admitting = asyncio.create_task(self._admit())
         self.gate.ask()
