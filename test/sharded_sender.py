@@ -126,11 +126,11 @@ def write(model, rank, folder):
         sender.register_model(model)
         sender.init_all_workers_group()
         try:
-            outcomes.append(sender.update_weights())
+            growth = peak_growth_of(lambda sender=sender: outcomes.append(sender.update_weights()))
         except OSError as error:
             outcomes.append(str(error))
         sender.shutdown()
-    return {"failed_write": outcomes[0], "version_written": outcomes[1]}
+    return {"failed_write": outcomes[0], "version_written": outcomes[1], "peak_growth_of_write": growth}
 
 
 def main():

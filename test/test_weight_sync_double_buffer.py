@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme
 from llmrl.weight_sync.double_buffer import DoubleBuffer
@@ -29,8 +30,16 @@ def test_writes_alternate_and_the_last_one_is_read(tmp_path):
 
 def test_what_is_read_stays_as_it_was_when_its_file_is_written_again(tmp_path):
     buffer = DoubleBuffer(tmp_path)
-    weights = {"a": torch.randn(5, 3), "b": torch.randn(4).to(torch.bfloat16), "c": torch.arange(3), "d": torch.ones(0)}
-    read = buffer.read(buffer.write(weights)).tensors()
+    weights = {
+        "a": torch.randn(3, 5).t(),
+        "b": torch.randn(3).to(torch.bfloat16),
+        "c": torch.arange(3),
+        "d": torch.ones(0),
+    }
+    pointer = buffer.write(weights)
+    from_library = load_file(buffer.path(pointer.slot))
+    assert all(torch.equal(from_library[name], tensor) for name, tensor in weights.items())
+    read = buffer.read(pointer).tensors()
     buffer.write({"a": torch.zeros(1)})
     buffer.write({"a": torch.zeros(1)})
     assert {name: tensor.dtype for name, tensor in read.items()} == {n: t.dtype for n, t in weights.items()}

@@ -154,7 +154,7 @@ def test_a_damaged_file_is_refused_and_the_one_before_is_current_again(engine, m
     old = DoubleBuffer(tmp_path).pointer()
 
     def write_damaged(buffer, weights, version):
-        pointer = write(buffer, {name: torch.zeros_like(weight) for name, weight in weights.items()}, version)
+        pointer = write(buffer, {name: torch.zeros_like(weight) for name, weight in weights}, version)
         with buffer.path(pointer.slot).open("r+b") as file:
             file.seek(-1, 2)
             file.write(b"\x01")

@@ -140,6 +140,11 @@ def test_no_rank_holds_the_whole_model_twice(sharded, kind):
         assert result["peak_growth"] < packed + whole // 4
 
 
+def test_a_file_is_written_one_weight_at_a_time(sharded):
+    for result in sharded:
+        assert result["peak_growth_of_write"] < result["lora"]["whole_bytes"] // 4
+
+
 def test_a_rank_that_fails_before_it_gathers_leaves_no_other_waiting(sharded):
     for result in sharded:
         assert "Not a directory" in result["failed_write"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,26 +67,29 @@ class DoubleBuffer:
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"the pointer {path} is damaged: {error}") from error
 
-    def write(self, weights: dict[str, torch.Tensor], version: int | None = None) -> BufferPointer:
-        """Write contiguous `weights` into the buffer that is not current and move the pointer to it.
+    def write(self, weights: Any, version: int | None = None) -> BufferPointer:
+        """Write into the buffer that is not current and move the pointer to it.
 
-        The version is the next one, unless given.
+        Args:
+            weights: tensors by name, or a vLLM `WeightSource`, of which one weight at a time is held.
+            version: the next one, unless given.
+
+        Raises:
+            ValueError: when a source yields other weights than it announces.
         """
-        from safetensors.torch import save_file
-
         current = self.pointer()
         slot = 0 if current is None else 1 - current.slot
         path = self.path(slot)
         path.parent.mkdir(parents=True, exist_ok=True)
         for stale in path.parent.iterdir():  # the weights before the current ones, and what killed writers left
             stale.unlink()
-        save_file(weights, path)
+        num_bytes, checksum = _write_safetensors(path, weights)
         pointer = BufferPointer(
             slot=slot,
             serial=1 if current is None else current.serial + 1,
             version=version if version is not None else 1 if current is None else current.version + 1,
-            num_bytes=path.stat().st_size,
-            checksum=_file_checksum(path),
+            num_bytes=num_bytes,
+            checksum=checksum,
         )
         self.point_to(pointer)
         return pointer
@@ -161,6 +166,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
 def _read_into(view: memoryview, file: FileIO) -> tuple[int, int]:
     """Fill `view`; number of bytes read and their CRC-32."""
     end, checksum = 0, 0
@@ -170,9 +178,36 @@ def _read_into(view: memoryview, file: FileIO) -> tuple[int, int]:
     return end, checksum
 
 
-def _file_checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+def _write_safetensors(path: Path, weights: Any) -> tuple[int, int]:
+    """Size and CRC-32 of the file. safetensors' own writer holds all of the weights twice while it writes."""
+    if isinstance(weights, Mapping):
+        entries: list[Any] = [(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
+        pairs: Iterable[tuple[str, torch.Tensor]] = weights.items()
+    else:
+        entries = [(meta.name, meta.dtype, meta.shape) for meta in weights.metadata()]
+        pairs = weights
+    # Wide types first, so that each weight begins at a multiple of its own width.
+    in_order = sorted(entries, key=lambda entry: -entry[1].itemsize)
+    if in_order != entries:
+        held = dict(pairs)
+        pairs = ((name, held[name]) for name, _, _ in in_order)
+    header, end = {}, 0
+    for name, dtype, shape in in_order:
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    checksum, num_bytes = 0, 0
+    with path.open("wb") as file:
+        for part in _parts(text, in_order, pairs):
+            file.write(part)
+            checksum, num_bytes = zlib.crc32(part, checksum), num_bytes + len(part)
+    return num_bytes, checksum
+
+
+def _parts(text: bytes, entries: list[Any], pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
+    yield len(text).to_bytes(8, "little") + text
+    for (name, dtype, shape), (given_name, tensor) in zip(entries, pairs, strict=True):
+        if (name, dtype, tuple(shape)) != (given_name, tensor.dtype, tuple(tensor.shape)):
+            raise ValueError(f"the source announced {name!r} {dtype} {tuple(shape)} and yielded {given_name!r}.")
+        yield memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

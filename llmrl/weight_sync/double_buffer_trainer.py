@@ -44,7 +44,7 @@ class StagedFile(WeightSource):
         """Write the weights, as they are now, into the buffer that is not current, and make it the current one."""
         self._buffer.folder.mkdir(parents=True, exist_ok=True)
         self._before, self._held_before, self.pointer = self._buffer.pointer(), self.pointer, None
-        self.pointer = self._buffer.write({name: tensor.contiguous() for name, tensor in self._source}, version)
+        self.pointer = self._buffer.write(self._source, version)
 
     def take_back(self) -> None:
         """Make the buffer before the current one again: no engine took this one."""

@@ -15,6 +15,8 @@ class InStepExecutor(MultiprocExecutor):
     once an update was refused, each later call fails or succeeds for what the one before it did.
     """
 
+    response_mqs: list[Any]
+
     def _init_executor(self) -> None:
         super()._init_executor()
         self.response_mqs = _AllAnswers(self.response_mqs)
