@@ -73,9 +73,10 @@ def resume_command(run_path: str, num_steps: int, argv: Sequence[str] | None = N
 
 def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str) -> None:
     """One line a file: where it is and how to look at it or continue."""
+    tensorboard = folder.path / "tensorboard"
     lines = (
         ("curve", folder.curve_path, "open it in any picture viewer"),
-        ("metrics", folder.metrics_path, f"or: tensorboard --logdir {folder.path / 'tensorboard'}"),
+        ("metrics", folder.metrics_path, f"or: tensorboard --logdir {tensorboard}" if tensorboard.exists() else ""),
         ("rollouts", folder.rollouts_path, f"llmrl view {folder.path}"),
         ("model", folder.model_path, f"transformers: AutoModelForCausalLM.from_pretrained('{folder.model_path}')"),
         ("continue", folder.path, resume_command),

@@ -231,6 +231,7 @@ def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tin
     result = llmrl(*arguments, "--model", tiny_model_path, "--out", str(tmp_path / "out"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "pass@1" in result.stdout and "pass@2" in result.stdout and "4 problems, 2 answers each" in result.stdout
+    assert "leaked" not in result.stderr  # the last that a user would read of an engine that ends
     evaluation = json.loads((tmp_path / "out/summary.json").read_text())["evaluation"]
     assert evaluation["num_problems"] == 4 and 0 <= evaluation["pass@1"]["interval"][0] <= 1
     assert len((tmp_path / "out/rollouts.jsonl").read_text().splitlines()) == 8
