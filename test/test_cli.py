@@ -38,9 +38,9 @@ def llmrl(*arguments, **environment):
 
 
 def test_the_doctor_finds_nothing_wrong_where_the_tests_run():
-    result = llmrl("doctor")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "All is well." in result.stdout and "vllm" in result.stdout
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "All is well." in result.output and "vllm" in result.output
 
 
 def test_the_doctor_names_what_is_wrong_and_what_mends_it(tmp_path):
