@@ -11,31 +11,11 @@ import torch
 import torch.distributed as dist
 from loss_batches import with_lora
 from torch.distributed.tensor import DTensor
-from weight_sync_tools import FakeEngine
+from weight_sync_tools import TakingEngine
 
-from llmrl.engines.base import EngineError
 from llmrl.policies import shard_model
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError, get_model_metadata
-from llmrl.weight_sync.packing import PackedLayout
-from llmrl.weight_sync.shared_memory import open_shared
 from llmrl.weight_sync.source import named_weights
-
-
-class TakingEngine(FakeEngine):
-    """Copies what it is sent through shared memory, or refuses it."""
-
-    weight_transfer_backend = "llmrl"
-    is_full, is_keeping = False, False
-    taken: dict[str, torch.Tensor]
-
-    def update_weights(self, info):
-        super().update_weights(info)
-        if self.is_full:
-            raise EngineError("no room")
-        if self.is_keeping and not info.get("is_discarded"):
-            layout = PackedLayout.from_plain(info["names"], info["dtype_names"], info["shapes"])
-            buffer = open_shared(info["path"], info["num_bytes"])
-            self.taken = {name: tensor.clone() for name, tensor in layout.views(buffer)}
 
 
 class GatherCount:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
-from weight_sync_tools import FakeEngine, make_sender
+from weight_sync_tools import FakeEngine, TakingEngine, make_sender
 
 from llmrl.engines.base import EngineError
 from llmrl.engines.vllm_args import require_vllm_version
-from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
+from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError, get_model_metadata
 from llmrl.weight_sync.link import EngineLink, LinkGroup
 from llmrl.weight_sync.packing import ALIGNMENT, PackedLayout, read_tag, write_tag
 from llmrl.weight_sync.shared_memory import SharedBuffer, open_shared
@@ -243,3 +244,58 @@ def test_tied_weights_of_a_mapping_come_once():
     assert list(get_model_metadata(model.state_dict())) == ["0.weight"]
     copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert list(get_model_metadata(copies)) == ["0.weight", "1.weight"]
+
+
+class TestUpdatesBesideTraining:
+    @pytest.fixture
+    def engine(self):
+        """Takes nothing before it may."""
+
+        class SlowEngine(TakingEngine):
+            is_keeping = True
+
+            def __init__(self):
+                super().__init__()
+                self.may_take = threading.Event()
+
+            def update_weights(self, info):
+                assert self.may_take.wait(20)
+                super().update_weights(info)
+
+        return SlowEngine()
+
+    def test_training_goes_on_while_the_engines_take_a_copy(self, engine):
+        model = torch.nn.Linear(3, 2)
+        sent = model.weight.detach().to(torch.bfloat16)
+        sender = make_sender(VLLMWeightSyncScheme(), model, engine)
+        update = sender.start_update()
+        torch.nn.init.zeros_(model.weight)
+        assert not update.done() and engine.policy_version == 0
+        engine.may_take.set()
+        assert update.result(20) == 1 == engine.policy_version
+        assert torch.equal(engine.taken["weight"], sent)
+        assert sender.start_update().result(20) == 2
+        assert not engine.taken["weight"].any()
+        sender.shutdown()
+
+    def test_the_future_has_the_error(self, engine):
+        sender = make_sender(VLLMWeightSyncScheme(), torch.nn.Linear(3, 2), engine)
+        engine.is_full = True
+        engine.may_take.set()
+        with pytest.raises(WeightSyncError, match=r"no room.*version 0 as before"):
+            sender.start_update().result(20)
+        sender.shutdown()
+        with pytest.raises(RuntimeError):
+            sender.start_update()
+
+    def test_what_is_streamed_is_sent_before_it_returns(self, monkeypatch):
+        from llmrl.weight_sync.transport import VLLMCollectiveTransport
+
+        model, seen = torch.nn.Linear(3, 2), []
+        monkeypatch.setattr(VLLMCollectiveTransport, "open", lambda *arguments: None)
+        monkeypatch.setattr(VLLMCollectiveTransport, "send", lambda *arguments: seen.append(model.weight.clone()))
+        sender = make_sender(VLLMWeightSyncScheme(), model, FakeEngine())
+        update = sender.start_update()
+        assert update.done() or seen, "training would change weights that are still to be read"
+        assert update.result(20) == 1
+        sender.shutdown()

@@ -8,6 +8,8 @@ import torch
 
 from llmrl.engines import SamplingConfig
 from llmrl.engines.base import EngineError
+from llmrl.weight_sync.packing import PackedLayout
+from llmrl.weight_sync.shared_memory import open_shared
 
 SAMPLING = SamplingConfig(max_new_tokens=24, ignore_eos=True)
 
@@ -168,3 +170,20 @@ class FakeEngine:
     def finish_weight_update(self, version):
         self._call("finish", version)
         self.policy_version = int(version)
+
+
+class TakingEngine(FakeEngine):
+    """Copies what it is sent through shared memory, or refuses it."""
+
+    weight_transfer_backend = "llmrl"
+    is_full, is_keeping = False, False
+    taken: dict[str, torch.Tensor]
+
+    def update_weights(self, info):
+        super().update_weights(info)
+        if self.is_full:
+            raise EngineError("no room")
+        if self.is_keeping and not info.get("is_discarded"):
+            layout = PackedLayout.from_plain(info["names"], info["dtype_names"], info["shapes"])
+            buffer = open_shared(info["path"], info["num_bytes"])
+            self.taken = {name: tensor.clone() for name, tensor in layout.views(buffer)}

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,8 @@ class VLLMWeightSender:
         self._transport: WeightTransport | None = None
         self._hooks: list[Any] | None = None
         self._lock = threading.RLock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="llmrl-weight-update")
+        self._is_copied: threading.Event | None = None
         self._sent_version: int | None = None
         self.last_timings: dict[str, float] = {}
         """Seconds of the parts of the last update: `stage_s` (the engines generate), `pause_s`, `send_s` (the workers
@@ -107,6 +110,27 @@ class VLLMWeightSender:
                 return self._update()
             return self._update_together()
 
+    def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
+        """As `update_weights`, but training may go on as soon as this returns: the engines take a copy meanwhile.
+
+        What is not copied first (NCCL, CUDA IPC) is sent before it returns, and so are sharded weights. The future has
+        the version, or the error.
+        """
+        is_copied = threading.Event()
+
+        def update() -> int:
+            with self._lock:
+                self._is_copied = is_copied
+                try:
+                    return self.update_weights(weights)
+                finally:
+                    self._is_copied = None
+                    is_copied.set()
+
+        future = self._pool.submit(update)
+        is_copied.wait()
+        return future
+
     def bring_up_to_date(self, engine: Any) -> None:
         """Give an engine that missed updates the weights that the others were sent last, with their version.
 
@@ -136,6 +160,7 @@ class VLLMWeightSender:
 
     def shutdown(self) -> None:
         """Release memory, communicators and threads; the engines stay. May be called twice."""
+        self._pool.shutdown()
         with self._lock:
             if self._hooks is not None:
                 self._hooks.remove(self.bring_up_to_date)
@@ -177,6 +202,8 @@ class VLLMWeightSender:
         version = max(receiver.next_version, (self._sent_version or 0) + 1)
         transport.stage(version)
         clock.lap("stage_s")
+        if self._is_copied is not None and transport.can_retract and not is_sharded(self._model):
+            self._is_copied.set()
         links = receiver.links()
         try:
             transport.open(receiver, links)  # those that are new
