@@ -207,8 +207,10 @@ def place_of_gpu(gpu: str, visible: str | None) -> int:
 
 
 def ray_config(cfg: Any) -> dict[str, Any]:
-    """Arguments of `ray.init`: the cluster at `ray.address`, or a new one on this machine."""
-    return {} if cfg.ray.address is None else {"address": cfg.ray.address}
+    """Arguments of `ray.init`: the cluster at `ray.address`, or a new one on this machine, even where one runs."""
+    if cfg.ray.address is None:
+        return {"address": "local", "include_dashboard": False}
+    return {"address": cfg.ray.address}
 
 
 def plain(value: Any) -> Any:

@@ -140,16 +140,16 @@ class TrainingRun:
         policy = vLLMWrapper(self.engine, tokenizer=self.tokenizer, generate_kwargs=sampling)
 
         # Collection: groups of answers to the same prompt, as training rows.
-        self.board: EngineBoard | None = None
+        board = None
         if cfg.collect.num_collectors is not None:
-            self.board = EngineBoard.start()
-            self.board.keep(self.engine)
+            board = EngineBoard.start()
+            board.keep(self.engine)
         self.collector = make_collector(
             cfg,
             policy,
             env,
             make_env=make_env,
-            board=self.board,
+            board=board,
             postproc=_after(with_differing_rewards, postproc) if cfg.dry_run else postproc,
         )
         limits = RolloutLimits(max_turns=cfg.collect.max_turns)
@@ -253,8 +253,6 @@ class TrainingRun:
         learned = self.update(batch)
         updated = time.perf_counter()
         version = self.collector.update_policy_weights_(self.model)
-        if self.board is not None:
-            self.board.publish(self.engine)
         synced = time.perf_counter()
         metrics = {**collected["metrics"], **learned, "policy_version": version}
         metrics |= {"train_seconds": updated - started, "sync_seconds": synced - updated}

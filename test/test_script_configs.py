@@ -118,6 +118,9 @@ def test_hardware_reaches_the_engine(monkeypatch):
     assert given["ray_options"] == {"num_cpus": 1, "num_gpus": 1} and given["ray_init_config"] == {
         "address": "10.0.0.1:6379"
     }
+    # A Ray that happens to run on this machine is not joined unasked.
+    start_engine(composed("grpo-async", "hardware=gpu8"), "model")
+    assert given["num_replicas"] == 7 and given["ray_init_config"]["address"] == "local"
     start_engine(composed("grpo-sync", "hardware=gpu1", "engine.tensor_parallel_size=2"), "model")
     assert given["weight_transfer"] == "ipc" and given["gpu_memory_utilization"] == 0.4
     assert given["engine_args"] == {"tensor_parallel_size": 2} and given["num_replicas"] is None
