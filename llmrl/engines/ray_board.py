@@ -37,13 +37,13 @@ class Board:
 class EngineBoard:
     """Names the engines that hold the current weights; travels to other processes of the cluster.
 
-    The trainer starts engines, sends them weights and replaces dead ones (`EngineReplicas`), and publishes who serves
-    after each update. A collector actor reaches them directly: its requests do not pass through the trainer. Where an
+    The trainer starts engines, sends them weights and replaces dead ones (`EngineReplicas`), and keeps on the board who
+    serves. A collector actor reaches them directly: its requests do not pass through the trainer. Where an
     engine dies it goes on with the others until the board has another in its place.
 
     Example:
         >>> board = EngineBoard.start()                                     # doctest: +SKIP
-        >>> board.publish(engines)                                          # doctest: +SKIP
+        >>> board.keep(engines)                                             # doctest: +SKIP
         >>> policy_factory = lambda: vLLMWrapper(board.reach())             # doctest: +SKIP
     """
 
