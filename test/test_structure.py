@@ -19,7 +19,7 @@ COMMON = {"llmrl._imports"}
 # Imported inside the function or class that uses them.
 LAZY = {
     "accelerate", "datasets", "gguf", "hydra", "matplotlib", "mcp", "omegaconf", "playwright", "ray", "reasoning_gym",
-    "tensorboard", "transformers", "vllm",
+    "tensorboard", "trackio", "transformers", "vllm", "wandb",
 }  # fmt: skip
 
 
