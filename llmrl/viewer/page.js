@@ -32,13 +32,14 @@ function curve(name, metrics) {
   const low = Math.min(...values), high = Math.max(...values), first = points[0][0], last = points.at(-1)[0];
   const x = (step) => (last === first ? 50 : (100 * (step - first)) / (last - first));
   const y = (value) => (high === low ? 50 : 95 - (90 * (value - low)) / (high - low));
-  const path = points.map(([step, value]) => `${x(step).toFixed(2)},${y(value).toFixed(2)}`).join(" ");
+  const isDot = points.length === 1, drawn = isDot ? [points[0], points[0]] : points;
+  const path = drawn.map(([step, value]) => `${x(step).toFixed(2)},${y(value).toFixed(2)}`).join(" ");
   const parts = name.split(/(?<=_)/).flatMap((part) => [part, make("wbr")]);  // long names break after a _
   const figure = make("figure", { "data-metric": name },
     make("figcaption", {}, make("b", {}, ...parts), make("span", {}, `${number(low, 3)} … ${number(high, 3)}`)));
   figure.insertAdjacentHTML("beforeend",
     `<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="${name} by step">` +
-    `<line x1="0" x2="100" y1="95" y2="95"/><polyline points="${path}"/></svg>`);
+    `<line x1="0" x2="100" y1="95" y2="95"/><polyline class="${isDot ? "dot" : ""}" points="${path}"/></svg>`);
   const span = figure.querySelector("span"), range = span.textContent;
   figure.addEventListener("mousemove", (event) => {
     const box = figure.querySelector("svg").getBoundingClientRect();
@@ -53,7 +54,7 @@ function curve(name, metrics) {
 function showHead(head) {
   byId("name").textContent = head.name;
   const steps = head.metrics.length, rollouts = head.index.step.length;
-  byId("counts").textContent = `${steps} steps, ${rollouts.toLocaleString("en")} rollouts`;
+  byId("counts").textContent = `${steps} step${steps === 1 ? "" : "s"}, ${rollouts.toLocaleString("en")} rollouts`;
   for (const [name, value] of head.facts) byId("summary").append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
   byId("config").textContent = head.config;
   byId("config-box").hidden = !head.config;

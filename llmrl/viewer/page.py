@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from llmrl.data import text_of
 from llmrl.token_log import TokenRow
 from llmrl.viewer.run_data import RunData, facts_of
 
@@ -89,9 +90,9 @@ def _finite(value: Any) -> Any:
 
 def _preview(record: dict[str, Any]) -> str:
     """The last answer's beginning, to know a rollout by in a list."""
-    answers = [message for message in record["messages"] if message["role"] == "assistant"]
-    content = answers[-1].get("content") if answers else ""
-    return " ".join(str(content or "").split())[:120]
+    answer = next((message for message in reversed(record["messages"]) if message["role"] == "assistant"), {})
+    calls = " ".join(f"calls {call['function']['name']}" for call in answer.get("tool_calls") or [])
+    return " ".join(f"{text_of(answer.get('content'))} {calls}".split())[:120]
 
 
 def _details(run: RunData, record: dict[str, Any]) -> dict[str, Any]:
