@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from llmrl.data import text_of
+from llmrl.data import Message, text_of
 from llmrl.token_log import TokenRow
 from llmrl.viewer.run_data import RunData, facts_of
 
@@ -90,7 +90,8 @@ def _finite(value: Any) -> Any:
 
 def _preview(record: dict[str, Any]) -> str:
     """The last answer's beginning, to know a rollout by in a list."""
-    answer = next((message for message in reversed(record["messages"]) if message["role"] == "assistant"), {})
+    answers: list[Message] = [message for message in record["messages"] if message["role"] == "assistant"]
+    answer = answers[-1] if answers else {}
     calls = " ".join(f"calls {call['function']['name']}" for call in answer.get("tool_calls") or [])
     return " ".join(f"{text_of(answer.get('content'))} {calls}".split())[:120]
 
