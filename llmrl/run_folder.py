@@ -23,6 +23,12 @@ def write_atomically(path: Path, write: Any) -> None:
     temporary.replace(path)
 
 
+def holds_run(path: Path) -> bool:
+    """Whether a run has begun in a folder: one whose engine did not start has not."""
+    recorded = ("rollouts.jsonl", "metrics.csv", "batches/*")
+    return any(any(path.glob(name)) for name in recorded)
+
+
 class RunFolder:
     """A folder with `metrics.csv`, `tensorboard/`, `rollouts.jsonl`, `tokens/`, `batches/`, `checkpoint.pt`, `model/`.
 
@@ -54,7 +60,7 @@ class RunFolder:
         self.summary_path = self.path / "summary.json"
         self.tokenizer_path = self.path / "tokenizer"
         self.tokens = TokenLog(self.path / "tokens")
-        has_run = self.batches_path.exists()
+        has_run = holds_run(self.path)
         if has_run and not resume:
             raise FileExistsError(
                 f"{self.path} holds a run already; continue it with resume=true, or name another folder."
@@ -66,7 +72,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._table = CSVTracker(self.metrics_path)
         self._trackers = open_trackers(trackers, self.path)
-        self.batches_path.mkdir(exist_ok=True)  # last: where a tracker was refused, there is no run
+        self.batches_path.mkdir(exist_ok=True)
 
     # Metrics
 

@@ -20,7 +20,9 @@ from llmrl.run_folder import BackgroundWrites, RunFolder, write_atomically
 def test_a_folder_with_a_run_is_only_reopened_to_resume(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         RunFolder(tmp_path / "run", resume=True)
-    RunFolder(tmp_path / "run")
+    for _ in range(2):  # the first attempt ended before anything was recorded
+        folder = RunFolder(tmp_path / "run")
+    folder.log_rollouts(0, "test", [{"reward": 1.0}])
     with pytest.raises(FileExistsError, match="resume=true"):
         RunFolder(tmp_path / "run")
     RunFolder(tmp_path / "run", resume=True)

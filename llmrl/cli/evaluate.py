@@ -15,6 +15,7 @@ from rich.table import Table
 from llmrl.data import Rollout
 from llmrl.envs import task_environments
 from llmrl.evaluation import interval_of_mean, pass_at_k
+from llmrl.run_folder import RunFolder, holds_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         if self.env not in task_environments():
             raise ValueError(f"--env must be one of {', '.join(task_environments())}; got {self.env!r}.")
-        if self.out is not None and (self.out / "batches").exists():
+        if self.out is not None and holds_run(self.out):
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
 
 
@@ -117,8 +118,6 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 
 
 def _save(out: Path, rollouts: Sequence[Rollout], results: dict[str, Any], console: Console) -> None:
-    from llmrl.run_folder import RunFolder
-
     folder = RunFolder(out, trackers=())
     folder.log_rollouts(0, "eval", [rollout.to_record() for rollout in rollouts])
     folder.write_summary({"evaluation": results})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmrl.embedded_model import ensure_embedded_model
+from llmrl.run_folder import holds_run
 
 
 def model_path(name: str) -> str:
@@ -27,7 +28,7 @@ def model_path(name: str) -> str:
     path = Path(name)
     if (path / "model").exists():
         return str(path / "model")
-    if (path / "batches").exists():
+    if holds_run(path):
         raise FileNotFoundError(f"--model is {name!r}, a run that has not written its model: it does when it ends.")
     if path.is_dir() and not (path / "config.json").exists():
         raise FileNotFoundError(f"--model is {name!r}, a folder without a model: there is no config.json in it.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmrl.run_folder import RunFolder
+from llmrl.run_folder import RunFolder, holds_run
 from llmrl.token_log import TokenRow
 
 
@@ -101,7 +101,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
 
 def _where_runs_are(path: Path) -> str:
     """The last run inside, where a folder of runs was given."""
-    runs = [entry for entry in path.iterdir() if (entry / "batches").exists()] if path.is_dir() else []
+    runs = [entry for entry in path.iterdir() if holds_run(entry)] if path.is_dir() else []
     if runs:
         return f"the last one in it is {max(runs, key=lambda run: run.stat().st_mtime)}."
     return "give the folder that the training script named (run.path in its configuration)."
