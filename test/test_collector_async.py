@@ -16,6 +16,7 @@ from collections import Counter
 import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from waiting import wait_until
 
 from llmrl.collectors import CollectionStalled, DropReason, GroupRules, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus, StopReason
@@ -43,13 +44,6 @@ def exact(completion, answer):
 
 def addition(repeats=2, rubric=exact, **kwargs):
     return DatasetChatEnv(DATASET, repeats=repeats, **kwargs).append_transform(RubricReward(rubric))
-
-
-def wait_until(condition, timeout=10.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def settled(collector):

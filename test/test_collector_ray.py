@@ -18,6 +18,7 @@ ray = pytest.importorskip("ray")
 
 from torchrl.data import LazyStackStorage, ReplayBuffer  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from waiting import is_running, wait_until  # noqa: E402
 
 from llmrl.collectors import RayLLMCollector, RolloutLimits  # noqa: E402
 from llmrl.engines import AsyncVLLM, EngineError, ScriptedEngine  # noqa: E402
@@ -55,21 +56,6 @@ def make_collector(policy_factory, **arguments):
 
 def every_rollout(num_groups):
     return Counter(f"train/0/{group}/{sample}" for group in range(num_groups) for sample in range(GROUP_SIZE))
-
-
-def wait_until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_a_node_that_is_lost_costs_retries_and_nothing_else(ray_nodes):

@@ -9,6 +9,7 @@ import signal
 import time
 
 import pytest
+from waiting import is_running, wait_until
 
 from llmrl.engines import AsyncVLLM, Engine, EngineError, EngineReplicas, SamplingConfig, ScriptedEngine
 from llmrl.engines.ray_engine import RayEngine
@@ -23,21 +24,6 @@ SAMPLING = SamplingConfig(max_new_tokens=20, ignore_eos=True)
 def start_scripted(latency_s=0.5, ray_options=RAY_OPTIONS):
     make_engine = functools.partial(ScriptedEngine, [list(range(20))], latency_s=latency_s, max_model_len=100)
     return RayEngine.start(make_engine, ray_options=ray_options)
-
-
-def wait_until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def in_actor(ray, engine, function):

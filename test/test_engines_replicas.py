@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from waiting import wait_until
 
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, ScriptedEngine
 
@@ -93,13 +94,6 @@ def test_the_version_is_what_all_have_reached_and_the_context_what_all_have():
 
 def scripted(answer, **options):
     return lambda index=0: ScriptedEngine([[answer]], **options)
-
-
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 def test_requests_of_a_dead_replica_are_tried_again_elsewhere_under_new_ids():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
+from waiting import wait_until
 
 from llmrl.data.background_loop import BackgroundLoop
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, ServerEngine
@@ -75,13 +75,6 @@ def engine(server):
 
 def generate(engine, sampling=SAMPLING, prompt_ids=(1, 2)):
     return asyncio.run(engine.generate(prompt_ids, sampling))
-
-
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def test_token_ids_go_in_and_come_out_with_log_probs_and_the_given_version(engine):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from waiting import is_running
 
 from llmrl.engines import AsyncVLLM, Engine, EngineError, SamplingConfig
 from llmrl.engines.vllm_requests import read_completion
@@ -262,14 +263,6 @@ def start_tiny(path):
 
 def engine_processes(engine):
     return [process.pid for process in engine._llm.engine_core.resources.engine_manager.processes]
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_path):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import is_running
 
 SCRIPTS = Path(__file__).parent.parent / "sota-implementations" / "grpo"
 SMALL = ("collect.groups_per_batch=2", "collect.group_size=2", "env.num_eval_samples=1", "run.checkpoint_every=2")
@@ -25,13 +26,6 @@ def command(script, run_path, *overrides):
 def read_csv(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def descendants(pid):
