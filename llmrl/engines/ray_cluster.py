@@ -20,7 +20,9 @@ def import_ray() -> Any:
 
 
 def connect(ray_init_config: Mapping[str, Any] | None = None) -> Any:
-    """Ray, connected to a cluster: that of `address`, or the one this process is connected to, or a new one here.
+    """Ray, connected to a cluster: that of `address`, or the one this process is connected to.
+
+    Without either Ray chooses: `RAY_ADDRESS`, one that runs on this machine, or a new one here (always: `"local"`).
 
     Args:
         ray_init_config: arguments of `ray.init` where this process is not connected yet, such as
