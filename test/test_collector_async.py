@@ -421,7 +421,7 @@ def test_shutdown_while_a_batch_is_being_written_waits_for_that_batch_alone(make
 
 
 HEAD = """
-    import os, pickle, sys, time
+    import os, pickle, signal, sys, time
     sys.path[:0] = {path!r}
     from torchrl.data import LazyStackStorage, ReplayBuffer
     from llmrl.collectors import LLMCollector, RolloutLimits
@@ -436,6 +436,7 @@ HEAD = """
         return LLMCollector(env, policy=policy, groups_per_batch=2, limits=limits, **arguments)
 """
 IN_THE_BACKGROUND = """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # not there where a shell runs the tests in the background
     buffer = ReplayBuffer(storage=LazyStackStorage(100000))
     with make_collector(replay_buffer=buffer) as collector:
         collector.start()

@@ -181,12 +181,16 @@ def _isolation() -> Finding:
     from llmrl.sandbox.launch import IsolationError
     from llmrl.sandbox.service import PythonExecutorService
 
-    logging.getLogger("llmrl").setLevel(logging.ERROR)  # it would say what the table says
+    logger = logging.getLogger("llmrl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it would say what the table says
     mend = "apt install bubblewrap, or a kernel with user namespaces"
     try:
         service = PythonExecutorService(1, num_ready=1)
     except IsolationError as error:
         return Finding("Python tool", "note", str(error), mend)
+    finally:
+        logger.setLevel(level)
     try:
         return Finding("Python tool", "note" if service.isolation == "process" else "good", service.description, mend)
     finally:
