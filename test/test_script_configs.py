@@ -37,7 +37,7 @@ DRY_RUNS = (
     ("grpo-sync", "gsm8k", "gpu1"),
     ("grpo-async", "ifeval", "gpu8"),
     ("expert-iteration-sync", "math", "ray-cluster"),
-    ("expert-iteration-async", "countdown", "cpu-shared"),
+    ("expert-iteration-async", "countdown", "cpu"),
     ("grpo-sync", "reasoning-gym", "cpu"),
     ("grpo-async", "search", "gpu1"),
 )
