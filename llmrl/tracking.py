@@ -135,8 +135,17 @@ def _open_wandb(path: Path) -> Tracker:
 def _open_trackio(path: Path) -> Tracker:
     from torchrl.record.loggers.trackio import TrackioLogger
 
+    class FinishingLogger(TrackioLogger):
+        def close(self, timeout: float | None = None) -> None:
+            """Write what is buffered now: torchrl leaves it to the end of the process."""
+            import trackio
+
+            super().close(timeout)
+            if trackio.context_vars.current_run.get() is not None:
+                trackio.finish()
+
     # It knows runs by name alone: folders of the same name must not become one run.
-    return TrackioLogger(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
+    return FinishingLogger(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
 
 
 _OPENERS: dict[str, Callable[[Path], Tracker]] = {

@@ -121,6 +121,7 @@ def test_trackio_continues_a_resumed_run(tmp_path, monkeypatch):
     trackio = pytest.importorskip("trackio")
     assert Path(trackio.utils.TRACKIO_DIR) == tmp_path / "database"
     log_and_resume(tmp_path / "run", "trackio")
+    assert trackio.context_vars.current_run.get() is None  # all is written, nothing waits for the process to end
     with sqlite3.connect(tmp_path / "database" / "llmrl.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert len({name for name, _, _ in rows}) == 1 and rows[0][0].startswith("run-")
