@@ -22,6 +22,7 @@ from llmrl.envs import make_task_env
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Renderer
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
+from llmrl.weight_sync.gloo import own_address
 
 Part = Literal["train", "eval"]
 MakeEnv = Callable[[Any, Part], EnvBase]
@@ -100,7 +101,7 @@ def sync_scheme(cfg: Any) -> VLLMWeightSyncScheme:
         folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
         return VLLMDoubleBufferSyncScheme(remote_addr=folder)
     # Engines on other hosts meet the trainer at an address that they can reach.
-    return VLLMWeightSyncScheme(master_address=_own_address() if cfg.ray.address is not None else None)
+    return VLLMWeightSyncScheme(master_address=own_address() if cfg.ray.address is not None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +224,3 @@ def plain(value: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _own_address() -> str:
-    from llmrl.weight_sync.gloo import own_address
-
-    return own_address()

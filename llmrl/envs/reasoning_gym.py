@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import random
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Unpack
 
 from llmrl._imports import require
-from llmrl.data import refuse_unknown
+from llmrl.data import nearest, refuse_unknown
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.task import Split, TaskEnv, TaskOptions, check_split
 from llmrl.rewards import RewardFn, Rubric, score_reasoning_gym
@@ -146,8 +145,8 @@ class ReasoningGymProblems:
 def _check_names(known: Mapping[str, Any], tasks: Mapping[str, float], config: Mapping[str, Mapping[str, Any]]) -> None:
     for task in tasks:
         if task not in known:
-            near = difflib.get_close_matches(task, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(known)}."
+            near = nearest(task, known)
+            hint = f"did you mean {near!r}?" if near else f"it has {sorted(known)}."
             raise ValueError(f"reasoning-gym has no task {task!r}; {hint}")
     for task, arguments in config.items():
         if task not in tasks:
