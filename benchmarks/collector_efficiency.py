@@ -113,8 +113,8 @@ def torchrl(engine: Any, tokenizer: Any, num_turns: int) -> float:
 
 def run() -> dict[str, Any]:
     """Measure in turn, so that a busy moment of the machine meets all alike."""
-    from llmrl.embedded_model import ensure_embedded_model
     from llmrl.engines import AsyncVLLM
+    from llmrl.testing.embedded_model import ensure_embedded_model
 
     rows: list[dict[str, float]] = []
     with AsyncVLLM.from_pretrained(str(ensure_embedded_model()), max_model_len=2048, kv_cache_memory=1 << 30) as engine:

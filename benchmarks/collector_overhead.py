@@ -25,8 +25,8 @@ ANSWER = "1 2 3 4<|im_end|>"
 def ours(num_conversations: int, renderer: Any, *, num_rounds: int) -> float:
     """Microseconds a turn, training rows included."""
     from llmrl.collectors import LLMCollector
-    from llmrl.engines import ScriptedEngine
     from llmrl.policies import LLMWrapperBase
+    from llmrl.testing import ScriptedEngine
 
     engine = ScriptedEngine([renderer.encode(ANSWER)], record_requests=False)
     policy = LLMWrapperBase(engine, renderer=renderer)
@@ -64,8 +64,8 @@ def run() -> dict[str, Any]:
     """Measure in turn, so that a busy moment of the machine meets all alike."""
     from transformers import AutoTokenizer
 
-    from llmrl.embedded_model import ensure_embedded_model
     from llmrl.rendering import make_renderer
+    from llmrl.testing.embedded_model import ensure_embedded_model
 
     tokenizer = AutoTokenizer.from_pretrained(str(ensure_embedded_model()))
     renderer = make_renderer(tokenizer)

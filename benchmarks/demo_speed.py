@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmrl.embedded_model import ensure_embedded_model
+from llmrl.testing.embedded_model import ensure_embedded_model
 
 TARGET_REWARD = 0.9
 NUM_STEPS = 30

@@ -32,11 +32,11 @@ def run() -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from llmrl.collectors import LLMCollector
-    from llmrl.embedded_model import ensure_embedded_model
-    from llmrl.engines import ScriptedEngine
-    from llmrl.engines.distributions import log_normal, with_stragglers
     from llmrl.policies import LLMWrapperBase
     from llmrl.rendering import make_renderer
+    from llmrl.testing import ScriptedEngine
+    from llmrl.testing.distributions import log_normal, with_stragglers
+    from llmrl.testing.embedded_model import ensure_embedded_model
 
     renderer = make_renderer(AutoTokenizer.from_pretrained(str(ensure_embedded_model())))
     draw = with_stragglers(log_normal(MEDIAN_S), STRAGGLER_S, one_in=ONE_IN)

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from llmrl.data.packing import DEFAULT_TOKEN_BUDGET
-from llmrl.policies.transformers_wrapper import TransformersWrapper
+from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET
+from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
 NUM_ROWS_A_PADDED_BATCH = 32
@@ -42,7 +42,7 @@ LEAN_TOKEN_BUDGET = 256
 def _load() -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from llmrl.embedded_model import ensure_embedded_model
+    from llmrl.testing.embedded_model import ensure_embedded_model
 
     folder = str(ensure_embedded_model())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

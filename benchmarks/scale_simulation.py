@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import virtual_time
+from llmrl.testing import virtual_time
 
 NUM_REPLICAS = 512
 SEQUENCES_PER_REPLICA = 196
@@ -90,8 +90,9 @@ async def simulate() -> dict[str, float]:
     from llmrl.collectors.groups import GroupRules
     from llmrl.collectors.scheduler import RolloutScheduler
     from llmrl.collectors.staleness import StalenessGate
-    from llmrl.engines import EngineReplicas, SamplingConfig, ScriptedEngine
-    from llmrl.engines.distributions import log_normal
+    from llmrl.engines import EngineReplicas, SamplingConfig
+    from llmrl.testing import ScriptedEngine
+    from llmrl.testing.distributions import log_normal
 
     draw = log_normal(MEDIAN_S, SIGMA)
     engines = [

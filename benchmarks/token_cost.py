@@ -92,8 +92,8 @@ def run() -> dict[str, Any]:
     """Measure in turn, so that a busy moment of the machine meets all alike."""
     from transformers import AutoTokenizer
 
-    from llmrl.embedded_model import ensure_embedded_model
     from llmrl.rendering import TemplateRenderer
+    from llmrl.testing.embedded_model import ensure_embedded_model
 
     tokenizer = AutoTokenizer.from_pretrained(ensure_embedded_model())
     renderer = TemplateRenderer(tokenizer)

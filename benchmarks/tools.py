@@ -31,7 +31,7 @@ EMPTY = "```python\npass\n```"
 
 async def converse(interpreter: Any, num_conversations: int, text: str) -> list[float]:
     """Play conversations together, each of its calls after the one before; seconds of each call."""
-    from llmrl.transforms.tools import ToolSession
+    from llmrl.tools import ToolSession
 
     seconds: list[float] = []
 

@@ -26,8 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from llmrl.embedded_model import ensure_embedded_model
 from llmrl.engines import AsyncVLLM
+from llmrl.testing.embedded_model import ensure_embedded_model
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, get_model_metadata
 
 NUM_REPEATS = 7

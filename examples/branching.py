@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmrl import AsyncVLLM, SamplingConfig, ensure_embedded_model
-from llmrl.data import run_sync
+from llmrl._utils.asynchronous import run_sync
 from llmrl.rendering import Conversation, TemplateRenderer, reconcile_tree
 
 

@@ -14,12 +14,13 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from llmrl.collectors import GroupRules, LLMCollector, RayLLMCollector, RolloutLimits
     from llmrl.data import History, RolloutStatus
-    from llmrl.embedded_model import ensure_embedded_model
     from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig, ServerEngine, TransformersEngine
     from llmrl.envs import ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
-    from llmrl.objectives import GRPOLoss, MCAdvantage, train_step
-    from llmrl.policies import TransformersWrapper, vLLMWrapper
+    from llmrl.objectives import GRPOLoss, MCAdvantage
+    from llmrl.policies import vLLMWrapper
     from llmrl.rewards import RewardFn, Rubric
+    from llmrl.testing import ensure_embedded_model
+    from llmrl.trainer import TransformersWrapper, train_step
     from llmrl.transforms import PolicyVersion, RubricReward
     from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
@@ -48,11 +49,11 @@ _EXPORTS = {
     "SamplingConfig": "llmrl.engines",
     "ServerEngine": "llmrl.engines",
     "TransformersEngine": "llmrl.engines",
-    "TransformersWrapper": "llmrl.policies",
+    "TransformersWrapper": "llmrl.trainer",
     "VLLMWeightSyncScheme": "llmrl.weight_sync",
-    "ensure_embedded_model": "llmrl.embedded_model",
+    "ensure_embedded_model": "llmrl.testing",
     "get_model_metadata": "llmrl.weight_sync",
-    "train_step": "llmrl.objectives",
+    "train_step": "llmrl.trainer",
     "vLLMWrapper": "llmrl.policies",
 }
 

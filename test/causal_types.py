@@ -272,7 +272,7 @@ class Comparison:
 
 def compare(model_type: str, *, config: Any = None, **arguments: Any) -> Comparison:
     """Train a random model on `rows` by `TransformersWrapper`, and a copy of its weights by a plain loop in `eager`."""
-    from llmrl.policies import TransformersWrapper
+    from llmrl.trainer import TransformersWrapper
 
     token_ids, weights = rows()
     model = tiny_model(model_type, config=config, **arguments)

@@ -13,7 +13,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 @pytest.fixture(scope="session")
 def model_path():
     """Folder of SmolLM2-135M-Instruct, bfloat16."""
-    from llmrl.embedded_model import ensure_embedded_model
+    from llmrl.testing.embedded_model import ensure_embedded_model
 
     return str(ensure_embedded_model())
 
@@ -72,7 +72,7 @@ def reference_model(model_path):
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory):
     """Folder of a random llama of one layer, with the tokenizer of SmolLM2, that vLLM starts in seconds."""
-    from llmrl.embedded_model import make_tiny_model
+    from llmrl.testing import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 

@@ -13,7 +13,7 @@ from loss_batches import with_lora
 from torch.distributed.tensor import DTensor
 from weight_sync_tools import TakingEngine
 
-from llmrl.policies import shard_model
+from llmrl.trainer import shard_model
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError, get_model_metadata
 from llmrl.weight_sync.source import named_weights
 

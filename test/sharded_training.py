@@ -11,8 +11,8 @@ import torch.distributed as dist
 from loss_batches import ragged_batch, tiny_model, with_lora
 from torch.distributed.tensor import DTensor
 
-from llmrl.objectives import GRPOLoss, train_step, write_log_probs
-from llmrl.policies import TransformersWrapper, shard_model
+from llmrl.objectives import GRPOLoss
+from llmrl.trainer import TransformersWrapper, shard_model, train_step, write_log_probs
 
 
 def make_policy(kind: str):

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from llmrl.data.background_loop import BackgroundLoop
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.environment import starting_environment
 
 

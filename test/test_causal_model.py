@@ -10,12 +10,12 @@ import pytest
 import torch
 from causal_types import WINDOW, compare, rows, tiny_config, tiny_model
 
-from llmrl.data.packing import pack_rows
-from llmrl.policies import TransformersWrapper
-from llmrl.policies.attention import MAX_PRODUCT_LENGTH, packed_mask
-from llmrl.policies.causal_model import CausalModel
-from llmrl.policies.exactness import ExactnessProbe
-from llmrl.policies.output_head import OutputHead
+from llmrl.trainer import TransformersWrapper
+from llmrl.trainer.attention import MAX_PRODUCT_LENGTH, packed_mask
+from llmrl.trainer.causal_model import CausalModel
+from llmrl.trainer.exactness import ExactnessProbe
+from llmrl.trainer.output_head import OutputHead
+from llmrl.trainer.packing import pack_rows
 
 
 @torch.no_grad()

@@ -19,11 +19,11 @@ from llmrl.cli.chat import ChatSession, make_env, talk
 from llmrl.cli.doctor import check_requirements
 from llmrl.cli.evaluate import results_of
 from llmrl.data import Rollout, RolloutStatus
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import task_environments
-from llmrl.evaluation import interval_of_mean, pass_at_k
 from llmrl.policies import LLMWrapperBase
-from llmrl.run_folder import RunFolder
+from llmrl.runs.evaluation import interval_of_mean, pass_at_k
+from llmrl.runs.run_folder import RunFolder
+from llmrl.testing import ScriptedEngine
 
 runner = CliRunner()
 

@@ -10,10 +10,10 @@ import torch
 
 from llmrl.collectors import CollectionStalled, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus, StopReason
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import Rubric, Score
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
 
 DATASET = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(4)]

@@ -20,11 +20,12 @@ from waiting import wait_until
 
 from llmrl.collectors import CollectionStalled, DropReason, GroupRules, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus, StopReason
-from llmrl.engines import EngineReplicas, ScriptedEngine
+from llmrl.engines import EngineReplicas
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.objectives import MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
 
 DATASET = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(50)]
@@ -426,7 +427,7 @@ HEAD = """
     sys.path[:0] = {path!r}
     from torchrl.data import LazyStackStorage, ReplayBuffer
     from llmrl.collectors import LLMCollector, RolloutLimits
-    from llmrl.engines import ScriptedEngine
+    from llmrl.testing import ScriptedEngine
     from llmrl.envs import DatasetChatEnv
     from llmrl.policies import LLMWrapperBase
 

@@ -10,22 +10,22 @@ from collections import Counter
 
 import pytest
 from torchrl.envs import Transform
-from virtual_time import run as run_virtually
 from waiting import wait_until
 
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.failure import EscapedError, contained
+from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.collectors import CollectionStalled, GroupRules, LLMCollector, RolloutLimits
 from llmrl.collectors.admission import DemandGate
 from llmrl.collectors.scheduler import Job, RolloutScheduler
 from llmrl.collectors.staleness import StalenessGate
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import ChatHistory, Rollout, RolloutStatus, StopReason
-from llmrl.data.background_loop import BackgroundLoop
-from llmrl.data.failure import EscapedError, contained
-from llmrl.data.replaceable_loop import ReplaceableLoop
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
+from llmrl.testing import ScriptedEngine
+from llmrl.testing.virtual_time import run as run_virtually
 from llmrl.transforms import RubricReward, ToolTransform
 
 ESCAPING = [RuntimeError, SystemExit, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, StopIteration]
@@ -558,8 +558,8 @@ def test_a_cancellation_is_the_caller_s_or_a_failure():
 
 
 def test_what_begins_while_a_thread_is_blocked_has_another(monkeypatch, caplog):
-    monkeypatch.setattr("llmrl.data.replaceable_loop._LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("llmrl.data.replaceable_loop._GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("llmrl._utils.replaceable_loop._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("llmrl._utils.replaceable_loop._GRACE_SECONDS", 0.05)
     loops, goes_on = ReplaceableLoop("test"), threading.Event()
 
     async def block():

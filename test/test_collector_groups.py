@@ -14,12 +14,12 @@ from torchrl.envs import check_env_specs
 from waiting import wait_until
 
 from llmrl.collectors import CollectionStalled, DropReason, GroupRules, LLMCollector
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, PromptSampler
 from llmrl.envs.chat import ChatEnv
 from llmrl.objectives import MCAdvantage, TopKRewardSelector
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import Rubric, Score
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
 
 DATASET = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(50)]

@@ -9,10 +9,10 @@ import pytest
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
 
 STOPS = ("END", "🦜🐦", "\n\n")

@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from waiting import is_running, wait_until  # noqa: E402
 
 from llmrl.collectors import RayLLMCollector, RolloutLimits  # noqa: E402
-from llmrl.engines import AsyncVLLM, EngineError, ScriptedEngine  # noqa: E402
+from llmrl.engines import AsyncVLLM, EngineError  # noqa: E402
 from llmrl.engines.ray_board import EngineBoard  # noqa: E402
 from llmrl.engines.ray_cluster import connect  # noqa: E402
 from llmrl.envs import DatasetChatEnv  # noqa: E402
 from llmrl.policies import LLMWrapperBase  # noqa: E402
+from llmrl.testing import ScriptedEngine  # noqa: E402
 from llmrl.transforms import PolicyVersion  # noqa: E402
 from llmrl.weight_sync import VLLMWeightSyncScheme  # noqa: E402
 

@@ -12,12 +12,12 @@ from torchrl.envs import Compose, StepCounter, Transform, TransformedEnv
 
 from llmrl.collectors import CollectionReport, LLMCollector, RolloutLimits
 from llmrl.data import Rollout, StopReason
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.objectives import MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric, Score, UnknownRewardInput
-from llmrl.training_run import TrainingRun
+from llmrl.runs.training_run import TrainingRun
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
 
 DATASET = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(4)]

@@ -11,10 +11,10 @@ from torchrl.envs import Transform
 
 from llmrl.collectors import LLMCollector
 from llmrl.data import History
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv
-from llmrl.live_view import LiveView
 from llmrl.policies import LLMWrapperBase
+from llmrl.runs.live_view import LiveView
+from llmrl.testing import ScriptedEngine
 
 
 class Editor(Transform):

@@ -14,9 +14,9 @@ from torchrl.envs import AsyncEnvPool
 
 from llmrl.collectors import DropReason, LLMCollector, RayLLMCollector, RolloutLimits
 from llmrl.collectors.ray_collector import _ahead
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import PolicyVersion
 
 torchrl_llm = pytest.importorskip("torchrl.collectors.llm")

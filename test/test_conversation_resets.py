@@ -6,9 +6,9 @@ import pytest
 import torch
 from torchrl.envs import Transform
 
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import IncrementalTokenizer
 
 ANSWER = "2<|im_end|>"

@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from llmrl.data import load_rows, rows_of_batches
 from llmrl.envs import DatasetChatEnv
+from llmrl.envs.sources import load_rows, rows_of_batches
 
 ROWS = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]
 

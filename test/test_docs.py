@@ -72,7 +72,8 @@ def test_every_make_target_that_is_named_exists():
 def test_every_metric_that_a_run_logs_is_in_the_table():
     from llmrl.collectors import CollectionReport
     from llmrl.data import Rollout
-    from llmrl.objectives import DistillationLossOutput, GRPOLossOutput, SFTLossOutput, TrainStepReport
+    from llmrl.objectives import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
+    from llmrl.trainer import TrainStepReport
 
     text = (ROOT / "docs/metrics.md").read_text()
     documented = {
@@ -83,7 +84,7 @@ def test_every_metric_that_a_run_logs_is_in_the_table():
     logged |= {*TrainStepReport(loss=0.0, grad_norm=0.0).to_metrics()}
     for output in (GRPOLossOutput, SFTLossOutput, DistillationLossOutput):
         logged |= set(output.__dataclass_fields__)
-    for source in (ROOT / "llmrl/training_run.py", *(ROOT / "sota-implementations").rglob("*.py")):
+    for source in (ROOT / "llmrl/runs/training_run.py", *(ROOT / "sota-implementations").rglob("*.py")):
         logged |= set(re.findall(r'metrics\["(\w+)"\]', source.read_text()))
         for literal in re.findall(r"metrics \|?= (\{.*?\})\n", source.read_text(), re.DOTALL):
             logged |= set(re.findall(r'"(\w+)":', literal))

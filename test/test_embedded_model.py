@@ -15,10 +15,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from llmrl import embedded_model
-from llmrl.embedded_model import EmbeddedModelError, default_home, ensure_embedded_model, is_intact, model_folder
+from llmrl.testing import embedded_model
+from llmrl.testing.embedded_model import (
+    EmbeddedModelError,
+    default_home,
+    ensure_embedded_model,
+    is_intact,
+    model_folder,
+)
 
-COMMAND = [sys.executable, "-m", "llmrl.embedded_model"]
+COMMAND = [sys.executable, "-m", "llmrl.testing.embedded_model"]
 
 
 def start(home: Path) -> subprocess.Popen[str]:

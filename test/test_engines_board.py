@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from llmrl.engines import EngineBoard, EngineReplicas, RayEngine, SamplingConfig, ScriptedEngine
+from llmrl.engines import EngineBoard, EngineReplicas, RayEngine, SamplingConfig
+from llmrl.testing import ScriptedEngine
 
 pytest.importorskip("ray")
 

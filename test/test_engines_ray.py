@@ -11,8 +11,9 @@ import time
 import pytest
 from waiting import is_running, wait_until
 
-from llmrl.engines import AsyncVLLM, Engine, EngineError, EngineReplicas, SamplingConfig, ScriptedEngine
+from llmrl.engines import AsyncVLLM, Engine, EngineError, EngineReplicas, SamplingConfig
 from llmrl.engines.ray_engine import RayEngine
+from llmrl.testing import ScriptedEngine
 
 pytest.importorskip("ray")
 

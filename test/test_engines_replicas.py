@@ -10,7 +10,8 @@ import time
 import pytest
 from waiting import wait_until
 
-from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, ScriptedEngine
+from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig
+from llmrl.testing import ScriptedEngine
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 

@@ -7,10 +7,10 @@ import math
 import statistics
 
 import pytest
-import virtual_time
 
-from llmrl.engines import Engine, EngineError, SamplingConfig, ScriptedEngine
-from llmrl.engines.distributions import answers_of_length, log_normal, with_stragglers
+from llmrl.engines import Engine, EngineError, SamplingConfig
+from llmrl.testing import ScriptedEngine, virtual_time
+from llmrl.testing.distributions import answers_of_length, log_normal, with_stragglers
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 

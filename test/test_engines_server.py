@@ -10,7 +10,7 @@ import pytest
 import torch
 from waiting import wait_until
 
-from llmrl.data.background_loop import BackgroundLoop
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, ServerEngine
 
 web = pytest.importorskip("aiohttp.web")

@@ -13,7 +13,6 @@ from torchrl.envs import ParallelEnv, StepCounter, TransformedEnv, check_env_spe
 from llmrl.collectors import LLMCollector
 from llmrl.data import ChatHistory, RolloutStatus, StopReason, decide_status
 from llmrl.data.tensordicts import batch_elements
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -30,6 +29,7 @@ from llmrl.envs import (
 from llmrl.envs.dataset import RESERVED_ENTRIES
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import PolicyVersion, RubricReward
 
 DATASET = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from torchrl.envs import StepCounter, check_env_specs
 
 from llmrl.collectors import LLMCollector
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, EndOfData, RayDataLoadingPrimer
 from llmrl.policies import LLMWrapperBase
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
 
 ROWS = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}, {"query": "2 + 2 =", "answer": "4"}]

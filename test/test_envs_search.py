@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from llmrl.collectors import LLMCollector, RolloutLimits, batch_rows, rollout_rows
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import make_search_env, search_corpus
-from llmrl.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
+from llmrl.policies import LLMWrapperBase, vLLMWrapper
+from llmrl.testing import ScriptedEngine
+from llmrl.trainer import TransformersWrapper
 from llmrl.transforms import SearchIndex
 
 

@@ -9,10 +9,10 @@ import pytest
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs import check_env_specs
 
+from llmrl._utils.asynchronous import run_sync
 from llmrl.collectors import LLMCollector
-from llmrl.data import ChatHistory, RolloutStatus, StopReason, run_sync
+from llmrl.data import ChatHistory, RolloutStatus, StopReason
 from llmrl.data.tensordicts import batch_elements
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import (
     AdditionEnv,
     ChatEnv,
@@ -39,6 +39,7 @@ from llmrl.envs import (
 )
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import ScoredRollout, prompt_completion_reward
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward, find_rubric_reward
 
 GSM8K = [

@@ -7,7 +7,8 @@ import torch
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.envs import MessageChatEnv, MessageEnv, MessageStep
-from llmrl.policies import TransformersWrapper, vLLMWrapper
+from llmrl.policies import vLLMWrapper
+from llmrl.trainer import TransformersWrapper
 
 NUM_TURNS = 6
 READINGS = ("14 degrees, light rain", "naïve café 東京 🌧", "", "21 degrees", '{"celsius": 9}', "no reading")

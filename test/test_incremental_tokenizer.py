@@ -6,9 +6,9 @@ import pytest
 from tensordict import TensorDict
 from torchrl.envs import check_env_specs
 
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import IncrementalTokenizer
 
 DATASET = [{"query": "1 + 1 ="}, {"query": "1 + 2 =, and why?"}]

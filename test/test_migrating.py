@@ -7,7 +7,7 @@ import inspect
 import re
 from pathlib import Path
 
-from llmrl.data import KnownArguments, keywords_of
+from llmrl._utils.arguments import KnownArguments, keywords_of
 
 PAGE = Path(__file__).parent.parent / "docs/migrating-from-torchrl.md"
 ROW = re.compile(r"^\| `(\w+)` \| (?:`([\w.]+)`|—) \|", re.MULTILINE)

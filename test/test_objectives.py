@@ -22,10 +22,9 @@ from llmrl.objectives import (
     effective_sample_size,
     kl_estimate,
     sequence_log_ratio,
-    train_step,
-    write_log_probs,
 )
-from llmrl.policies.transformers_wrapper import TransformersWrapper
+from llmrl.trainer import train_step, write_log_probs
+from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 
 def _paper_loss(

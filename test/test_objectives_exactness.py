@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from loss_batches import VOCAB_SIZE, plain_gradients, ragged_batch, tiny_model
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from llmrl.objectives import GRPOLoss, train_step, write_log_probs
-from llmrl.policies import TransformersWrapper
+from llmrl.objectives import GRPOLoss
+from llmrl.trainer import TransformersWrapper, train_step, write_log_probs
 
 POLICY = TransformersWrapper(tiny_model(), bin_length=24, token_budget=48)
 

@@ -23,9 +23,8 @@ from llmrl.objectives import (
     RLOOLoss,
     SFTLoss,
     kl_estimate,
-    train_step,
 )
-from llmrl.policies import TransformersWrapper
+from llmrl.trainer import TransformersWrapper, train_step
 
 
 def bounded(value: float) -> float:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from loss_batches import ragged_batch, tiny_model, with_lora
 
-from llmrl.objectives import GRPOLoss, train_step, write_log_probs
-from llmrl.policies import TransformersWrapper
-from llmrl.policies.fused_head import check_fused_head
-from llmrl.policies.log_probs import LogitTransform, chunked_log_probs
+from llmrl.objectives import GRPOLoss
+from llmrl.trainer import TransformersWrapper, train_step, write_log_probs
+from llmrl.trainer.fused_head import check_fused_head
+from llmrl.trainer.log_probs import LogitTransform, chunked_log_probs
 
 LORA = {
     "decoder": {"targets": ["q_proj", "up_proj"]},

@@ -14,11 +14,11 @@ from loss_batches import ragged_batch, tiny_model, with_lora
 from tensordict import TensorDictBase
 from weight_sync_tools import TakingEngine, make_sender
 
-from llmrl.data.trained_model import trained_model
 from llmrl.engines.vllm_args import build_engine_args
-from llmrl.objectives import GRPOLoss, TrainStepReport, train_step
-from llmrl.policies import TransformersWrapper
-from llmrl.policies.log_probs import chunked_log_probs
+from llmrl.objectives import GRPOLoss
+from llmrl.trainer import TrainStepReport, TransformersWrapper, train_step
+from llmrl.trainer.log_probs import chunked_log_probs
+from llmrl.trainer.trained_model import trained_model
 from llmrl.weight_sync import VLLMWeightSender, VLLMWeightSyncScheme
 
 

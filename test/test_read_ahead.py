@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from llmrl.read_ahead import ReadAhead
+from llmrl.runs.read_ahead import ReadAhead
 
 
 def test_what_is_not_there_yet_is_only_waited_for_when_asked():

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmrl.data import Turn
-from llmrl.rendering import TurnNode, reconcile, reconcile_tree
+from llmrl.rendering import Turn, TurnNode, reconcile, reconcile_tree
 from llmrl.rendering.reconciler import common_prefix_length
 
 

@@ -8,10 +8,10 @@ import pytest
 from rendering_families import PECULIAR_FAMILIES, TOOLS, family_renderer, family_tokenizer, template_text
 
 from llmrl import LLMCollector
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.rendering import Conversation, RenderingError, TemplateRenderer, backend, make_renderer
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward, ToolTransform
 
 ZIP = {

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmrl.data import RolloutStatus, run_sync
+from llmrl._utils.asynchronous import run_sync
+from llmrl.data import RolloutStatus
 from llmrl.rewards import RewardFn, Rubric, Score, ScoredRollout, UnknownRewardInput, prompt_completion_reward
 
 ROLLOUT = ScoredRollout(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmrl.data import run_sync
+from llmrl._utils.asynchronous import run_sync
 from llmrl.envs.addition import is_last_number_right
 from llmrl.rewards import Rubric, ScoredRollout, is_gsm8k_right, last_number, math
 

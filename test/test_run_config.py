@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from llmrl.run_config import own_config, resumed_config, save_config
+from llmrl.runs.run_config import own_config, resumed_config, save_config
 
 FOLDER = Path(__file__).resolve().parent.parent / "sota-implementations" / "config"
 

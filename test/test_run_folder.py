@@ -13,10 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from llmrl._utils.files import write_atomically
 from llmrl.data import Rollout, RolloutStatus
-from llmrl.data.files import write_atomically
-from llmrl.report import print_how_to_go_on
-from llmrl.run_folder import BackgroundWrites, RunFolder
+from llmrl.runs.report import print_how_to_go_on
+from llmrl.runs.run_folder import BackgroundWrites, RunFolder
 from llmrl.weight_sync.double_buffer import FILE_NAME, DoubleBuffer
 
 

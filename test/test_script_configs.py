@@ -20,11 +20,12 @@ from loss_batches import flat, near_policy, ragged_batch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from llmrl.dry_run import as_dry_run, with_differing_rewards
 from llmrl.envs import DatasetChatEnv
-from llmrl.objectives import GRPOLoss, MCAdvantage, TopKRewardSelector, TrainStepReport
-from llmrl.run_setup import TrainerDevice, compute_dtype, start_engine, sync_scheme, task_env
-from llmrl.training_run import LossUpdate, NothingLearned, TrainingRun
+from llmrl.objectives import GRPOLoss, MCAdvantage, TopKRewardSelector
+from llmrl.runs.dry_run import as_dry_run, with_differing_rewards
+from llmrl.runs.run_setup import TrainerDevice, compute_dtype, start_engine, sync_scheme, task_env
+from llmrl.runs.training_run import LossUpdate, NothingLearned, TrainingRun
+from llmrl.trainer import TrainStepReport
 from llmrl.transforms import RubricReward
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,7 @@ TASKS = sorted(path.stem for path in FOLDER.glob("task/*.yaml"))
 HARDWARE = sorted(path.stem for path in FOLDER.glob("hardware/*.yaml"))
 READ = {
     match
-    for path in [*ROOT.glob("llmrl/training_run.py"), *ROOT.glob("llmrl/run_setup.py")]
+    for path in [*ROOT.glob("llmrl/runs/training_run.py"), *ROOT.glob("llmrl/runs/run_setup.py")]
     for match in re.findall(r"\bcfg\.(\w+)\.(\w+)", path.read_text())
 }
 # Every algorithm, task and hardware at least once.
@@ -82,7 +83,7 @@ def test_every_algorithm_composes_with_every_task_and_hardware(algorithm):
 
 
 def test_every_entry_is_read_somewhere():
-    sources = [*SCRIPTS.glob("*/*.py"), ROOT / "llmrl/training_run.py", ROOT / "llmrl/run_setup.py"]
+    sources = [*SCRIPTS.glob("*/*.py"), ROOT / "llmrl/runs/training_run.py", ROOT / "llmrl/runs/run_setup.py"]
     text = "\n".join(path.read_text() for path in sources)
     for algorithm in ALGORITHMS:
         cfg = OmegaConf.to_container(composed(algorithm), resolve=False)
@@ -118,7 +119,9 @@ def test_environments_come_from_the_configuration():
 
 def test_hardware_reaches_the_engine(monkeypatch):
     given = {}
-    monkeypatch.setattr("llmrl.run_setup.AsyncVLLM.from_pretrained", lambda model, **options: given.update(options))
+    monkeypatch.setattr(
+        "llmrl.runs.run_setup.AsyncVLLM.from_pretrained", lambda model, **options: given.update(options)
+    )
     start_engine(composed("grpo-async", "hardware=ray-cluster", "ray.address=10.0.0.1:6379"), "model")
     assert given["num_replicas"] == 15 and given["weight_transfer"] is True and given["use_ray"]
     assert given["ray_options"] == {"num_cpus": 1, "num_gpus": 1} and given["ray_init_config"] == {

@@ -15,13 +15,13 @@ from tool_conversations import Chat
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import ChatHistory, RolloutStatus
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.rendering.tool_calls import find_tool_call_parser, make_tool_call
 from llmrl.rewards import RewardFn
+from llmrl.testing import ScriptedEngine
+from llmrl.tools import ToolError, ToolSession, class_tools, function_tool
 from llmrl.transforms import RubricReward, ToolTransform
-from llmrl.transforms.tools import ToolError, ToolSession, class_tools, function_tool
 
 
 def add(a: int, b: int = 1) -> int:

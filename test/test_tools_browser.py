@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tool_conversations import Chat
 
+from llmrl.tools.browser import find_chromium
 from llmrl.transforms import BrowserTransform
-from llmrl.transforms.tools.browser import find_chromium
 
 pytest.importorskip("playwright")
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed on this machine")

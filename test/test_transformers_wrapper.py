@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from llmrl.policies.log_probs import LogitTransform, chunked_log_probs
-from llmrl.policies.transformers_wrapper import TransformersWrapper
+from llmrl.trainer.log_probs import LogitTransform, chunked_log_probs
+from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 VOCAB_SIZE = 61
 _SIZES = {

@@ -11,9 +11,10 @@ from torchrl.envs.llm.transforms import KLRewardTransform as TorchRLKLRewardTran
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv
-from llmrl.policies import LLMWrapperBase, TransformersWrapper
+from llmrl.policies import LLMWrapperBase
+from llmrl.testing import ScriptedEngine
+from llmrl.trainer import TransformersWrapper
 from llmrl.transforms import (
     AddThinkingPrompt,
     KLComputation,

@@ -10,9 +10,9 @@ from torchrl.envs import TransformedEnv, check_env_specs
 from torchrl.envs.llm.transforms import Tokenizer as TorchRLTokenizer
 
 from llmrl.data.tensordicts import batch_elements
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import ChatEnv, DatasetChatEnv, LLMEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import IncrementalTokenizer, RubricReward, TemplateTransform, Tokenizer
 
 TEXTS = ["7 + 8 =", "What is the sum of the digits of 1234?", ""]

@@ -12,12 +12,12 @@ from rich.console import Console
 from tensordict import TensorDict
 
 from llmrl.collectors import LLMCollector
-from llmrl.engines import ScriptedEngine
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
-from llmrl.run_folder import RunFolder
+from llmrl.runs.run_folder import RunFolder
+from llmrl.runs.viewer import print_run, read_run, write_page
+from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
-from llmrl.viewer import print_run, read_run, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -17,7 +17,7 @@ from weight_sync_tools import (
     sharp_llama,
 )
 
-from llmrl.data.background_loop import BackgroundLoop
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines import AsyncVLLM
 from llmrl.engines.vllm_args import build_engine_args
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError

@@ -261,7 +261,7 @@ def install(environment: Environment) -> None:
     with step(5, "llmrl itself, editable", 5):
         environment.pip_install("--no-deps", "--no-build-isolation", "-e", ROOT)
     with step(6, "converting the embedded model, once", 20):
-        is_done, output = environment.run("-m", "llmrl.embedded_model")
+        is_done, output = environment.run("-c", "import llmrl; print(llmrl.ensure_embedded_model())")
         if not is_done:
             raise SetupError(f"{output.strip().splitlines()[-1]}\n(The whole output: {environment.log_path})")
 

@@ -66,7 +66,7 @@ def view(
     max_rollouts: Annotated[int | None, typer.Option(min=1, help="Only the last so many rollouts.")] = None,
 ) -> None:
     """Turn a run into one HTML page: curves, conversations, and every token with what is known of it."""
-    from llmrl.viewer import print_run, read_run, write_page
+    from llmrl.runs.viewer import print_run, read_run, write_page
 
     try:
         data = read_run(run, max_rollouts=max_rollouts)
@@ -75,7 +75,7 @@ def view(
     if terminal:
         print_run(data, console=console)
     elif png:
-        from llmrl.report import plot_curve
+        from llmrl.runs.report import plot_curve
 
         plot_curve(data.metrics, run / "curve.png")
         console.print(run / "curve.png", highlight=False, soft_wrap=True)

@@ -157,7 +157,7 @@ def _devices() -> Finding:
 
 
 def _places() -> Iterator[Finding]:
-    from llmrl.embedded_model import default_home, is_intact, model_folder
+    from llmrl.testing.embedded_model import default_home, is_intact, model_folder
 
     home = default_home()
     existing = next(path for path in (home, *home.parents) if path.exists())

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from llmrl.data import Rollout
 from llmrl.envs import task_environments
-from llmrl.evaluation import interval_of_mean, pass_at_k
-from llmrl.run_folder import RunFolder, holds_run
+from llmrl.runs.evaluation import interval_of_mean, pass_at_k
+from llmrl.runs.run_folder import RunFolder, holds_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

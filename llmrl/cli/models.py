@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmrl.embedded_model import ensure_embedded_model
-from llmrl.run_folder import holds_run
+from llmrl.runs.run_folder import holds_run
+from llmrl.testing.embedded_model import ensure_embedded_model
 
 
 def model_path(name: str) -> str:

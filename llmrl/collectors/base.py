@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.collectors.admission import DemandGate
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer
 from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallWatch
@@ -24,7 +25,6 @@ from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.staleness import StalenessGate
 from llmrl.collectors.torchrl_names import missing_attribute
 from llmrl.data import Rollout
-from llmrl.data.background_loop import BackgroundLoop
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
 
 Result = TypeVar("Result")

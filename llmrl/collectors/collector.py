@@ -12,6 +12,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
+from llmrl._utils.arguments import refuse_unknown
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer
 from llmrl.collectors.groups import GroupRules
@@ -22,7 +23,7 @@ from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
 from llmrl.collectors.torchrl_names import ARGUMENTS, refuse_values
-from llmrl.data import Rollout, refuse_unknown
+from llmrl.data import Rollout
 from llmrl.envs import EndOfData
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion

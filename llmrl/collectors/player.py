@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.failure import as_exception, contained, describe, traceback_of
+from llmrl._utils.numbers import finite_number
+from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.collectors.stepper import EnvStepper, Opening
-from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status, finite_number
-from llmrl.data.failure import as_exception, contained, describe, traceback_of
-from llmrl.data.replaceable_loop import ReplaceableLoop
+from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
 from llmrl.data.tensordicts import non_tensor, plain
 from llmrl.engines import Completion, EngineError, completion_budget
 from llmrl.engines.stop_strings import StopStringWatch

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from llmrl._utils.failure import as_exception, describe, traceback_of
 from llmrl.collectors.admission import DemandGate
 from llmrl.collectors.groups import (
     SIGNAL_PATIENCE,
@@ -29,7 +30,6 @@ from llmrl.collectors.groups import (
 )
 from llmrl.collectors.staleness import StalenessGate
 from llmrl.data import Rollout, RolloutStatus, StopReason
-from llmrl.data.failure import as_exception, describe, traceback_of
 
 _VERSION_POLL_SECONDS = 0.05
 _STOP_SECONDS = 30.0

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
+from llmrl._utils.failure import as_exception, describe
+from llmrl._utils.numbers import location_of
 from llmrl.collectors.player import RolloutLimits, RolloutPlayer, as_scored
 from llmrl.collectors.scheduler import Job
 from llmrl.collectors.stepper import EnvStepper
-from llmrl.data import Rollout, location_of
-from llmrl.data.failure import as_exception, describe
+from llmrl.data import Rollout
 from llmrl.engines import Engine
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, EndOfData
 from llmrl.envs.dataset import Drawn

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
 
-from llmrl.data.failure import as_exception
-from llmrl.data.replaceable_loop import ReplaceableLoop
-from llmrl.data.threads import WorkerThread, run_in_thread
+from llmrl._utils.failure import as_exception
+from llmrl._utils.replaceable_loop import ReplaceableLoop
+from llmrl._utils.threads import WorkerThread, run_in_thread
 from llmrl.envs import ChatEnv
 from llmrl.envs.dataset import Drawn
 from llmrl.transforms import environment_parts

@@ -1,4 +1,4 @@
-"""Who generates: one small protocol over vLLM (here, in Ray actors, behind servers), transformers and scripts."""
+"""Who generates: one small protocol over vLLM (here, in Ray actors, behind servers) and transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from llmrl.engines.ray_board import EngineBoard
 from llmrl.engines.ray_engine import RayEngine
 from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.router import NoReplicaError, Router
-from llmrl.engines.scripted import ScriptedEngine
 from llmrl.engines.server import ServerEngine
 from llmrl.engines.transformers_engine import TransformersEngine
 from llmrl.engines.vllm import AsyncVLLM
@@ -33,7 +32,6 @@ __all__ = [
     "RayEngine",
     "Router",
     "SamplingConfig",
-    "ScriptedEngine",
     "ServerEngine",
     "TransformersEngine",
     "completion_budget",

@@ -46,7 +46,7 @@ class EngineReplicas(Sequence[Any]):
 
     Example:
         >>> import asyncio
-        >>> from llmrl.engines import ScriptedEngine
+        >>> from llmrl.testing import ScriptedEngine
         >>> engines = EngineReplicas([ScriptedEngine([[1]]), ScriptedEngine([[2]])])
         >>> asyncio.run(engines.generate([5], SamplingConfig(), routing_key="group")).token_ids
         [1]

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.background_loop import BackgroundLoop
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, completion_budget
 from llmrl.engines.server_messages import completion_request, is_plain, read_response
 

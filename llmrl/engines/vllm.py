@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.background_loop import BackgroundLoop
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, completion_budget
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.vllm_args import build_engine_args

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data import refuse_unknown
+from llmrl._utils.arguments import refuse_unknown
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -10,7 +10,8 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-from llmrl.data import ChatHistory, History, KnownArguments, Message, Text, Tokens, check_messages
+from llmrl._utils.arguments import KnownArguments
+from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
 from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_of
 from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 

@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 
-from llmrl.data import load_rows, rows_of_batches
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.chat import ChatEnv
+from llmrl.envs.sources import load_rows, rows_of_batches
 
 RESERVED_ENTRIES = frozenset((
     "_reset", "action", "columns", "conversation", "done", "env_answer", "env_error", "env_info", "env_traceback",

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
-from llmrl.data import KnownArguments
+from llmrl._utils.arguments import KnownArguments
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain
 from llmrl.envs.answer_reward import AnswerReward
 from llmrl.envs.task import REASONING_PROMPT, Dataset, Split, TaskEnv, TaskOptions, task_rows

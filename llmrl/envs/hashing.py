@@ -10,7 +10,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.data import Categorical, Composite, NonTensor, SipHash, Unbounded
 from torchrl.envs import EnvBase
 
-from llmrl.data import KnownArguments
+from llmrl._utils.arguments import KnownArguments
 
 
 class LLMHashingEnv(KnownArguments, EnvBase):

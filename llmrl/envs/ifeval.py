@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from llmrl.data import RolloutStatus, keywords_of
+from llmrl._utils.arguments import keywords_of
+from llmrl.data import RolloutStatus
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
 from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
 from llmrl.rewards import (

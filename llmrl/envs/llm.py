@@ -9,7 +9,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
-from llmrl.data import KnownArguments
+from llmrl._utils.arguments import KnownArguments
 from llmrl.data.tensordicts import non_tensor, plain, tensordict_of
 from llmrl.envs.primer import DataLoadingPrimer
 from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Unpack
 
-from llmrl._imports import require
+from llmrl._utils.imports import require
 from llmrl.envs.answer_reward import AnswerReward
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
 from llmrl.rewards import boxed_answer, extract_answer, is_math_right

@@ -12,10 +12,12 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor
 
-from llmrl.data import History, Message, check_messages, finite_number, location_of, run_sync
-from llmrl.data.background_loop import BackgroundLoop
-from llmrl.data.failure import describe, traceback_of
-from llmrl.data.replaceable_loop import ReplaceableLoop
+from llmrl._utils.asynchronous import run_sync
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.failure import describe, traceback_of
+from llmrl._utils.numbers import finite_number, location_of
+from llmrl._utils.replaceable_loop import ReplaceableLoop
+from llmrl.data import History, Message, check_messages
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
 from llmrl.envs.dataset import DatasetChatEnv, Drawn
 

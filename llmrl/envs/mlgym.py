@@ -61,7 +61,7 @@ class MLGymWrapper(MessageEnv):
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from llmrl.data import run_sync
+        >>> from llmrl._utils.asynchronous import run_sync
         >>> wrapper = MLGymWrapper(SimpleNamespace(config=None), reward_wrong_format=-0.5)
         >>> run_sync(wrapper.step({"role": "assistant", "content": "I look around."})).reward
         -0.5

@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
-from llmrl._imports import require
-from llmrl.data import KnownArguments, load_rows, rows_of_batches
+from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.imports import require
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.dataset import RESERVED_ENTRIES, Drawn, EndOfData, PromptSampler, columns_of, with_columns
+from llmrl.envs.sources import load_rows, rows_of_batches
 from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 _READ_BY_ENVIRONMENTS = {"text", "tokens"}

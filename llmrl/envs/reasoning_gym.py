@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from llmrl._imports import require
-from llmrl.data import nearest, refuse_unknown
+from llmrl._utils.arguments import nearest, refuse_unknown
+from llmrl._utils.imports import require
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.task import Split, TaskEnv, TaskOptions, check_split
 from llmrl.rewards import RewardFn, Rubric, Score, ScoredRollout, score_reasoning_gym

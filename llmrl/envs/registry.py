@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llmrl.data import keywords_of, nearest, refuse_unknown
+from llmrl._utils.arguments import keywords_of, nearest, refuse_unknown
 from llmrl.envs.addition import make_addition_env
 from llmrl.envs.countdown import make_countdown_env
 from llmrl.envs.gsm8k import make_gsm8k_env

@@ -10,8 +10,9 @@ from typing import Any, Literal, TypedDict
 import torch
 from torchrl.envs import Transform, TransformedEnv
 
-from llmrl.data import KnownArguments, load_rows
+from llmrl._utils.arguments import KnownArguments
 from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.sources import load_rows
 from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 Split = Literal["train", "test"]

@@ -1,4 +1,4 @@
-"""Losses, advantages and training steps."""
+"""Losses, advantages and selectors."""
 
 from llmrl.objectives.advantages import MCAdvantage, batch_normalized, group_advantages
 from llmrl.objectives.aggregation import aggregation_weights
@@ -22,10 +22,8 @@ from llmrl.objectives.ratios import (
     sequence_log_ratio,
     token_log_ratio,
 )
-from llmrl.objectives.scoring import write_log_probs
 from llmrl.objectives.selectors import MCAdvantageSelector, TopKRewardSelector
 from llmrl.objectives.sft import SFTLoss
-from llmrl.objectives.training import TrainStepReport, train_step
 from llmrl.objectives.variants import DrGRPOLoss, GSPOLoss, RLOOLoss
 
 __all__ = [
@@ -48,7 +46,6 @@ __all__ = [
     "SFTLoss",
     "SFTLossOutput",
     "TopKRewardSelector",
-    "TrainStepReport",
     "aggregation_weights",
     "batch_normalized",
     "clipped_importance",
@@ -59,6 +56,4 @@ __all__ = [
     "kl_estimate",
     "sequence_log_ratio",
     "token_log_ratio",
-    "train_step",
-    "write_log_probs",
 ]

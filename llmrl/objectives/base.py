@@ -5,17 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.objectives.common import LossModule
 
-from llmrl.data.packing import PackedRows
+from llmrl._utils.ranks import share_of
 from llmrl.data.ragged import ragged_column
 from llmrl.objectives.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, at_least_float32
-from llmrl.policies.sharding import share_of
 
 
 @dataclass(slots=True)
@@ -58,6 +57,15 @@ class MicroLoss:
             sequence_index=self.sequence_index.to(device),
             log_probs=None if self.log_probs is None else self.log_probs.to(device),
         )
+
+
+class PackedTokens(Protocol):
+    """A micro-batch as a policy packs it: which token of which row each scored one is."""
+
+    row_index: torch.Tensor
+    """[num_scored] int64: row of the scored token."""
+    token_index: torch.Tensor
+    """[num_scored] int64: place of the scored token within its row."""
 
 
 class LLMLoss(LossModule):
@@ -153,7 +161,7 @@ class LLMLoss(LossModule):
         else:
             yield self._plain_policy_loss(inputs, tensordict)
 
-    def packed_loss(self, inputs: LossInputs, packed: PackedRows) -> MicroLoss:
+    def packed_loss(self, inputs: LossInputs, packed: PackedTokens) -> MicroLoss:
         """The loss of one packed micro-batch of `inputs`."""
         log_probs, entropy = self.actor_network.packed_log_probs(packed, has_entropy=self.measures_entropy)
         tokens = inputs.tokens(packed.row_index, packed.token_index)

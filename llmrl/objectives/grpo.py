@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl.data import refuse_unknown
+from llmrl._utils.arguments import refuse_unknown
 from llmrl.data.ragged import has_entry
 from llmrl.objectives.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.arguments import EXPLAINED

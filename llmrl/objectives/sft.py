@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl.data import refuse_unknown
+from llmrl._utils.arguments import refuse_unknown
 from llmrl.objectives.arguments import EXPLAINED
 from llmrl.objectives.base import MicroLoss
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs

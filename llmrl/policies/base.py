@@ -11,7 +11,9 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 
-from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens, refuse_unknown, run_sync
+from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.asynchronous import run_sync
+from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer

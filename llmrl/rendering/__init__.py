@@ -18,6 +18,7 @@ from llmrl.rendering.reconciler import (
 from llmrl.rendering.template import TemplateRenderer
 from llmrl.rendering.tool_calls import TOOL_CALL_PARSERS, ParsedCalls, register_tool_call_parser
 from llmrl.rendering.tree import TurnNode, reconcile_tree
+from llmrl.rendering.turn import Turn
 
 __all__ = [
     "DEFAULT_FORK_THRESHOLD_TOKENS",
@@ -31,6 +32,7 @@ __all__ = [
     "Row",
     "RowBuilder",
     "TemplateRenderer",
+    "Turn",
     "TurnNode",
     "classify",
     "common_prefix_length",

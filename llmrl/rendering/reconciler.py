@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from llmrl.data import TokenColumns, Turn
+from llmrl.data import TokenColumns
+from llmrl.rendering.turn import Turn
 
 DEFAULT_FORK_THRESHOLD_TOKENS = 64
 # A realign is for a wobble at the end of an answer: where it would take more than this of one, the row forks.

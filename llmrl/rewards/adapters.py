@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from llmrl._imports import require
+from llmrl._utils.imports import require
 from llmrl.data import Message, text_of
 from llmrl.rewards.answers import extract_answer
 from llmrl.rewards.reward import RewardFn
@@ -21,7 +21,7 @@ def prompt_completion_reward(
     needs no adapter: `RewardFn` hands it both by parameter name.
 
     Example:
-        >>> from llmrl.data import run_sync
+        >>> from llmrl._utils.asynchronous import run_sync
         >>> from llmrl.rewards import ScoredRollout
         >>> echo = prompt_completion_reward(lambda prompt, completion: float(prompt == completion), name="echo")
         >>> chat = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi"})

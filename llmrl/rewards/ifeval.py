@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmrl._imports import require
+from llmrl._utils.imports import require
 
 _MAX_CHARACTERS = 20_000
 """Some checks cost the square of the length; an answer beyond this follows no instruction."""

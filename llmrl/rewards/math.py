@@ -96,7 +96,7 @@ class MathVerifier:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            from llmrl._imports import require
+            from llmrl._utils.imports import require
 
             require("math_verify", extra="envs")
             # -I: without it, the worker's folder would come first on the path, and our math.py hide Python's.

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmrl.data import Message, RolloutStatus, StopReason, finite_number, location_of, text_of
+from llmrl._utils.numbers import finite_number, location_of
+from llmrl.data import Message, RolloutStatus, StopReason, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class RewardFn:
     Example:
         >>> def exact(completion, answer):
         ...     return float(completion.strip() == answer)
-        >>> from llmrl.data import run_sync
+        >>> from llmrl._utils.asynchronous import run_sync
         >>> rollout = ScoredRollout(({"role": "assistant", "content": "15"},), {"answer": "15"})
         >>> run_sync(RewardFn(exact).score(rollout))
         1.0

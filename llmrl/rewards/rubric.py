@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmrl.data import RolloutStatus, finite_number
-from llmrl.data.failure import describe, guarded
+from llmrl._utils.failure import describe, guarded
+from llmrl._utils.numbers import finite_number
+from llmrl.data import RolloutStatus
 from llmrl.rewards.reward import RewardFn, ScoredRollout, UnknownRewardInput
 
 logger = logging.getLogger("llmrl")
@@ -58,7 +59,7 @@ class Rubric:
             reward that is not finite.
 
     Example:
-        >>> from llmrl.data import run_sync
+        >>> from llmrl._utils.asynchronous import run_sync
         >>> rubric = Rubric(RewardFn(lambda completion: 1.0, name="right", weight=3),
         ...                 RewardFn(lambda completion: 0.0, name="short"))
         >>> run_sync(rubric.score(ScoredRollout(({"role": "assistant", "content": "15"},))))

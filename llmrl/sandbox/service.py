@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from llmrl.data.background_loop import BackgroundLoop
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.sandbox import frames
 from llmrl.sandbox.launch import LEVELS, Isolation, IsolationError, Launcher, PythonLimits
 

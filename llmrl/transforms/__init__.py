@@ -1,5 +1,13 @@
 """Transforms that extend a `ChatEnv`."""
 
+from llmrl.tools import (
+    BrowserTransform,
+    MCPToolTransform,
+    PythonExecutorService,
+    PythonInterpreter,
+    SearchIndex,
+    ToolTransform,
+)
 from llmrl.transforms.incremental_tokenizer import IncrementalTokenizer
 from llmrl.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from llmrl.transforms.parts import environment_parts
@@ -8,14 +16,6 @@ from llmrl.transforms.reward import RubricReward, dataset_columns, find_rubric_r
 from llmrl.transforms.template import TemplateTransform
 from llmrl.transforms.thinking import AddThinkingPrompt
 from llmrl.transforms.tokenizer import Tokenizer
-from llmrl.transforms.tools import (
-    BrowserTransform,
-    MCPToolTransform,
-    PythonExecutorService,
-    PythonInterpreter,
-    SearchIndex,
-    ToolTransform,
-)
 
 __all__ = [
     "AddThinkingPrompt",

@@ -9,7 +9,8 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
-from llmrl.data import KnownArguments, Tokens
+from llmrl._utils.arguments import KnownArguments
+from llmrl.data import Tokens
 from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 
@@ -30,7 +31,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
         ValueError: unless exactly one of tokenizer and renderer is given.
 
     Example:
-        >>> from llmrl.embedded_model import ensure_embedded_model
+        >>> from llmrl.testing.embedded_model import ensure_embedded_model
         >>> from llmrl.envs import DatasetChatEnv
         >>> from llmrl.rendering import TemplateRenderer
         >>> renderer = TemplateRenderer.from_pretrained(str(ensure_embedded_model()))

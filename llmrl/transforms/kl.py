@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
-from llmrl.data import KnownArguments
+from llmrl._utils.arguments import KnownArguments
 from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.data.tensordicts import batch_elements, restacked
 

@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
-from llmrl.data import KnownArguments
+from llmrl._utils.arguments import KnownArguments
 
 
 class PolicyVersion(KnownArguments, Transform):

@@ -12,7 +12,9 @@ from tensordict import TensorDictBase, is_non_tensor
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from llmrl.data import KnownArguments, Message, StopReason, decide_status, run_sync
+from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.asynchronous import run_sync
+from llmrl.data import Message, StopReason, decide_status
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
 from llmrl.rewards import ROLLOUT_INPUTS, RewardFn, Rubric, Score, ScoredRollout, UnknownRewardInput
 from llmrl.transforms.parts import environment_around, environment_parts

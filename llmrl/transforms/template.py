@@ -32,7 +32,7 @@ class TemplateTransform(Transform):
         RenderingError: for a template that cannot be read back; see `TemplateRenderer`.
 
     Example:
-        >>> from llmrl.embedded_model import ensure_embedded_model
+        >>> from llmrl.testing.embedded_model import ensure_embedded_model
         >>> from llmrl.envs import DatasetChatEnv
         >>> renderer = TemplateRenderer.from_pretrained(str(ensure_embedded_model()))
         >>> env = DatasetChatEnv(["Hi"]).append_transform(TemplateTransform(renderer=renderer))

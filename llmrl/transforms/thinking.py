@@ -10,7 +10,8 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
-from llmrl.data import KnownArguments, Message
+from llmrl._utils.arguments import KnownArguments
+from llmrl.data import Message
 from llmrl.data.tensordicts import batch_elements, restacked
 
 _AS_ASSISTANT = (

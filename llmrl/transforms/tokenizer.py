@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import Bounded, Composite
 from torchrl.envs import Transform
 
-from llmrl.data import KnownArguments
+from llmrl._utils.arguments import KnownArguments
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked
 from llmrl.transforms.specs import replace_input
 

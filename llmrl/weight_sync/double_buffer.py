@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llmrl.data.files import flush_to_disk
+from llmrl._utils.files import flush_to_disk
 from llmrl.weight_sync.packing import PackedLayout
 
 POINTER_NAME = "current.json"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmrl.data.trained_model import TrainedModel, trained_model
+from llmrl.trainer.trained_model import TrainedModel, trained_model
 from llmrl.weight_sync.scheme import WeightSyncError
 from llmrl.weight_sync.source import ModelMetadata, is_sharded, make_weight_source
 

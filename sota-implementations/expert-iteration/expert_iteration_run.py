@@ -9,11 +9,11 @@ from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from llmrl.objectives import SFTLoss, TopKRewardSelector, train_step
-from llmrl.policies import TransformersWrapper
-from llmrl.run_config import own_config
-from llmrl.run_setup import task_env
-from llmrl.training_run import TrainingRun
+from llmrl.objectives import SFTLoss, TopKRewardSelector
+from llmrl.runs.run_config import own_config
+from llmrl.runs.run_setup import task_env
+from llmrl.runs.training_run import TrainingRun
+from llmrl.trainer import TransformersWrapper, train_step
 
 
 class LearnTheBest:

@@ -8,10 +8,10 @@ import torch
 from omegaconf import DictConfig
 
 from llmrl.objectives import GRPOLoss, MCAdvantage
-from llmrl.policies import TransformersWrapper
-from llmrl.run_config import own_config
-from llmrl.run_setup import plain, task_env
-from llmrl.training_run import LossUpdate, TrainingRun
+from llmrl.runs.run_config import own_config
+from llmrl.runs.run_setup import plain, task_env
+from llmrl.runs.training_run import LossUpdate, TrainingRun
+from llmrl.trainer import TransformersWrapper
 
 
 def make_loss(cfg: DictConfig, actor: TransformersWrapper) -> GRPOLoss:

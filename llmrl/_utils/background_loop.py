@@ -1,0 +1,291 @@
+"""An event loop on its own thread, awaited cheaply from other event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from llmrl._utils.failure import as_exception, describe, guarded
+
+logger = logging.getLogger("llmrl")
+
+Result = TypeVar("Result")
+
+
+class Mailbox:
+    """Runs callables on a loop of another thread; a burst of them costs one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._letters: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._woken_s: float | None = None
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long the loop has not come to look."""
+        woken_s = self._woken_s
+        return 0.0 if woken_s is None else time.monotonic() - woken_s
+
+    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Run `function(*arguments)` on the loop soon.
+
+        Raises:
+            RuntimeError: when the loop is closed.
+        """
+        self._letters.append((function, arguments))
+        # Between the append and the flag a drain may run: it then finds the letter. A spurious wake-up is harmless.
+        if self._woken_s is None:
+            self._woken_s = time.monotonic()
+            try:
+                self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:
+                self._woken_s = None
+                raise
+
+    def _drain(self) -> None:
+        self._woken_s = None
+        while self._letters:
+            function, arguments = self._letters.popleft()
+            function(*arguments)
+
+
+class Errand:
+    """A coroutine on its way to a background loop, and what came of it on its way back."""
+
+    __slots__ = ("_background", "_coroutine", "_ended", "_here", "_outbox", "_task", "_tickets", "future")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine, self._here = coroutine, asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._here.create_future()
+        """Its result, for the loop that it was begun from."""
+        self._task: asyncio.Task[Any] | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    def go_to(self, background: BackgroundLoop) -> None:
+        """Begin on this loop.
+
+        Raises:
+            RuntimeError: when the loop is closed; the coroutine is, too.
+        """
+        self._background, self._tickets = background, [None]  # who takes the ticket, has the coroutine
+        try:
+            background.check_open()
+            self._outbox = background.outbox(self._here)
+            background.post(self._start, background, self._tickets)
+        except RuntimeError:
+            self._coroutine.close()
+            raise
+
+    def withdraw(self) -> bool:
+        """Take it back, if it has not begun."""
+        return _take(self._tickets)
+
+    def cancel(self) -> asyncio.Future[None]:
+        """Cancel it where it runs; nobody waits for its result any more. The future is done when it has ended."""
+        self.future.cancel()
+        self._ended = self._here.create_future()
+        if self.withdraw():
+            self._coroutine.close()
+            self._ended.set_result(None)
+        elif self._task is not None and self._task.done():
+            self._ended.set_result(None)
+        with contextlib.suppress(RuntimeError):
+            self._background.post(lambda: self._task is not None and self._task.cancel())
+        return self._ended
+
+    def _start(self, background: BackgroundLoop, tickets: list[None]) -> None:
+        if _take(tickets):
+            self._task = background.loop.create_task(guarded(self._coroutine))
+            self._task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if isinstance(error, asyncio.CancelledError) and not self._background.is_closed:
+            error = as_exception(error)  # its own doing: where the wait was cancelled, nobody hears of it
+        with contextlib.suppress(RuntimeError):  # the awaiting loop is gone, and so is whoever waited
+            self._outbox.post(self._deliver, error)
+
+    def _deliver(self, error: BaseException | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+        if self.future.done():  # cancelled
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        elif self._task is not None:
+            self.future.set_result(self._task.result())
+
+
+def _take(tickets: list[None]) -> bool:
+    try:
+        tickets.pop()  # of two threads, one finds it
+    except IndexError:
+        return False
+    return True
+
+
+class BackgroundLoop:
+    """An event loop on a daemon thread. Whatever escapes on it, it runs until `close`.
+
+    Example:
+        >>> async def answer():
+        ...     return 42
+        >>> loop = BackgroundLoop("example")
+        >>> loop.run(answer())
+        42
+        >>> loop.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._inbox = Mailbox(self.loop)
+        self._outboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closing or not self._thread.is_alive()
+
+    @property
+    def thread(self) -> threading.Thread:
+        """The thread that runs it."""
+        return self._thread
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long something has been waiting for the loop to come round: its thread is blocked meanwhile."""
+        return self._inbox.overdue_seconds
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a thread does not travel: elsewhere there is none
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine on the loop, for a thread that waits for its result.
+
+        Raises:
+            RuntimeError: after `close`.
+        """
+        try:
+            self.check_open()
+            return asyncio.run_coroutine_threadsafe(guarded(coroutine), self.loop)
+        except RuntimeError:
+            coroutine.close()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, Result], timeout: float | None = None) -> Result:
+        """Run a coroutine on the loop and block until its result.
+
+        Raises:
+            RuntimeError: when called on the loop's own thread, which would wait for itself, or after `close`.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError(f"The background loop {self._thread.name!r} cannot block on itself.")
+        return self.submit(coroutine).result(timeout)
+
+    def check_open(self) -> None:
+        """Refuse what comes after `close`.
+
+        Raises:
+            RuntimeError: then.
+        """
+        if self.is_closed:
+            raise RuntimeError(f"The background loop {self._thread.name!r} is closed: its owner was shut down.")
+
+    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> Errand:
+        """Have a coroutine run on the loop, for the running loop of the caller.
+
+        Raises:
+            RuntimeError: after `close`.
+        """
+        errand = Errand(coroutine)
+        errand.go_to(self)
+        return errand
+
+    async def wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Await a coroutine that runs on the background loop; cancelling the wait cancels it there.
+
+        Raises:
+            Exception: whatever it raised, as by `as_exception`.
+            CancelledError: when the wait is cancelled, or the loop is closed.
+            RuntimeError: after `close`.
+        """
+        if asyncio.get_running_loop() is self.loop:
+            return await coroutine
+        errand = self.begin(coroutine)
+        try:
+            return await errand.future
+        except asyncio.CancelledError:
+            errand.cancel()
+            raise
+
+    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function on the loop soon.
+
+        Raises:
+            RuntimeError: after `close`.
+        """
+        self.check_open()
+        self._inbox.post(function, *arguments)
+
+    def ask(self) -> None:
+        """Have the loop come round, so that `overdue_seconds` says whether it does."""
+        with contextlib.suppress(RuntimeError):
+            self.post(bool)
+
+    def close(self) -> None:
+        """Cancel what still runs, stop the loop and join its thread. May be called twice."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self.stop()
+            self._thread.join(timeout=10)
+
+    def stop(self) -> None:
+        """The same, without waiting for it."""
+        self._is_closing = True
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def outbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        """The way back to a loop that waits."""
+        with self._lock:
+            outbox = self._outboxes.get(loop)
+            if outbox is None:
+                for closed in [known for known in self._outboxes if known.is_closed()]:
+                    del self._outboxes[closed]
+                outbox = self._outboxes[loop] = Mailbox(loop)
+            return outbox
+
+    def _run_forever(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self._run_until(self.loop.run_forever)
+            remaining = asyncio.all_tasks(self.loop)
+            for task in remaining:
+                task.cancel()
+            ended = asyncio.gather(*remaining, return_exceptions=True) if remaining else None
+            self._run_until(lambda: ended is None or self.loop.run_until_complete(ended))
+            self._run_until(lambda: self.loop.run_until_complete(self.loop.shutdown_asyncgens()))
+        finally:
+            self.loop.close()
+
+    def _run_until(self, run: Callable[[], Any]) -> None:
+        """Run the loop to its end: `SystemExit` in one of its tasks leaves it at once, and is no reason to stop."""
+        while True:
+            try:
+                run()
+            except (SystemExit, KeyboardInterrupt) as error:
+                logger.warning("%s escaped on the thread %r, which goes on", describe(error), self._thread.name)
+            else:
+                if self._is_closing:
+                    return

@@ -1,0 +1,31 @@
+"""Which rank of a process group computes what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def rank_and_size(process_group: torch.distributed.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group, and the number of ranks; (0, 1) without one."""
+    if process_group is None:
+        return 0, 1
+    return torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group)
+
+
+def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[tuple[T, bool]]:
+    """The micro-batches that a rank computes, and of each whether another rank counts it.
+
+    Ranks that would run out first repeat one, so that all make the same number of passes and their collectives match.
+
+    Example:
+        >>> [list(share_of("abc", rank, 2)) for rank in (0, 1)]
+        [[('a', False), ('c', False)], [('b', False), ('c', True)]]
+    """
+    for start in range(0, len(micro_batches), num_ranks):
+        is_repeated = start + rank >= len(micro_batches)
+        yield micro_batches[start if is_repeated else start + rank], is_repeated

@@ -1,0 +1,171 @@
+"""An event loop for code of users, which may block its thread: what begins later then has another one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Coroutine
+from typing import Any
+
+from llmrl._utils.background_loop import BackgroundLoop, Errand
+
+logger = logging.getLogger("llmrl")
+
+_LOOK_SECONDS = 2.0
+_GRACE_SECONDS = 0.5
+
+
+class _Visit:
+    """An errand, on which loop it is, and whether it may be moved to another."""
+
+    __slots__ = ("errand", "is_movable", "place")
+
+    def __init__(self, errand: Errand, place: BackgroundLoop, is_movable: bool) -> None:
+        self.errand, self.place, self.is_movable = errand, place, is_movable
+
+
+class _Watch:
+    """What one event loop waits for: as long as there is something, it looks now and then whether all loops go on."""
+
+    __slots__ = ("is_looking", "overdue", "visits")
+
+    def __init__(self) -> None:
+        self.visits: set[_Visit] = set()
+        self.overdue: set[BackgroundLoop] = set()
+        self.is_looking = False
+
+
+class ReplaceableLoop:
+    """A background loop, started when it is first needed, and another one while something blocks its thread.
+
+    A coroutine that blocks (`time.sleep`, a request without `await`) holds up what has begun on its loop; what has not
+    is moved to another, and a warning shows where the thread stands. A loop that goes on is used again.
+
+    Example:
+        >>> async def answer():
+        ...     return 42
+        >>> loop = ReplaceableLoop("example")
+        >>> asyncio.run(loop.wait(answer()))
+        42
+        >>> loop.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._loops: list[BackgroundLoop] = []
+        self._blocked: set[BackgroundLoop] = set()
+        self._watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _stop_all, self._loops)
+        self._finalizer.atexit = False
+
+    def __reduce__(self) -> Any:
+        return ReplaceableLoop, (self.name,)  # threads do not travel
+
+    @property
+    def current(self) -> BackgroundLoop:
+        """The loop for what begins now."""
+        with self._lock:
+            for loop in list(self._loops):
+                if loop.is_closed:
+                    self._loops.remove(loop)
+                elif loop not in self._blocked or not loop.overdue_seconds:
+                    self._blocked.discard(loop)
+                    return loop
+            self._loops.append(BackgroundLoop(self.name))
+            return self._loops[-1]
+
+    async def wait(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        timeout_seconds: float | None = None,
+        *,
+        on: BackgroundLoop | None = None,
+    ) -> Any:
+        """Await a coroutine that runs on the current loop, or always `on` this one; cancelling the wait cancels it.
+
+        Raises:
+            Exception: whatever it raised, as by `as_exception`.
+            TimeoutError: when it took too long.
+        """
+        here, place = asyncio.get_running_loop(), on or self.current
+        if place.loop is here:
+            return await coroutine
+        visit = _Visit(place.begin(coroutine), place, is_movable=on is None)
+        watch = self._watch(here)
+        watch.visits.add(visit)
+        future = visit.errand.future
+        try:
+            if timeout_seconds is None:
+                return await future
+            async with asyncio.timeout(timeout_seconds):
+                return await future
+        except (asyncio.CancelledError, TimeoutError) as interruption:
+            if not future.cancelled():  # a time-out of its own
+                raise
+            ended = visit.errand.cancel()
+            # What is cancelled may itself wait for something cancelled: whoever has the limit waits longer.
+            await asyncio.wait([ended], timeout=_GRACE_SECONDS * (1 if timeout_seconds is None else 2))
+            if not ended.done() and visit.place.overdue_seconds:
+                self._found_blocked(visit.place)
+            if isinstance(interruption, TimeoutError):
+                raise TimeoutError(f"it took more than {timeout_seconds:g} s.") from None
+            raise
+        finally:
+            watch.visits.discard(visit)
+
+    def _watch(self, here: asyncio.AbstractEventLoop) -> _Watch:
+        watch = self._watches.get(here)
+        if watch is None:
+            with self._lock:
+                watch = self._watches[here] = _Watch()
+        if not watch.is_looking:
+            watch.is_looking = True
+            here.call_later(_LOOK_SECONDS, self._look, watch)
+        return watch
+
+    def _look(self, watch: _Watch) -> None:
+        watch.is_looking = False
+        overdue = {place for place in {visit.place for visit in watch.visits} if place.overdue_seconds > _GRACE_SECONDS}
+        for place in overdue & watch.overdue:  # twice: once may be that no thread of this process ran
+            self._found_blocked(place)
+        for visit in list(watch.visits):
+            if visit.is_movable and visit.place in self._blocked and visit.errand.withdraw():
+                visit.place = self.current
+                visit.errand.go_to(visit.place)
+            visit.place.ask()
+        watch.overdue = overdue
+        if watch.visits:
+            self._watch(asyncio.get_running_loop())
+
+    def _found_blocked(self, loop: BackgroundLoop) -> None:
+        with self._lock:
+            if loop in self._blocked:
+                return
+            self._blocked.add(loop)
+        frame = sys._current_frames().get(loop.thread.ident or 0)
+        logger.warning(
+            "the thread %r is blocked; what begins now has another. A coroutine must await what takes long, or hand "
+            "it to a thread. It stands in\n%s",
+            self.name,
+            "" if frame is None else "".join(traceback.format_stack(frame)),
+        )
+
+    def close(self) -> None:
+        """Cancel what still runs and end the threads; one that is blocked ends when it can. May be called twice."""
+        for loop in self._loops:
+            if loop.overdue_seconds > _GRACE_SECONDS:
+                loop.stop()
+            else:
+                loop.close()
+
+
+def _stop_all(loops: list[BackgroundLoop]) -> None:
+    for loop in loops:
+        with contextlib.suppress(RuntimeError):
+            loop.stop()

@@ -1,0 +1,107 @@
+"""Blocking functions of users, awaited. The threads are daemons: one that hangs keeps no process from ending."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from llmrl._utils.failure import as_exception
+
+
+class WorkerThread:
+    """A thread that calls functions one after another.
+
+    Example:
+        >>> async def main():
+        ...     worker = WorkerThread("example")
+        ...     try:
+        ...         return await worker.call(max, 1, 2)
+        ...     finally:
+        ...         worker.close()
+        >>> asyncio.run(main())
+        2
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._is_left = threading.Event()
+        arguments = (self._calls, self._is_left)
+        threading.Thread(target=_work, args=arguments, name=self._name, daemon=True).start()
+
+    def leave_behind(self) -> None:
+        """Go on in another thread, also with what waits: what this one does cannot be interrupted."""
+        self._is_left.set()
+        self._begin()
+
+    async def call(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+        """Call a function in the thread.
+
+        Raises:
+            Exception: whatever it raised, as by `as_exception`.
+        """
+        call = _Call(lambda: function(*arguments, **keywords))
+        self._calls.put(call)
+        return await call.future
+
+    def close(self) -> None:
+        """End the thread after what was called before. May be called twice."""
+        self._calls.put(None)
+
+
+async def run_in_thread(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    """Run a function in a thread of its own, which is left behind when nobody waits for it any more.
+
+    Raises:
+        Exception: whatever it raised, as by `as_exception`.
+
+    Example:
+        >>> asyncio.run(run_in_thread(max, 1, 2))
+        2
+    """
+    call = _Call(lambda: function(*arguments, **keywords))
+    threading.Thread(target=call.run, name="llmrl-call", daemon=True).start()
+    return await call.future
+
+
+class _Call:
+    __slots__ = ("_function", "_loop", "future")
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function, self._loop = function, asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+
+    def run(self) -> None:
+        result, failure = None, None
+        try:
+            result = self._function()
+        except BaseException as error:
+            failure = as_exception(error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._settle, result, failure)
+
+    def _settle(self, result: Any, error: Exception | None) -> None:
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
+
+
+def _work(calls: queue.SimpleQueue[_Call | None], is_left: threading.Event) -> None:
+    while not is_left.is_set():
+        call = calls.get()
+        if call is None:
+            calls.put(None)  # for one that was left behind, too
+            return
+        if not call.future.cancelled():
+            call.run()
+        del call  # what it held is not kept while nothing comes

@@ -1,0 +1,94 @@
+"""What a finished run shows: a table before and after, a curve, and how to go on."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from llmrl.runs.run_folder import RunFolder
+
+
+def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw reward, log-prob difference and time per step as a PNG.
+
+    Raises:
+        ImportError: when matplotlib is missing, naming the extra.
+    """
+    from llmrl._utils.imports import require
+
+    require("matplotlib", extra="scripts")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def values(name: str) -> list[float]:
+        return [row.get(name, math.nan) for row in metrics]
+
+    steps = values("step")
+    figure, (reward, difference, seconds) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    reward.plot(steps, values("reward_mean"), marker=".", color="#1f6f8b")
+    reward.set(title="mean reward", xlabel="step", ylim=(0, 1.02))
+    difference.plot(steps, values("log_prob_difference_mean"), marker=".", color="#b3541e")
+    difference.set(title="engine-to-trainer log-prob difference", xlabel="step", ylim=(0, None))
+    parts = {name: values(f"{name}_seconds") for name in ("generate", "train", "sync")}
+    seconds.stackplot(steps, list(parts.values()), labels=list(parts), alpha=0.8)
+    seconds.set(title="seconds a step", xlabel="step")
+    seconds.legend(loc="upper right", frameon=False)
+    for axis in (reward, difference, seconds):
+        axis.grid(alpha=0.25)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def before_after_table(before: Mapping[str, float] | None, after: Mapping[str, float]) -> Table:
+    """Held-out results before and after training, side by side."""
+    table = Table(title="on problems held out of training")
+    for title in ("", "before", "after"):
+        table.add_column(title, justify="left" if not title else "right")
+    for name, value in after.items():
+        table.add_row(name, "-" if before is None or name not in before else f"{before[name]:.3f}", f"{value:.3f}")
+    return table
+
+
+def resume_command(run_path: str, num_steps: int, argv: Sequence[str] | None = None) -> str:
+    """The command that continues a run: its configuration is in its folder.
+
+    Example:
+        >>> resume_command("runs/mine", 40, ["grpo-sync.py", "task=gsm8k", "train.num_steps=20"])
+        'python grpo-sync.py run.path=runs/mine resume=true train.num_steps=40'
+    """
+    script = (sys.argv if argv is None else argv)[0]
+    return shlex.join(["python", script, f"run.path={run_path}", "resume=true", f"train.num_steps={num_steps}"])
+
+
+def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str) -> None:
+    """One line a file: where it is and how to look at it or continue."""
+    tensorboard = folder.path / "tensorboard"
+    lines = (
+        ("curve", folder.curve_path, "open it in any picture viewer"),
+        ("metrics", folder.metrics_path, f"or: tensorboard --logdir {tensorboard}" if tensorboard.exists() else ""),
+        ("rollouts", folder.rollouts_path, f"llmrl view {folder.path}"),
+        ("model", folder.model_path, f"transformers: AutoModelForCausalLM.from_pretrained('{folder.model_path}')"),
+        ("continue", folder.path, resume_command),
+    )
+    for name, path, hint in lines:
+        console.print(f"[bold]{name:9}[/bold]{path}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)
+    if (activate := _activation_command()) is not None:
+        console.print(f"These commands want this environment: {activate}", highlight=False, soft_wrap=True)
+
+
+def _activation_command() -> str | None:
+    """What puts this environment's `llmrl` and `python` first on the path; None where they are on it."""
+    folder = Path(sys.prefix)
+    if sys.prefix == sys.base_prefix or str(folder / "bin") in os.environ.get("PATH", "").split(os.pathsep):
+        return None
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return f". {folder / 'bin' / 'activate'}"

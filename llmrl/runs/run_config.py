@@ -1,0 +1,164 @@
+"""The configuration of a resumed run: what it was begun with, and what the command line changes of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmrl._utils.files import write_atomically
+
+CONFIG_NAME = "config.yaml"
+
+# A run is of one algorithm, one model and one order of prompts: to others its checkpoint and its place in the data mean
+# nothing.
+_FIXED = (
+    "algorithm",
+    "seed",
+    "model.path",
+    "env.name",
+    "env.data",
+    "env.train_split",
+    "env.options",
+    "collect.group_size",
+)
+
+
+def save_config(cfg: Any, folder: Path) -> None:
+    """Write a run's configuration, resolved, as its `config.yaml`."""
+    from omegaconf import OmegaConf
+
+    write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(cfg, path, resolve=True))
+
+
+def own_config(cfg: Any, *, console: Any = None) -> Any:
+    """The configuration that a script's run has: `cfg` as hydra composed it, or, where it resumes, the run's own.
+
+    What the command line changes of that is printed; see `resumed_config`.
+    """
+    if not cfg.resume or cfg.dry_run:
+        return cfg
+    from rich.console import Console
+
+    overrides, config_folders = _command_line()
+    resumed, changes = resumed_config(cfg, overrides=overrides, config_folders=config_folders)
+    for name, (old, new) in changes.items():
+        (console or Console()).print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
+    return resumed
+
+
+def resumed_config(
+    cfg: Any, *, overrides: Sequence[str] | None = None, config_folders: Sequence[Path] = ()
+) -> tuple[Any, dict[str, tuple[Any, Any]]]:
+    """The configuration that a run in `run.path` goes on with, and what of it differs from before.
+
+    It is the saved one. What `overrides` name is changed: an entry (`train.learning_rate=1e-5`), or all entries that a
+    file of `config_folders` gives (`hardware=gpu1`); `task=` only has to be the run's own. Entries that the saved
+    configuration lacks are as in `cfg`.
+
+    Args:
+        cfg: the configuration as composed, with `run.path`.
+        overrides: of the command line, as hydra has them; None takes every entry of `cfg` as asked for.
+        config_folders: where hydra found the files that it composed.
+
+    Returns:
+        The configuration; and for each entry that changes, by its dotted name, the value before and after.
+
+    Raises:
+        FileNotFoundError: when the folder holds no configuration.
+        ValueError: when another algorithm, model, task or order of prompts is asked for, or an entry is deleted.
+    """
+    from omegaconf import OmegaConf
+
+    path = Path(cfg.run.path) / CONFIG_NAME
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing, so there is no run to resume: name its folder with run.path, or start one without "
+            "resume=true."
+        )
+    saved = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    composed = OmegaConf.to_container(cfg, resolve=True)
+    parts = [_completed(saved, composed), *_asked(composed, overrides, config_folders)]
+    # What belongs to this call, not to the run.
+    parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})
+    resumed = OmegaConf.merge(*map(OmegaConf.create, parts))
+    before, after = _flat(saved), _flat(OmegaConf.to_container(resumed, resolve=True))
+    changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
+    for name in ("resume", "run.path"):
+        changes.pop(name, None)
+    for name, (old, new) in changes.items():
+        if name in before and any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED):
+            raise ValueError(
+                f"the run in {cfg.run.path} has {name}={old!r} and cannot go on with {new!r}: its checkpoint and its "
+                "place in the data are of that. Leave the entry out, or start another run in another folder."
+            )
+    return resumed, changes
+
+
+def _command_line() -> tuple[list[str] | None, list[Path]]:
+    """The overrides that hydra was given and the folders that it composes from; None and no folder without hydra."""
+    if "hydra" not in sys.modules:
+        return None, []
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return None, []
+    config = HydraConfig.get()
+    sources = [source.path for source in config.runtime.config_sources if source.schema == "file"]
+    return list(config.overrides.task), [Path(path) for path in sources]
+
+
+def _asked(composed: dict[str, Any], overrides: Sequence[str] | None, folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """What the command line asks for, in its order, as nested dicts."""
+    from omegaconf import OmegaConf
+
+    if overrides is None:
+        return [composed]
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    asked: list[dict[str, Any]] = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        name, value = override.key_or_group, override.value()
+        if override.is_delete():
+            raise ValueError(f"a resumed run keeps its entries, so {override.input_line!r} cannot be; set the entry.")
+        files = [path for folder in folders if (path := folder / name / f"{value}.yaml").exists()]
+        if not files:
+            asked.append(_nested(name, value))
+            continue
+        loaded = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=False)
+        assert isinstance(loaded, dict)
+        if name == "task":  # the run's other entries of it may have been changed when it began
+            loaded = {"env": {"name": loaded["env"]["name"]}}
+        asked.append(loaded)
+    return asked
+
+
+def _completed(saved: dict[str, Any], composed: dict[str, Any]) -> dict[str, Any]:
+    """`saved`, with the entries of `composed` that it lacks; what is inside an entry, such as options, is its own."""
+    completed = dict(composed) | saved
+    for group, entries in composed.items():
+        if isinstance(entries, dict) and isinstance(saved.get(group), dict):
+            completed[group] = entries | saved[group]
+    return completed
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    for key in reversed(name.split(".")):
+        value = {key: value}
+    return value
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted names; an empty dict is a leaf.
+
+    Example:
+        >>> _flat({"a": {"b": 1, "c": []}})
+        {'a.b': 1, 'a.c': []}
+    """
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, part in value.items():
+        flat |= _flat(part, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -1,0 +1,166 @@
+"""Trackers: where a run's metrics go. A table in its folder always, TensorBoard, Weights & Biases, trackio when asked.
+
+A tracker has two methods. torchrl's loggers have them and are used for everything but the table.
+"""
+
+from __future__ import annotations
+
+import csv
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmrl._utils.imports import require
+from llmrl._utils.arguments import nearest
+from llmrl._utils.files import write_atomically
+
+PROJECT = "llmrl"
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
+        """Record one step's metrics."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and end."""
+        ...
+
+
+class CSVTracker:
+    """One table with a row a step; metrics that come later add columns.
+
+    Args:
+        path: the file, written when the first step is logged.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tracker = CSVTracker(Path(folder, "metrics.csv"))
+        ...     tracker.log_metrics({"reward_mean": 0.5}, step=1)
+        ...     tracker.read()
+        [{'step': 1.0, 'reward_mean': 0.5}]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append a row; a new metric rewrites the file, so that a kill leaves the old table or the new one."""
+        row = {"step": str(step), **{name: f"{value:.6g}" for name, value in metrics.items()}}
+        rows, names = self._read_rows()
+        if set(row) <= set(names):
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, names).writerow(row)
+            return
+        names += [name for name in row if name not in names]
+
+        def write(path: Path) -> None:
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, names)
+                writer.writeheader()
+                writer.writerows([*rows, row])
+
+        write_atomically(self.path, write)
+
+    def read(self) -> list[dict[str, float]]:
+        """All steps' metrics; of a step logged twice (before and after a kill) the last."""
+        rows, _ = self._read_rows()
+        numbers = [{name: float(value) for name, value in row.items() if value} for row in rows]
+        return list({int(row["step"]): row for row in numbers if "step" in row}.values())
+
+    def close(self) -> None:
+        """Nothing: every row is written at once."""
+
+    def _read_rows(self) -> tuple[list[dict[str, str]], list[str]]:
+        if not self.path.exists():
+            return [], []
+        with self.path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            return list(reader), list(reader.fieldnames or [])
+
+
+def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
+    """Trackers of the run in a folder; a run that was tracked before is continued, also where the folder was moved.
+
+    Args:
+        names: `"tensorboard"` writes into the folder. `"wandb"` obeys its own settings, such as `WANDB_MODE=offline`,
+            and `"trackio"` writes to its own local database; the project is `llmrl`, or `WANDB_PROJECT`.
+        path: the run's folder.
+
+    Raises:
+        TypeError: for a string, which is a sequence of letters.
+        ValueError: for an unknown name, with the nearest one.
+        MissingExtraError: when a tracker's package is not installed, with the command that installs it.
+
+    Example:
+        >>> open_trackers(["wnadb"], Path("run"))
+        Traceback (most recent call last):
+        ...
+        ValueError: trackers has no 'wnadb'; there are 'tensorboard', 'wandb', 'trackio'. Did you mean 'wandb'?
+    """
+    if isinstance(names, str):
+        raise TypeError(f"trackers must be a list of names, got the string {names!r}; write [{names!r}].")
+    for name in names:
+        if name not in _OPENERS:
+            near = nearest(str(name), _OPENERS)
+            hint = f" Did you mean {near!r}?" if near else ""
+            if name == "csv":
+                hint = " The table metrics.csv is always written."
+            raise ValueError(f"trackers has no {name!r}; there are {', '.join(map(repr, _OPENERS))}.{hint}")
+        require(name, extra="scripts" if name == "tensorboard" else "tracking")
+    return [_OPENERS[name](path) for name in names]
+
+
+def _open_tensorboard(path: Path) -> Tracker:
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    return TensorboardLogger(exp_name="tensorboard", log_dir=str(path))
+
+
+def _open_wandb(path: Path) -> Tracker:
+    import os
+
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    return WandbLogger(
+        exp_name=path.name,
+        id=_run_id(path),
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        save_dir=path,
+        log_env_packages=False,
+    )
+
+
+def _open_trackio(path: Path) -> Tracker:
+    from torchrl.record.loggers.trackio import TrackioLogger
+
+    class FinishingLogger(TrackioLogger):
+        def close(self, timeout: float | None = None) -> None:
+            """Write what is buffered now: torchrl leaves it to the end of the process."""
+            import trackio
+
+            super().close(timeout)
+            if trackio.context_vars.current_run.get() is not None:
+                trackio.finish()
+
+    # It knows runs by name alone: folders of the same name must not become one run.
+    return FinishingLogger(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
+
+
+_OPENERS: dict[str, Callable[[Path], Tracker]] = {
+    "tensorboard": _open_tensorboard,
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+}
+
+
+def _run_id(path: Path) -> str:
+    """What trackers know the run by, kept in its folder."""
+    file = path / "run_id"
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()

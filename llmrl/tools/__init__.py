@@ -1,0 +1,28 @@
+"""Tools: what a model may call, and the transforms that answer its calls."""
+
+from llmrl.sandbox.launch import IsolationError, PythonLimits
+from llmrl.sandbox.service import PythonExecutorService, PythonResult
+from llmrl.tools.browser import BrowserTransform
+from llmrl.tools.mcp import MCPToolTransform
+from llmrl.tools.python_interpreter import PythonInterpreter
+from llmrl.tools.search import SearchIndex
+from llmrl.tools.session import ToolSession
+from llmrl.tools.tool import Tool, ToolError, class_tools, function_tool
+from llmrl.tools.transform import ToolTransform
+
+__all__ = [
+    "BrowserTransform",
+    "IsolationError",
+    "MCPToolTransform",
+    "PythonExecutorService",
+    "PythonInterpreter",
+    "PythonLimits",
+    "PythonResult",
+    "SearchIndex",
+    "Tool",
+    "ToolError",
+    "ToolSession",
+    "ToolTransform",
+    "class_tools",
+    "function_tool",
+]

@@ -1,0 +1,217 @@
+"""`BrowserTransform`: a web browser for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmrl._utils.imports import require
+from llmrl.tools.browser_page import PageActions, first_line
+from llmrl.tools.gateway import Gateway
+from llmrl.tools.output import TruncateSide
+from llmrl.tools.tool import Signature, Tool, ToolError
+from llmrl.tools.transform import ToolTransform
+
+_PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# What could go around the proxy, or calls home.
+_FLAGS = (
+    "--disable-quic",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--disable-background-networking",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+)
+
+
+def find_chromium() -> str | None:
+    """Path of the system's Chromium or Chrome; None where there is none."""
+    return next((path for name in _PROGRAMS if (path := shutil.which(name)) is not None), None)
+
+
+class BrowserTransform(ToolTransform):
+    """Gives the model a headless browser: `navigate`, `click`, `type_text`, `extract` and `screenshot`.
+
+    Each conversation has a page of its own, with its own cookies, from its first call to its end. Everything that the
+    browser asks for, redirects and what pages load included, goes through a gateway that knows the allowed domains.
+
+    Args:
+        allowed_domains: host names, perhaps with a port; what is below one is allowed too.
+        timeout: seconds that one action may take.
+        tool_name, tool_parser, max_output_chars, truncate_side: see `ToolTransform`.
+        max_pages: pages open at one time; a conversation beyond that waits for one to end, as long as `timeout`.
+        screenshot_folder: where screenshots are saved; without it there is no such tool.
+        executable_path: of the browser; by default the system's.
+
+    Raises:
+        MissingExtraError: without the `tools` extra.
+        ValueError: without allowed domains.
+        FileNotFoundError: when there is no Chromium.
+    """
+
+    def __init__(
+        self,
+        allowed_domains: Sequence[str],
+        *,
+        timeout: float = 30.0,
+        tool_name: str = "tool",
+        tool_parser: str = "none",
+        max_pages: int = 16,
+        screenshot_folder: str | Path | None = None,
+        executable_path: str | None = None,
+        max_output_chars: int = 8000,
+        truncate_side: TruncateSide = "middle",
+    ) -> None:
+        super().__init__(
+            tool_name=tool_name,
+            tool_parser=tool_parser,
+            timeout=timeout,
+            max_output_chars=max_output_chars,
+            truncate_side=truncate_side,
+        )
+        require("playwright", extra="tools")
+        if isinstance(allowed_domains, str) or not allowed_domains:
+            raise ValueError(f"allowed_domains must be a list of at least one host name, got {allowed_domains!r}.")
+        if max_pages < 1:
+            raise ValueError(f"max_pages must be at least 1, got {max_pages}.")
+        self.allowed_domains = tuple(allowed_domains)
+        program = executable_path or find_chromium()
+        if program is None:
+            raise FileNotFoundError(
+                f"no browser found among {_PROGRAMS}; install Chromium (Debian: apt-get install chromium), "
+                "or name one with executable_path."
+            )
+        self._program = program
+        self._home = self.loop
+        self.screenshot_folder = None if screenshot_folder is None else Path(screenshot_folder)
+        self._screenshot_numbers = itertools.count()
+        self._pages: dict[str, asyncio.Task[Any]] = {}
+        self._places = asyncio.Semaphore(max_pages)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._opening: asyncio.Task[Any] | None = None
+        self._playwright: Any = None
+        self._gateway: Gateway | None = None
+        actions: list[Any] = [PageActions.navigate, PageActions.click, PageActions.type_text, PageActions.extract]
+        if self.screenshot_folder is not None:
+            self.screenshot_folder.mkdir(parents=True, exist_ok=True)
+            actions.append(PageActions.screenshot)
+        self._set_tools([self._tool(action) for action in actions])
+
+    def _tool(self, action: Any) -> Tool:
+        signature = Signature(action, is_method=True)
+
+        async def run(arguments: dict[str, Any], conversation_id: str) -> str:
+            from playwright.async_api import Error
+
+            valid = signature.validate(arguments)
+            page = await self._page(conversation_id)
+            try:
+                return await action(PageActions(page, self.allowed_domains, self._screenshot_path), **valid)
+            except Error as error:
+                raise ToolError(first_line(error)) from error
+
+        return Tool(action.__name__, signature.description, signature.schema, run, release=self._release)
+
+    def _screenshot_path(self) -> Path:
+        assert self.screenshot_folder is not None
+        return self.screenshot_folder / f"screenshot-{next(self._screenshot_numbers):06d}.png"
+
+    # The browser and its pages; all of it runs on the transform's own loop.
+
+    async def _browser(self) -> Any:
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._launch())
+        try:
+            browser = await asyncio.shield(self._opening)
+        except Exception as error:
+            self._opening = None
+            raise ToolError(f"the browser does not start: {first_line(error)}") from error
+        if not browser.is_connected():  # it crashed, and its pages with it
+            self._opening = None
+            return await self._browser()
+        return browser
+
+    async def _launch(self) -> Any:
+        from playwright.async_api import async_playwright
+
+        if self._playwright is None:
+            self._playwright = await async_playwright().start()
+        if self._gateway is None:
+            self._gateway = Gateway(self.allowed_domains)
+            self._port = await self._gateway.start()
+        return await self._playwright.chromium.launch(
+            executable_path=self._program,
+            args=list(_FLAGS),
+            # Loopback too goes through the gateway.
+            proxy={"server": f"http://127.0.0.1:{self._port}", "bypass": "<-loopback>"},
+        )
+
+    async def _page(self, conversation_id: str) -> Any:
+        opening = self._pages.get(conversation_id)
+        if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
+            opening = self._pages[conversation_id] = asyncio.create_task(self._open_page())
+        page = await asyncio.shield(opening)
+        if page.is_closed() or not page.context.browser.is_connected():
+            self._close_page(conversation_id)
+            return await self._page(conversation_id)
+        return page
+
+    async def _open_page(self) -> Any:
+        await self._places.acquire()
+        try:
+            context = await (await self._browser()).new_context(service_workers="block", accept_downloads=False)
+            context.set_default_timeout(self.timeout * 1000)
+            return await context.new_page()
+        except BaseException:
+            self._places.release()
+            raise
+
+    def _release(self, conversation_id: str) -> None:
+        if self._home is not None and not self._home.is_closed:
+            self._home.loop.call_soon_threadsafe(self._close_page, conversation_id)
+
+    def _close_page(self, conversation_id: str) -> None:
+        opening = self._pages.pop(conversation_id, None)
+        if opening is not None:
+            closing = asyncio.create_task(self._end_page(opening))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _end_page(self, opening: asyncio.Task[Any]) -> None:
+        if not opening.done():
+            opening.cancel()  # it waits for a place
+        results = await asyncio.gather(opening, return_exceptions=True)
+        if not isinstance(results[0], BaseException):
+            self._places.release()
+            await asyncio.gather(results[0].context.close(), return_exceptions=True)
+
+    @property
+    def num_pages(self) -> int:
+        """Conversations that have a page, or wait for one."""
+        return len(self._pages)
+
+    def close(self) -> None:
+        """Close the browser. May be called twice."""
+        if self._home is not None and not self._home.is_closed:
+            self._home.run(self._close())
+        super().close()
+
+    async def _close(self) -> None:
+        for conversation_id in list(self._pages):
+            self._close_page(conversation_id)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._opening is not None:
+            browser = (await asyncio.gather(self._opening, return_exceptions=True))[0]
+            if not isinstance(browser, BaseException):
+                await asyncio.gather(browser.close(), return_exceptions=True)
+        if self._playwright is not None:
+            await self._playwright.stop()
+        if self._gateway is not None:
+            await self._gateway.close()
+        self._opening = self._playwright = self._gateway = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a BrowserTransform is bound to its browser; make one in each process.")

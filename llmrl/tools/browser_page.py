@@ -1,0 +1,103 @@
+"""What the model does with a page of the browser. Docstrings and type hints here are what it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from llmrl.tools.gateway import REFUSED_HEADER, is_allowed
+from llmrl.tools.tool import ToolError
+
+
+class PageActions:
+    """The actions on one page of playwright.
+
+    Args:
+        page: of playwright.
+        allowed_domains: told to the model when it asks for another.
+        screenshot_path: where the next screenshot goes.
+    """
+
+    def __init__(self, page: Any, allowed_domains: Sequence[str], screenshot_path: Callable[[], Path]) -> None:
+        self._page, self._domains, self._screenshot_path = page, allowed_domains, screenshot_path
+
+    async def navigate(self, url: str) -> str:
+        """Open a web page; the answer is its title and text.
+
+        Args:
+            url: where to go, with http:// or https://.
+        """
+        address = urlsplit(url)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise ToolError(f"{url!r:.200} is no address that begins with http:// or https://.")
+        port = address.port or (443 if address.scheme == "https" else 80)
+        if not is_allowed(address.hostname, port, self._domains):
+            raise self._refusal(address.netloc)
+        response = await self._page.goto(url, wait_until="load")
+        refused = None if response is None else response.headers.get(REFUSED_HEADER)
+        if refused:
+            await self._page.goto("about:blank")
+            raise self._refusal(refused)
+        return await self._loaded()
+
+    async def click(self, selector: str) -> str:
+        """Click on something in the page; the answer is the page that follows.
+
+        Args:
+            selector: a CSS selector, or text=WORDS for what shows these words.
+        """
+        await self._page.click(selector)
+        return await self._loaded()
+
+    async def type_text(self, selector: str, text: str, submit: bool = False) -> str:
+        """Fill in a field of the page; the answer is the page that follows.
+
+        Args:
+            selector: a CSS selector of the field.
+            text: what to write into it.
+            submit: whether to press Enter afterwards.
+        """
+        await self._page.fill(selector, text)
+        if submit:
+            await self._page.press(selector, "Enter")
+        return await self._loaded()
+
+    async def extract(self, selector: str = "body", links: bool = False) -> str:
+        """Text of a part of the page.
+
+        Args:
+            selector: a CSS selector of the part.
+            links: whether to list the links in it, too.
+        """
+        part = self._page.locator(selector).first
+        text = await part.inner_text()
+        if links:
+            found = await part.evaluate("e => [...e.querySelectorAll('a[href]')].map(a => [a.innerText, a.href])")
+            text += "".join(f"\n[{' '.join(words.split())}]({address})" for words, address in found)
+        return text
+
+    async def screenshot(self) -> str:
+        """Save a picture of the page; the answer is the file's name."""
+        path = self._screenshot_path()
+        await self._page.screenshot(path=path)
+        size = self._page.viewport_size
+        return f"[screenshot: {path.name}, {size['width']} × {size['height']}]"
+
+    async def _loaded(self) -> str:
+        """The page as it is once it has loaded."""
+        await self._page.wait_for_load_state("load")
+        text = await self._page.inner_text("body")
+        if text.startswith("Refused: "):  # the gateway's answer to a link or a form
+            await self._page.goto("about:blank")
+            raise self._refusal(text.split()[1])
+        return f"{await self._page.title()}\n{self._page.url}\n\n{text}"
+
+    def _refusal(self, host: str) -> ToolError:
+        return ToolError(f"{host} is not allowed; allowed are {', '.join(self._domains)}.")
+
+
+def first_line(error: BaseException) -> str:
+    """The part of an error's text that says what happened."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

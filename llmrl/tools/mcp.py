@@ -1,0 +1,283 @@
+"""`MCPToolTransform`: the tools of Model Context Protocol servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from llmrl._utils.imports import require
+from llmrl.tools.output import TruncateSide, as_text
+from llmrl.tools.tool import Tool, ToolError
+from llmrl.tools.transform import ToolTransform
+
+_SERVER_KEYS = ("command", "args", "env", "cwd", "url", "headers")
+
+
+class MCPToolTransform(ToolTransform):
+    """Offers the model the tools of MCP servers, found when the transform is made, as `SERVER.TOOL`.
+
+    A lost connection is opened again. The call that lost it is repeated where the server says that its tool may be
+    (it only reads, or is idempotent); otherwise the model is told that its outcome is unknown.
+
+    Args:
+        servers: a name for each server, and how it is reached: `command`, `args`, `env` and `cwd` of a program that
+            speaks over its standard streams (it sees none of this program's environment but paths and names), or
+            `url` and `headers` of one that speaks HTTP.
+        tool_name, tool_parser, timeout, max_parallel_calls, max_output_chars, truncate_side: see `ToolTransform`.
+        connect_timeout: seconds that a server may take to start and list its tools.
+
+    Raises:
+        MissingExtraError: without the `tools` extra.
+        ValueError: for a server that is described wrongly, naming it.
+        ConnectionError: when a server cannot be reached, naming it.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Mapping[str, Any]],
+        *,
+        tool_name: str = "tool",
+        tool_parser: str = "none",
+        timeout: float = 30.0,
+        connect_timeout: float = 30.0,
+        max_parallel_calls: int = 8,
+        max_output_chars: int = 8000,
+        truncate_side: TruncateSide = "middle",
+    ) -> None:
+        super().__init__(
+            tool_name=tool_name,
+            tool_parser=tool_parser,
+            timeout=timeout,
+            max_parallel_calls=max_parallel_calls,
+            max_output_chars=max_output_chars,
+            truncate_side=truncate_side,
+        )
+        require("mcp", extra="tools")
+        if not servers:
+            raise ValueError("servers is empty; name at least one.")
+        self.servers = {name: _check_server(name, server) for name, server in servers.items()}
+        self.connect_timeout = connect_timeout
+        self._connections: dict[str, _Connection] = {}
+        try:
+            self._home = self.loop
+            self._set_tools(self._home.run(self._connect_all()))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _connect_all(self) -> list[Tool]:
+        self._connections = {
+            name: _Connection(name, server, self.connect_timeout) for name, server in self.servers.items()
+        }
+        listed = await asyncio.gather(*(connection.open() for connection in self._connections.values()))
+        tools = []
+        for (server, connection), descriptions in zip(self._connections.items(), listed, strict=True):
+            tools += [_tool(server, connection, description) for description in descriptions]
+        return tools
+
+    def close(self) -> None:
+        """Leave the servers; programs that were started end. May be called twice."""
+        if self._home is not None and not self._home.is_closed:
+            connections, self._connections = list(self._connections.values()), {}
+
+            async def close_all() -> None:
+                await asyncio.gather(*(connection.close() for connection in connections))
+
+            self._home.run(close_all())
+        super().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an MCPToolTransform is bound to its connections; make one in each process.")
+
+
+class _Connection:
+    """One server, and the task that holds the connection to it: who opens it must be who closes it."""
+
+    def __init__(self, name: str, server: Mapping[str, Any], connect_timeout: float) -> None:
+        self._name, self._server, self._connect_timeout = name, server, connect_timeout
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._leave = asyncio.Event()
+        self._reopening = asyncio.Lock()
+        self.num_opened = 0
+
+    async def open(self) -> list[Any]:
+        """Connect; the server's tools.
+
+        Raises:
+            ConnectionError: when it cannot be reached.
+        """
+        ready: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._leave = asyncio.Event()
+        self._task = asyncio.create_task(self._hold(ready, self._leave))
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                tools = await asyncio.shield(ready)
+        except TimeoutError:
+            self._task.cancel()
+            await self.close()
+            raise ConnectionError(
+                f"MCP server {self._name!r} did not answer within {self._connect_timeout:g} s."
+            ) from None
+        except Exception as error:
+            await self.close()
+            raise ConnectionError(f"MCP server {self._name!r} cannot be reached: {_describe(error)}") from error
+        self.num_opened += 1
+        return tools
+
+    async def _hold(self, ready: asyncio.Future[list[Any]], leave: asyncio.Event) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                self._client = await stack.enter_async_context(await _make_client(self._server, stack))
+                tools, cursor = [], None
+                while True:
+                    page = await self._client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    cursor = page.next_cursor
+                    if not cursor:
+                        break
+                ready.set_result(tools)
+                await leave.wait()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Exception) else RuntimeError(_describe(error)))
+        finally:
+            self._client = None
+
+    async def call(self, tool: str, arguments: dict[str, Any], *, is_repeatable: bool) -> Any:
+        """The result of a call.
+
+        Raises:
+            ToolError: what the model is to be told when there is none.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        for is_last in (False, True):
+            number = self.num_opened
+            try:
+                if self._client is None:
+                    await self._reopen(number)
+                return await self._client.call_tool(tool, arguments)
+            except MCPError as error:
+                # An HTTP server that forgot the session answers so, too.
+                is_lost = error.error.code == CONNECTION_CLOSED or "session" in error.error.message.lower()
+                if not is_lost:
+                    raise ToolError(error.error.message) from error
+            except ConnectionError as error:
+                raise ToolError(str(error)) from error
+            except Exception as error:  # of the transport: anyio's streams, httpx
+                if isinstance(error, ValueError):
+                    raise
+            try:
+                await self._reopen(number)
+            except ConnectionError as error:
+                raise ToolError(str(error)) from error
+            if is_last or not is_repeatable:
+                raise ToolError(
+                    f"the connection to server {self._name!r} was lost during the call, and is open again; "
+                    "whether the call took effect is unknown."
+                )
+        raise AssertionError("unreachable")
+
+    async def _reopen(self, number: int) -> None:
+        async with self._reopening:
+            if self.num_opened == number:  # nobody else has done it meanwhile
+                await self.close()
+                await self.open()
+
+    async def close(self) -> None:
+        """Leave the server."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        self._leave.set()
+        done, _ = await asyncio.wait([task], timeout=5)
+        if not done:
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+
+
+def _check_server(name: str, server: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(server) - set(_SERVER_KEYS))
+    if unknown:
+        raise ValueError(f"server {name!r} has {unknown}; known are {list(_SERVER_KEYS)}.")
+    if ("command" in server) == ("url" in server):
+        raise ValueError(f"server {name!r} needs exactly one of 'command' and 'url', got {sorted(server)}.")
+    misplaced = sorted({"args", "env", "cwd"} & set(server) if "url" in server else {"headers"} & set(server))
+    if misplaced:
+        raise ValueError(
+            f"server {name!r} has {misplaced}, which do not go with {'url' if 'url' in server else 'command'!r}."
+        )
+    return dict(server)
+
+
+async def _make_client(server: Mapping[str, Any], stack: contextlib.AsyncExitStack) -> Any:
+    from mcp import Client, StdioServerParameters
+
+    if "command" in server:
+        return Client(StdioServerParameters(**server))
+    if not server.get("headers"):
+        return Client(server["url"])
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    http_client = await stack.enter_async_context(httpx2.AsyncClient(headers=server["headers"]))
+    return Client(streamable_http_client(server["url"], http_client=http_client))
+
+
+def _tool(server: str, connection: _Connection, description: Any) -> Tool:
+    hints = description.annotations
+    is_repeatable = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
+
+    async def run(arguments: dict[str, Any], conversation_id: str) -> str:
+        result = await connection.call(description.name, arguments, is_repeatable=is_repeatable)
+        text = result_text(result)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    name = f"{server}.{description.name}"
+    return Tool(name, description.description or description.title or "", dict(description.input_schema), run)
+
+
+def result_text(result: Any) -> str:
+    """What a result says, as text: images, sounds and files are named, not shown.
+
+    Structured content is shown where there is no other, since servers repeat it as text.
+    """
+    parts = [_content_text(content) for content in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [as_text(result.structured_content)]
+    return "\n".join(parts)
+
+
+def _content_text(content: Any) -> str:
+    if content.type == "text":
+        return content.text
+    if content.type in ("image", "audio"):
+        return f"[{content.type}: {content.mime_type}, {_num_bytes(content.data)} bytes]"
+    if content.type == "resource_link":
+        described = f": {content.description}" if content.description else ""
+        return f"[resource: {content.name}, {content.uri}{described}]"
+    if content.type == "resource":
+        resource = content.resource
+        text = getattr(resource, "text", None)
+        if text is not None:
+            return f"[resource: {resource.uri}]\n{text}"
+        return f"[resource: {resource.uri}, {resource.mime_type or 'binary'}, {_num_bytes(resource.blob)} bytes]"
+    return f"[{content.type}]"
+
+
+def _num_bytes(base64_text: str) -> int:
+    return len(base64_text) * 3 // 4 - base64_text[-2:].count("=")
+
+
+def _describe(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,184 @@
+"""`PythonInterpreter`: runs the Python that the model writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from llmrl.data import MalformedToolCall, Message, text_of
+from llmrl.sandbox.launch import Isolation
+from llmrl.sandbox.service import PythonExecutorService, PythonResult
+from llmrl.tools.output import TruncateSide
+from llmrl.tools.session import ToolSession
+from llmrl.tools.tool import InvalidArguments, Tool, ToolError
+from llmrl.tools.transform import ToolTransform
+
+_FENCED = re.compile(r"```(?:python|py)[^\S\n]*\n(.*?)^[^\S\n]*```", re.DOTALL | re.MULTILINE)
+_DESCRIPTION = "Run Python code; what it prints is the answer."
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "description": "Python source."}},
+    "required": ["code"],
+}
+
+
+class PythonInterpreter(ToolTransform):
+    """Runs the Python that the model writes, in fenced blocks or in calls of the tool `python`, and answers.
+
+    Code runs in a `PythonExecutorService`: confined, with limits, in a process of its own that a time-out kills with
+    all it started.
+
+    Args:
+        tool_name: role of the answers.
+        persistent: whether the code of one conversation shares its variables; else each piece starts afresh.
+        timeout: seconds that a piece of code may run.
+        services: `"ray"` for a service that is shared through TorchRL's service registry; by default a local one.
+        service_name, namespace: of the shared service.
+        calls: `fenced` for blocks of Python in the message, `tool_call` for calls of the tool `python`.
+        executor: a local service that several transforms share; by default one of its own.
+        isolation: what the service of its own requires, see `PythonExecutorService`.
+        tool_parser, max_output_chars, truncate_side: see `ToolTransform`.
+
+    Raises:
+        ValueError: for an unknown kind of calls or service, or when both an executor and a service are named.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from llmrl.data import ChatHistory
+        >>> from llmrl.envs import ChatEnv
+        >>> interpreter = PythonInterpreter()
+        >>> env = ChatEnv().append_transform(interpreter)
+        >>> data = env.reset(TensorDict({"query": "What is 7 squared?"}))
+        >>> block = "Let me compute that.\\n```python\\nprint(7 ** 2)\\n```"
+        >>> full = data["history"].prompt.append({"role": "assistant", "content": block})
+        >>> data["history"] = ChatHistory(full=full, batch_size=())
+        >>> env.step(data)["next", "history"].prompt.chats[-1]
+        {'role': 'tool', 'content': 'Code block 1 executed successfully:\\n49\\n'}
+        >>> interpreter.close()
+    """
+
+    def __init__(
+        self,
+        tool_name: str = "tool",
+        persistent: bool = False,
+        timeout: float = 10.0,
+        services: Literal["ray"] | None = None,
+        service_name: str = "python_executor",
+        namespace: str | None = None,
+        *,
+        calls: Literal["fenced", "tool_call"] = "fenced",
+        executor: PythonExecutorService | None = None,
+        isolation: Isolation = "auto",
+        tool_parser: str = "none",
+        max_output_chars: int = 8000,
+        truncate_side: TruncateSide = "middle",
+    ) -> None:
+        if calls not in ("fenced", "tool_call"):
+            raise ValueError(f"calls must be 'fenced' or 'tool_call', got {calls!r}.")
+        if services not in (None, "ray"):
+            raise ValueError(f"services must be 'ray' or None, got {services!r}.")
+        if services is not None and executor is not None:
+            raise ValueError("both services and executor are given; code runs in one of them.")
+        super().__init__(
+            tool_name=tool_name,
+            tool_parser=tool_parser,
+            timeout=timeout,
+            max_output_chars=max_output_chars,
+            truncate_side=truncate_side,
+        )
+        self.persistent, self.services, self.calls = persistent, services, calls
+        self._isolation = isolation
+        self._executor, self._is_executor_ours = executor, executor is None
+        self._remote = None if services is None else _find_service(service_name, namespace)
+        if calls == "tool_call":
+            tool = Tool("python", _DESCRIPTION, _PARAMETERS, self._run_tool, release=self._release, keeps_time=True)
+            self._set_tools([tool])
+
+    @property
+    def executor(self) -> PythonExecutorService:
+        """The local service, started when it is first used."""
+        if self._executor is None:
+            self._executor = PythonExecutorService(timeout=self.timeout, isolation=self._isolation)
+        return self._executor
+
+    def close(self) -> None:
+        """End the local service, unless it is shared. May be called twice."""
+        super().close()
+        if self._executor is not None and self._is_executor_ours:
+            self._executor.close()
+            self._executor = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_executor": None, "_is_executor_ours": True}
+
+    def _join(self, session: ToolSession) -> None:
+        super()._join(session)
+        if self.calls == "fenced" and self.persistent:
+            session.on_release(self._release)
+
+    def _release(self, conversation_id: str) -> None:
+        if self._remote is not None:
+            self._remote.release.remote(conversation_id)
+        elif self._executor is not None:
+            self._executor.release(conversation_id)
+
+    async def answer(
+        self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
+    ) -> list[Message]:
+        """One tool message for each block, or each call."""
+        if self.calls == "tool_call":
+            return await super().answer(message, malformed, session, turn=turn)
+        answers = []
+        # One after another: a block may use what an earlier one left.
+        for number, code in enumerate(_FENCED.findall(text_of(message.get("content"))), 1):
+            self.counts["calls"] += 1
+            result = await self._execute(code, session.id)
+            if not result.is_success:
+                self._count_failure(result)
+            outcome = "executed successfully" if result.is_success else "failed"
+            output = result.stdout if result.is_success else _failure(result)
+            answers.append(self.tool_message(f"Code block {number} {outcome}:\n{output}"))
+        return answers
+
+    async def _run_tool(self, arguments: dict[str, Any], conversation_id: str) -> str:
+        if set(arguments) != {"code"} or not isinstance(arguments["code"], str):
+            raise InvalidArguments(f"'code' (a string) is the one argument, got {sorted(arguments)}")
+        result = await self._execute(arguments["code"], conversation_id)
+        if not result.is_success:
+            if result.reason == "timeout":
+                self.counts["timeouts"] += 1
+            raise ToolError(f"the code failed:\n{_failure(result)}")
+        return result.stdout + result.stderr
+
+    def _count_failure(self, result: PythonResult) -> None:
+        self.counts["failures"] += 1
+        if result.reason == "timeout":
+            self.counts["timeouts"] += 1
+
+    async def _execute(self, code: str, conversation_id: str) -> PythonResult:
+        session = conversation_id if self.persistent else None
+        if self._remote is None:
+            return await self.executor.run(code, session=session, timeout=self.timeout)
+        try:
+            answer = await self._remote.execute.remote(code, session, self.timeout)
+        except Exception as error:  # whatever Ray raises for an actor that is gone
+            return PythonResult(False, "", f"The Python service is out of order: {type(error).__name__}", -1, "died")
+        return PythonResult(answer["success"], answer["stdout"], answer["stderr"], answer["returncode"])
+
+
+def _failure(result: PythonResult) -> str:
+    """What it printed before it failed helps as much as the error."""
+    return result.stdout + result.stderr
+
+
+def _find_service(name: str, namespace: str | None) -> Any:
+    from torchrl.services import get_services
+
+    try:
+        return get_services(backend="ray", namespace=namespace)[name]
+    except KeyError:
+        raise ValueError(
+            f"service_name {name!r} is not registered with Ray; register a PythonExecutorService first: "
+            "get_services(backend='ray').register(name, PythonExecutorService)."
+        ) from None

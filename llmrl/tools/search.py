@@ -1,0 +1,88 @@
+"""`SearchIndex`: a corpus that the model may search, on this machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmrl._utils.imports import require
+from llmrl.tools.output import truncate
+from llmrl.tools.tool import InvalidArguments, Tool
+
+_DESCRIPTION = "Search the documents. The answer is those that fit best, the best first."
+
+
+class SearchIndex:
+    """Documents, ranked by BM25 (Robertson and Zaragoza, 2009, equation 3.15; computed by bm25s).
+
+    Args:
+        documents: texts, or mappings with `title` and `text`.
+        num_results: documents that an answer shows at most.
+        max_result_chars: length of each of them; what is longer is cut at its end.
+
+    Raises:
+        MissingExtraError: without the `tools` extra.
+        ValueError: without documents, or for a limit that is not positive.
+
+    Example:
+        >>> index = SearchIndex(["Paris is in France.", "Rome is in Italy."])
+        >>> index.search("Where is Rome?")
+        [(1, 'Rome is in Italy.')]
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[str | Mapping[str, str]],
+        *,
+        num_results: int = 3,
+        max_result_chars: int = 1000,
+    ) -> None:
+        if not documents:
+            raise ValueError("documents is empty; there is nothing to search.")
+        for name, value in (("num_results", num_results), ("max_result_chars", max_result_chars)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        self._bm25s = require("bm25s", extra="tools")
+        self.documents = [_as_text(document) for document in documents]
+        self.num_results, self.max_result_chars = num_results, max_result_chars
+        self._index = self._bm25s.BM25()
+        self._index.index(self._words(self.documents), show_progress=False)
+
+    def _words(self, texts: list[str]) -> Any:
+        # Questions are made of stop words as much as of others, and titles too.
+        return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)
+
+    def search(self, query: str) -> list[tuple[int, str]]:
+        """The documents that share a word with the query, best first: their places in the corpus and their texts."""
+        words = self._bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)
+        if not words[0]:
+            return []
+        count = min(self.num_results, len(self.documents))
+        places, scores = self._index.retrieve(words, k=count, show_progress=False)
+        return [
+            (int(place), self.documents[int(place)])
+            for place, score in zip(places[0], scores[0], strict=True)
+            if score > 0
+        ]
+
+    def tool(self, name: str = "search", description: str = _DESCRIPTION) -> Tool:
+        """The index as a tool with one argument, `query`."""
+        query = {"type": "string", "description": "words to look for"}
+        parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
+
+        async def run(arguments: dict[str, Any], conversation_id: str) -> str:
+            if set(arguments) != {"query"} or not isinstance(arguments["query"], str):
+                raise InvalidArguments(f"'query' (a string) is the one argument, got {sorted(arguments)}")
+            found = self.search(arguments["query"])
+            if not found:
+                return "Nothing was found."
+            return "\n".join(
+                f"[{number}] {truncate(text, self.max_result_chars, 'end')}"
+                for number, (_, text) in enumerate(found, 1)
+            )
+
+        return Tool(name, description, parameters, run)
+
+
+def _as_text(document: str | Mapping[str, str]) -> str:
+    return document if isinstance(document, str) else f"{document['title']}: {document['text']}"

@@ -1,0 +1,100 @@
+"""`ToolSession`: what ties a conversation to what its tools keep for it."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from llmrl._utils.failure import as_exception
+from llmrl.data import Message
+
+logger = logging.getLogger("llmrl")
+
+Release = Callable[[str], None]
+
+
+class ToolSession:
+    """One conversation, as its tools know it: an id, and who is to be told when it ends.
+
+    It rides in the TensorDict, where every copy of it is itself. Tools are told once: by `release`, which a collector
+    calls however a rollout ended, or when nothing refers to the conversation any more.
+
+    Example:
+        >>> told = []
+        >>> session = ToolSession()
+        >>> session.on_release(told.append)
+        >>> session.release(); session.release()
+        >>> told == [session.id]
+        True
+    """
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.tool_names: set[str] = set()
+        """Names of the tools of all transforms."""
+        self._releases: list[Release] = []
+        self._finalizer = weakref.finalize(self, _release_all, self.id, self._releases)
+        self._finalizer.atexit = False
+        self._turn = -1
+        self._claimed: set[Hashable] = set()
+        self._answers: dict[int, list[Message]] = {}
+
+    def on_release(self, release: Release) -> None:
+        """Have a function called with the id when the conversation ends."""
+        self._releases.append(release)
+
+    def release(self) -> None:
+        """Tell the tools that the conversation has ended."""
+        self._finalizer()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the tools have been told."""
+        return not self._finalizer.alive
+
+    # Several transforms may answer one message: each takes its own calls, and exactly one what is nobody's.
+
+    def claim(self, turn: int, what: Hashable) -> bool:
+        """Whether the caller is the first to answer this of the turn's calls."""
+        self._begin(turn)
+        if what in self._claimed:
+            return False
+        self._claimed.add(what)
+        return True
+
+    def put_answers(self, turn: int, owner: int, messages: list[Message]) -> None:
+        """Keep what a transform answers until the turn's step."""
+        self._begin(turn)
+        self._answers[owner] = messages
+
+    def take_answers(self, turn: int, owner: int) -> list[Message] | None:
+        """What `put_answers` kept; None when nothing was."""
+        self._begin(turn)
+        return self._answers.pop(owner, None)
+
+    def _begin(self, turn: int) -> None:
+        if turn != self._turn:
+            self._turn = turn
+            self._claimed.clear()
+            self._answers.clear()
+
+    def __deepcopy__(self, memo: Any) -> ToolSession:
+        return self
+
+    def __copy__(self) -> ToolSession:
+        return self
+
+    def __reduce__(self) -> Any:
+        # Elsewhere the conversation goes on with tools of its own.
+        return ToolSession, ()
+
+
+def _release_all(conversation_id: str, releases: list[Release]) -> None:
+    for release in releases:
+        try:
+            release(conversation_id)
+        except BaseException as error:  # the other tools are to be told, too
+            logger.warning("a tool failed to let go of a conversation", exc_info=as_exception(error))

@@ -1,0 +1,241 @@
+"""`Tool`: something that the model may call, made from a function or a class."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from llmrl._utils.failure import guarded
+from llmrl._utils.imports import require
+from llmrl._utils.threads import run_in_thread
+from llmrl.data import ToolSchema
+
+logger = logging.getLogger("llmrl")
+
+
+class ToolError(Exception):
+    """Raise it in a tool to tell the model something: its text is the answer, and the call counts as failed."""
+
+
+class InvalidArguments(ToolError):
+    """The model's arguments do not fit the tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """Something that the model may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments, an object."""
+    run: Callable[[dict[str, Any], str], Awaitable[Any]]
+    """Called with the arguments and the id of the conversation; what it returns is the answer."""
+    release: Callable[[str], None] | None = None
+    """Called with the id of a conversation that has ended, if the tool keeps anything for it."""
+    keeps_time: bool = False
+    """Whether it ends by itself when it takes too long."""
+
+    @property
+    def schema(self) -> ToolSchema:
+        """As chat templates read it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+def function_tool(function: Callable[..., Any], *, name: str | None = None) -> Tool:
+    """A tool from a function, sync or async: its type hints are the schema, its docstring the description.
+
+    Arguments are validated, and converted where JSON cannot say what the hint asks for. A sync function runs in a
+    thread of its own: one that never returns costs its thread, and nothing else waits for it.
+
+    Raises:
+        TypeError: when a parameter has no type hint, or there is no docstring, naming it.
+        MissingExtraError: without the `tools` extra.
+
+    Example:
+        >>> def add(a: int, b: int = 1) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         a: the first number.
+        ...         b: the second.
+        ...     '''
+        ...     return a + b
+        >>> function_tool(add).parameters["properties"]["a"]
+        {'description': 'the first number.', 'type': 'integer'}
+        >>> asyncio.run(function_tool(add).run({"a": 2}, ""))
+        3
+    """
+    signature = Signature(function)
+
+    async def run(arguments: dict[str, Any], conversation_id: str) -> Any:
+        return await _call(function, signature.validate(arguments))
+
+    return Tool(name or function.__name__, signature.description, signature.schema, run)
+
+
+def class_tools(cls: type) -> list[Tool]:
+    """Tools with a memory: each conversation has its own instance of a class, whose public methods are the tools.
+
+    The instance is made at the conversation's first call, without arguments. When the conversation ends, its method
+    `close` is called, if it has one; an `async` one on the loop that its other methods ran on.
+
+    Raises:
+        TypeError: when the class has no public method, or one that is no tool.
+
+    Example:
+        >>> class Notes:
+        ...     def __init__(self):
+        ...         self.lines = []
+        ...     def note(self, line: str) -> int:
+        ...         '''Write a line down; the answer is how many there are.'''
+        ...         self.lines.append(line)
+        ...         return len(self.lines)
+        >>> (tool,) = class_tools(Notes)
+        >>> [asyncio.run(tool.run({"line": "a"}, name)) for name in ("first", "first", "second")]
+        [1, 2, 1]
+    """
+    functions = {
+        name: function
+        for name, function in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_") and name != "close"
+    }
+    if not functions:
+        raise TypeError(f"{cls.__name__} has no public method that could be a tool.")
+    instances: dict[str, Any] = {}
+    loops: dict[str, asyncio.AbstractEventLoop] = {}
+
+    def release(conversation_id: str) -> None:
+        instance, loop = instances.pop(conversation_id, None), loops.pop(conversation_id, None)
+        if not hasattr(instance, "close"):
+            return
+        closing = instance.close()
+        if inspect.iscoroutine(closing):  # where its other methods ran; nobody waits here, which may be that thread
+            asyncio.run_coroutine_threadsafe(_told(closing), loop)  # type: ignore[arg-type]
+
+    def make(name: str, function: Callable[..., Any]) -> Tool:
+        signature = Signature(function, is_method=True)
+
+        async def run(arguments: dict[str, Any], conversation_id: str) -> Any:
+            valid = signature.validate(arguments)
+            if conversation_id not in instances:
+                instances[conversation_id], loops[conversation_id] = cls(), asyncio.get_running_loop()
+            return await _call(getattr(instances[conversation_id], name), valid)
+
+        return Tool(name, signature.description, signature.schema, run, release=release)
+
+    return [make(name, function) for name, function in functions.items()]
+
+
+def collect_tools(tools: Iterable[Any]) -> list[Tool]:
+    """Tools from tools, functions and classes.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: when two have one name.
+    """
+    collected: list[Tool] = []
+    for tool in tools:
+        if isinstance(tool, Tool):
+            collected.append(tool)
+        elif isinstance(tool, type):
+            collected.extend(class_tools(tool))
+        elif callable(tool):
+            collected.append(function_tool(tool))
+        else:
+            raise TypeError(f"tools must be functions, classes or Tools, got {type(tool).__name__}.")
+    names = [tool.name for tool in collected]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two tools are named {name!r}; names must differ.")
+    return collected
+
+
+class Signature:
+    """A function's parameters as a schema that validates, and what its docstring says.
+
+    Raises:
+        TypeError: when a parameter has no type hint, or there is no docstring, naming it.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, is_method: bool = False) -> None:
+        pydantic = require("pydantic", extra="tools")
+        name = getattr(function, "__name__", type(function).__name__)
+        documentation = require("docstring_parser", extra="tools").parse(inspect.getdoc(function) or "")
+        parts = (documentation.short_description, documentation.long_description)
+        self.description = "\n\n".join(part for part in parts if part)
+        if not self.description:
+            raise TypeError(f"tool {name!r} has no docstring; the model is told what it says.")
+        described = {parameter.arg_name: parameter.description for parameter in documentation.params}
+        hints = get_type_hints(function, include_extras=True)
+        fields: dict[str, Any] = {}
+        parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise TypeError(f"tool {name!r} has the parameter {parameter}; tools take named parameters only.")
+            if parameter.name not in hints:
+                raise TypeError(
+                    f"parameter {parameter.name!r} of tool {name!r} has no type hint; its schema needs one."
+                )
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[parameter.name] = (
+                hints[parameter.name],
+                pydantic.Field(default, description=described.get(parameter.name)),
+            )
+        config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+        self._model = pydantic.create_model(f"arguments of {name}", __config__=config, **fields)
+        self._invalid = pydantic.ValidationError
+        self.schema = _without_titles(self._model.model_json_schema())
+
+    def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments as the function takes them.
+
+        Raises:
+            InvalidArguments: when they do not fit, saying each of the reasons.
+        """
+        try:
+            valid = self._model.model_validate(arguments)
+        except self._invalid as error:
+            raise InvalidArguments("; ".join(map(self._explain, error.errors()))) from None
+        return {name: getattr(valid, name) for name in self._model.model_fields if name in valid.model_fields_set}
+
+    def _explain(self, error: Any) -> str:
+        where = ".".join(map(str, error["loc"]))
+        if error["type"] == "extra_forbidden":
+            return f"there is no argument {where!r}; the arguments are {list(self._model.model_fields)}"
+        if error["type"] == "missing":
+            return f"argument {where!r} is missing"
+        return f"argument {where!r}: {error['msg'][:1].lower()}{error['msg'][1:]}, got {error['input']!r:.200}"
+
+
+def _without_titles(schema: Any) -> Any:
+    """Titles repeat names, and cost tokens in every prompt. A property that is named so stays."""
+    if isinstance(schema, list):
+        return [_without_titles(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _without_titles(part) for name, part in value.items()}
+        if key in ("properties", "$defs") and isinstance(value, dict)
+        else _without_titles(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+    }
+
+
+async def _told(closing: Awaitable[Any]) -> None:
+    try:
+        await guarded(closing)
+    except Exception as error:
+        logger.warning("a tool failed to close what it kept for a conversation", exc_info=error)
+
+
+async def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    return await run_in_thread(function, **arguments)

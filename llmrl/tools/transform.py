@@ -1,0 +1,295 @@
+"""`ToolTransform`: answers the model's tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from tensordict import TensorDictBase, lazy_stack
+from torchrl.data import Composite, NonTensor
+from torchrl.envs import Transform
+
+from llmrl._utils.arguments import nearest
+from llmrl._utils.asynchronous import run_sync
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.failure import describe
+from llmrl._utils.replaceable_loop import ReplaceableLoop
+from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
+from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
+from llmrl.rendering.tool_calls import find_tool_call_parser
+from llmrl.tools.output import TruncateSide, as_text, encodable, truncate
+from llmrl.tools.session import ToolSession
+from llmrl.tools.tool import InvalidArguments, Tool, ToolError, collect_tools
+
+_STATE_KEY = "tool_state"
+_SESSION = (_STATE_KEY, "session")
+
+
+class ToolTransform(Transform):
+    """Answers the tool calls of each assistant message with tool messages, and shows the tools in the prompt.
+
+    Tools are functions, classes whose instances serve one conversation each (`class_tools`), or `Tool`s. The calls of
+    a message run in parallel. Whatever goes wrong (an unknown tool, arguments that do not fit, unreadable JSON, a
+    failure, a time-out) is told to the model in a tool message and counted; it never ends a rollout. An answer that
+    was cut by its length is left alone.
+
+    Calls are those that the policy's renderer read, by its chat template's format; a history that no renderer of ours
+    wrote is read by `tool_parser`. Writes `"tools"`, the schemas, at the root, where policies find them.
+
+    Args:
+        tools: what the model may call.
+        tool_name: role of the answers.
+        tool_parser: how calls are read out of a message that has none; a name in `TOOL_CALL_PARSERS`.
+        timeout: seconds that one call may take.
+        max_parallel_calls: calls of one message that run at the same time.
+        max_output_chars: length of an answer; what is longer is cut, with a mark.
+        truncate_side: where it is cut: `start`, `middle` or `end`.
+
+    Raises:
+        TypeError, ValueError: for what is no tool, or an argument out of its range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from llmrl.data import ChatHistory
+        >>> from llmrl.envs import ChatEnv
+        >>> def add(a: int, b: int) -> int:
+        ...     '''Add two numbers.'''
+        ...     return a + b
+        >>> env = ChatEnv().append_transform(ToolTransform([add], tool_parser="hermes"))
+        >>> data = env.reset(TensorDict({"query": "7 + 8 ="}))
+        >>> call = '<tool_call>{"name": "add", "arguments": {"a": 7, "b": 8}}</tool_call>'
+        >>> full = data["history"].prompt.append({"role": "assistant", "content": call})
+        >>> data["history"] = ChatHistory(full=full, batch_size=())
+        >>> env.step(data)["next", "history"].prompt.chats[-1]
+        {'role': 'tool', 'content': '15', 'name': 'add'}
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Any] = (),
+        *,
+        tool_name: str = "tool",
+        tool_parser: str = "none",
+        timeout: float = 30.0,
+        max_parallel_calls: int = 8,
+        max_output_chars: int = 8000,
+        truncate_side: TruncateSide = "middle",
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("timeout", timeout),
+            ("max_parallel_calls", max_parallel_calls),
+            ("max_output_chars", max_output_chars),
+        ):
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}.")
+        if truncate_side not in get_args(TruncateSide):
+            raise ValueError(f"truncate_side must be one of {get_args(TruncateSide)}, got {truncate_side!r}.")
+        self.tool_role = tool_name
+        self._parse = find_tool_call_parser(tool_parser)
+        self.timeout, self.max_parallel_calls = timeout, max_parallel_calls
+        self.max_output_chars, self.truncate_side = max_output_chars, truncate_side
+        self.counts: Counter[str] = Counter()
+        """`calls`, `failures`, and of those `unknown`, `invalid`, `malformed`, `timeouts`."""
+        self._loops = ReplaceableLoop("llmrl-tools")
+        self._home: BackgroundLoop | None = None  # for tools that belong to one loop, as connections do
+        self._set_tools(collect_tools(tools))
+
+    def _set_tools(self, tools: Sequence[Tool]) -> None:
+        self.tools: dict[str, Tool] = {tool.name: tool for tool in tools}
+        self._schemas: tuple[ToolSchema, ...] = tuple(tool.schema for tool in tools)
+
+    @property
+    def loop(self) -> BackgroundLoop:
+        """Where tools run: one event loop, and another while something blocks its thread."""
+        return self._home or self._loops.current
+
+    def close(self) -> None:
+        """End what tools hold. May be called twice."""
+        self._loops.close()
+
+    # The environment's side
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        elements = batch_elements(tensordict_reset)
+        for element in elements:
+            session = plain(element.get(_SESSION, None))
+            if session is None:
+                session = ToolSession()
+                element.set(_STATE_KEY, tensordict_of({"session": non_tensor(session)}))
+            self._join(session)
+            known = tuple(plain(element.get("tools", None)) or ())
+            element.set("tools", non_tensor(known + self._schemas if known else self._schemas))
+        return _like(tensordict_reset, elements)
+
+    def _join(self, session: ToolSession) -> None:
+        session.tool_names |= set(self.tools)
+        for release in {tool.release for tool in self.tools.values() if tool.release is not None}:
+            session.on_release(release)
+
+    async def before_step(self, element: TensorDictBase) -> None:
+        """Answer one conversation's last message, which may take long, ahead of the batched step."""
+        session = plain(element.get(_SESSION, None))
+        if session is not None:
+            answers = await self._answer(element, session)
+            session.put_answers(_turn(element), id(self), answers)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        elements, next_elements = batch_elements(tensordict), batch_elements(next_tensordict)
+        sessions = [plain(element.get(_SESSION, None)) or ToolSession() for element in elements]
+        answers: list[list[Message] | None] = [
+            session.take_answers(_turn(element), id(self)) for element, session in zip(elements, sessions, strict=True)
+        ]
+        waiting = [index for index, messages in enumerate(answers) if messages is None]
+
+        async def answer_waiting() -> list[list[Message]]:
+            return await asyncio.gather(*(self._answer(elements[index], sessions[index]) for index in waiting))
+
+        if waiting:
+            for index, answer in zip(waiting, run_sync(answer_waiting()), strict=True):
+                answers[index] = answer
+        for element, next_element, session, messages in zip(elements, next_elements, sessions, answers, strict=True):
+            if messages:
+                prompt = next_element.get(("history", "prompt"))
+                next_element.set(("history", "prompt"), self._with_answers(prompt, messages, _turn(element)))
+            next_element.set(_STATE_KEY, tensordict_of({"session": non_tensor(session)}))
+            if "tools" in element:
+                next_element.set("tools", element.get("tools"))
+        return _like(next_tensordict, next_elements)
+
+    def _with_answers(self, prompt: History, answers: list[Message], turn: int) -> History:
+        """The prompt with the answers right after the calls; what the environment said to them comes after."""
+        chat = prompt.chats
+        place = turn
+        while place < len(chat) and chat[place]["role"] == self.tool_role:
+            place += 1
+        if place == len(chat):
+            return prompt.extend(answers)
+        return History.from_chats((*chat[:place], *answers, *chat[place:]))
+
+    def release(self, element: TensorDictBase) -> None:
+        """Let go of what tools keep for a conversation that has ended."""
+        session = plain(element.get(_SESSION, None))
+        if session is not None:
+            session.release()
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        shape = tuple(observation_spec.shape)
+        observation_spec["tools"] = NonTensor(shape=shape, example_data=())
+        session = NonTensor(shape=shape, example_data=None)
+        observation_spec[_STATE_KEY] = Composite({"session": session}, shape=shape)
+        return observation_spec
+
+    # The model's side
+
+    async def _answer(self, element: TensorDictBase, session: ToolSession) -> list[Message]:
+        messages = element.get(("history", "full")).chats
+        reason = plain(element.get(("rollout", "reason"), ""))
+        is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED)
+        if is_cut or not messages or messages[-1]["role"] != "assistant":
+            return []
+        conversation = plain(element.get("conversation", None))
+        last = None if conversation is None else conversation.last
+        malformed = () if last is None else last.malformed_tool_calls
+        return await self.answer(messages[-1], malformed, session, turn=len(messages))
+
+    async def answer(
+        self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
+    ) -> list[Message]:
+        """The tool messages that answer an assistant message, in the order of its calls; never raises.
+
+        Args:
+            message: the assistant's.
+            malformed: calls in it that could not be read.
+            session: the conversation.
+            turn: number of messages, which tells the turns of a conversation apart.
+        """
+        calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
+        if not calls and not malformed:
+            parsed = self._parse(text_of(message.get("content")), self._schemas)
+            calls, malformed = parsed.tool_calls, parsed.malformed
+        places = asyncio.Semaphore(self.max_parallel_calls)
+        pending = []
+        for index, call in enumerate(calls):
+            name = call["function"]["name"]
+            is_somebodys = name in session.tool_names and name not in self.tools
+            if not is_somebodys and session.claim(turn, index):
+                pending.append(self._answer_call(call, session, places))
+        answers = list(await asyncio.gather(*pending))
+        for index, bad in enumerate(malformed):
+            if session.claim(turn, ("malformed", index)):
+                self._count("malformed")
+                answers.append(self.tool_message(f"Error: the tool call cannot be read: {bad.reason}"))
+        return answers
+
+    async def _answer_call(self, call: Mapping[str, Any], session: ToolSession, places: asyncio.Semaphore) -> Message:
+        function = call["function"]
+        async with places:
+            text = await self.call(function["name"], function.get("arguments") or {}, session)
+        return self.tool_message(text, name=function["name"], tool_call_id=call.get("id"))
+
+    async def call(self, name: str, arguments: Any, session: ToolSession) -> str:
+        """Run one call and give its answer; never raises."""
+        tool = self.tools.get(name)
+        if tool is None:
+            return self._unknown(name, session)
+        self.counts["calls"] += 1
+        try:
+            if not isinstance(arguments, dict):
+                raise InvalidArguments(f"the arguments must be an object, got {arguments!r:.200}")
+            async with asyncio.timeout(None if tool.keeps_time else self.timeout) as limit:
+                return as_text(await self._loops.wait(_run(tool, arguments, session.id), on=self._home))
+        except TimeoutError as error:
+            self.counts["failures"] += 1
+            self.counts["timeouts"] += 1
+            reason = f"it took more than {self.timeout:g} s" if limit.expired() else str(error) or "it timed out"
+            return f"Error: {name} was stopped: {reason}."
+        except InvalidArguments as error:
+            self.counts["failures"] += 1
+            self.counts["invalid"] += 1
+            return f"Error: wrong arguments for {name}: {error}."
+        except ToolError as error:
+            self.counts["failures"] += 1
+            return f"Error: {error}"
+        except Exception as error:
+            self.counts["failures"] += 1
+            return f"Error: {name} failed with {describe(error)}"
+
+    def _unknown(self, name: str, session: ToolSession) -> str:
+        self._count("unknown")
+        names = sorted(session.tool_names | set(self.tools))
+        near = nearest(name, names)
+        hint = f" Did you mean {near!r}?" if near else ""
+        return f"Error: there is no tool {name!r:.100}.{hint} The tools are: {', '.join(names) or 'none'}."
+
+    def _count(self, kind: str) -> None:
+        for key in ("calls", "failures", kind):
+            self.counts[key] += 1
+
+    def tool_message(self, text: str, *, name: str | None = None, tool_call_id: str | None = None) -> Message:
+        """An answer as a message: bounded, and such that any tokenizer takes it."""
+        content = truncate(encodable(text), self.max_output_chars, self.truncate_side)
+        message: dict[str, Any] = {"role": self.tool_role, "content": content}
+        if name is not None:
+            message["name"] = encodable(name)
+        if tool_call_id is not None:
+            message["tool_call_id"] = tool_call_id
+        return message
+
+
+async def _run(tool: Tool, arguments: dict[str, Any], conversation_id: str) -> Any:
+    return await tool.run(arguments, conversation_id)
+
+
+def _turn(element: TensorDictBase) -> int:
+    return len(element.get(("history", "full")).chats)
+
+
+def _like(tensordict: TensorDictBase, elements: list[TensorDictBase]) -> TensorDictBase:
+    shape = tensordict.batch_size
+    if not shape:
+        return elements[0]
+    stacked = lazy_stack(elements, 0)
+    return stacked.reshape(shape) if len(shape) > 1 else stacked

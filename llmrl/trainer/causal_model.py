@@ -1,0 +1,181 @@
+"""What we need to know of a transformers model: its decoder, its head, how it computes rows exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from llmrl.trainer.attention import IMPLEMENTATION, register_packed_attention
+from llmrl.trainer.decoder import decoder_hidden_states, decoder_of, text_config
+from llmrl.trainer.exactness import ExactnessProbe
+from llmrl.trainer.log_probs import LogitTransform
+from llmrl.trainer.output_head import OutputHead
+from llmrl.trainer.packing import PackedRows
+
+logger = logging.getLogger("llmrl")
+
+
+class CausalModel:
+    """The parts of a causal language model: hidden states of packed rows, the output head, the logits' transform.
+
+    How rows are computed is chosen by trying: packed with the attention that is set, packed with `eager`, then each row
+    in a bin of its own without a mask. The first is taken whose logits are those of the model in `eager`, one row at a
+    time (`ExactnessProbe`).
+
+    Args:
+        model: a transformers model with a linear output head.
+        temperature: see `LogitTransform`.
+
+    Raises:
+        TypeError: when the output head is not linear, the logits made from the parts are not the model's own, or
+            there is no exact way of computing rows.
+        ValueError: when the model is sharded already, or its attention cannot be trained where it is.
+    """
+
+    def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            raise ValueError("model is sharded already; wrap it first, then shard it: its logits are checked whole.")
+        self.config = text_config(self.model)
+        self.head = OutputHead(self.model.get_output_embeddings())
+        self.set_deterministic_mode()
+        self._check_attention()
+        probe = ExactnessProbe(self.model, self.head)
+        self.transform: LogitTransform = dataclasses.replace(probe.transform, temperature=temperature)
+        """What the model does to its logits, and the temperature."""
+        self.is_packed = True
+        """False where each row has a bin of its own, without a mask."""
+        self.faults: dict[str, str] = {}
+        """Ways of computing rows that would have been preferred, and what is wrong with each."""
+        self._choose_computation(probe)
+        self.attention_length = self._attention_length()
+        """Tokens of a bin at which its attention costs as much as the rest of the model."""
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """The model without its head."""
+        return decoder_of(self.model)
+
+    def set_deterministic_mode(self) -> None:
+        """Eval mode; or, where gradient checkpointing needs it, training mode without dropout.
+
+        Raises:
+            ValueError: when gradient checkpointing is on and the model has dropout.
+        """
+        if not getattr(self.model, "is_gradient_checkpointing", False):
+            self.model.eval()
+            return
+        dropouts = {
+            name: value
+            for name, value in self.config.to_dict().items()
+            if "drop" in name and isinstance(value, float) and value > 0
+        }
+        dropouts |= {
+            name: module.p
+            for name, module in self.model.named_modules()
+            if isinstance(module, torch.nn.Dropout) and module.p > 0
+        }
+        if dropouts:
+            raise ValueError(
+                f"Gradient checkpointing runs in training mode, where dropout would act: set {sorted(dropouts)} to 0."
+            )
+        self.model.train()
+
+    def hidden_states(self, packed: PackedRows) -> torch.Tensor:
+        """Last hidden states `[num_bins, bin_length, hidden_size]`.
+
+        Raises:
+            ValueError: when a row is longer than the positions after which the model's rotary embedding changes with
+                the length of what it is given.
+        """
+        if self.model.training != bool(getattr(self.model, "is_gradient_checkpointing", False)):
+            self.set_deterministic_mode()
+        limit = _position_limit(self.config)
+        if limit is not None and int(packed.position_ids.max()) >= limit:
+            raise ValueError(
+                f"A row has {int(packed.position_ids.max()) + 1} tokens and the rotary embedding of "
+                f"{type(self.model).__name__} changes beyond {limit} with the length of what is computed together, "
+                "so that no log-prob is its own there: limit the length of rollouts, or set a rope_type that is "
+                "neither 'dynamic' nor 'longrope'."
+            )
+        return decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
+
+    def _attention_length(self) -> float:
+        """From operations a token: two for each weight, and in each layer four for each key and unit of width.
+
+        Scores of pairs that do not see each other are computed, too, but by `flex_attention`.
+        """
+        width, num_layers = (getattr(self.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
+        if self.config._attn_implementation == "flex_attention" or not width or not num_layers:
+            return math.inf
+        num_weights = sum(parameter.numel() for parameter in self.decoder.parameters() if parameter.ndim > 1)
+        num_weights -= self.model.get_input_embeddings().weight.numel()
+        return max(1.0, num_weights / (2 * width * num_layers))
+
+    def _check_attention(self) -> None:
+        if self.config._attn_implementation == "flex_attention" and self.head.device.type == "cpu":
+            raise ValueError(
+                "attn_implementation='flex_attention' has no backward pass on a CPU: use 'sdpa', or a GPU."
+            )
+
+    def _choose_computation(self, probe: ExactnessProbe) -> None:
+        """Take the first way of computing rows that is exact, and say what it costs where it is not the first choice.
+
+        Raises:
+            TypeError: when there is none.
+        """
+        name, chosen = type(self.model).__name__, self.config._attn_implementation
+        register_packed_attention()
+        preferred = IMPLEMENTATION if chosen == "sdpa" else chosen
+        faults = self.faults
+        packing_fault = probe.packing_fault()
+        if packing_fault is not None:
+            faults["packed"] = packing_fault
+        packings = (True, False) if packing_fault is None else (False,)
+        ways = [(is_packed, one) for is_packed in packings for one in dict.fromkeys((preferred, chosen, "eager"))]
+        if "flash" in chosen:  # chosen for long rows, whose weights eager would hold
+            ways.sort(key=lambda way: way[1] == "eager")
+        for is_packed, implementation in ways:
+            fault = probe.fault(implementation, is_packed=is_packed)
+            if fault is None:
+                self.model.set_attn_implementation(implementation)
+                self.is_packed = is_packed
+                why = "; ".join(dict.fromkeys(faults.values()))
+                if not is_packed:
+                    _say_once(
+                        f"{name}: rows cannot be packed ({why}). Each is computed by itself, which is exact; what "
+                        "rows share is computed for each, and short rows are padded."
+                    )
+                elif implementation not in (preferred, chosen):
+                    _say_once(
+                        f"{name}: attn_implementation={chosen!r} is not what 'eager' computes ({why}); 'eager' is "
+                        "used, which holds [length, length] weights for every layer and head."
+                    )
+                return
+            faults[f"{'packed' if is_packed else 'one row a bin'}, {implementation}"] = fault
+        raise TypeError(
+            f"{name} cannot be trained exactly; compared with 'eager', one row at a time: "
+            + "; ".join(f"{way}: {fault}" for way, fault in faults.items())
+        )
+
+
+def _position_limit(config: Any) -> int | None:
+    """Number of positions beyond which rotary frequencies depend on the longest row of a forward pass."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = [
+        parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        for parameters in [rope, *rope.values()]
+        if isinstance(parameters, dict) and parameters.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)

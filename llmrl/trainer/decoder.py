@@ -1,0 +1,51 @@
+"""The decoder of a transformers model, called with packed rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from llmrl.trainer.attention import IMPLEMENTATION, packed_mask
+from llmrl.trainer.packing import PackedRows
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of a model's decoder, where it is a part of a larger one."""
+    return getattr(model.config, "text_config", None) or model.config
+
+
+def decoder_of(model: Any) -> torch.nn.Module:
+    """A causal language model without its head."""
+    base = model.base_model
+    return model.model if base is model and hasattr(model, "model") else base
+
+
+def decoder_hidden_states(model: Any, packed: PackedRows, *, is_packed: bool) -> torch.Tensor:
+    """Last hidden states `[num_bins, bin_length, hidden_size]` of a transformers model's decoder.
+
+    Args:
+        model: the model; its configuration says which attention it has.
+        packed: rows; `is_one_row_a_bin` when `is_packed` is False.
+        is_packed: False leaves mask and positions to the model. Bins are padded on the right, which no token sees.
+    """
+    if not is_packed:
+        return decoder_of(model)(input_ids=packed.input_ids, use_cache=False).last_hidden_state
+    config = text_config(model)
+    dtype = next(model.parameters()).dtype
+    device_type = packed.input_ids.device.type
+    if config._attn_implementation == IMPLEMENTATION and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    mask = functools.partial(packed_mask, packed, implementation=config._attn_implementation, dtype=dtype)
+    window = getattr(config, "sliding_window", None)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    attention_mask: Any
+    if "sliding_attention" in layer_types:
+        attention_mask = {"full_attention": mask(), "sliding_attention": mask(window=window)}
+    else:
+        # Without `layer_types` a window, if there is one, holds for every layer (Mistral).
+        attention_mask = mask(window=None if layer_types else window)
+    return decoder_of(model)(
+        input_ids=packed.input_ids, attention_mask=attention_mask, position_ids=packed.position_ids, use_cache=False
+    ).last_hidden_state

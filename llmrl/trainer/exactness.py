@@ -1,0 +1,194 @@
+"""Whether a way of computing rows gives the model's own log-probs: tried, not read from its configuration."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from typing import Any
+
+import torch
+
+from llmrl.trainer.attention import IMPLEMENTATION
+from llmrl.trainer.decoder import decoder_hidden_states, decoder_of, text_config
+from llmrl.trainer.log_probs import LogitTransform
+from llmrl.trainer.output_head import OutputHead
+from llmrl.trainer.packing import pack_rows
+
+PROBE_WINDOW = 3
+_NUM_SHARED = 6
+_WINDOW_NAMES = re.compile(r"(?<!max_)window|attention_chunk_size|chunk_length|local_attention|index_topk")
+_SOFT_CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_SCALE_NAMES = (
+    "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier",
+)  # fmt: skip
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class ExactnessProbe:
+    """Compares ways of computing rows with the model in `eager`, one row at a time.
+
+    Two rows share a prefix, two branch off later, one is by itself. All are longer than any window: both sides are
+    copies of the model that share its weights, and in the copies windows are `PROBE_WINDOW` tokens. So a mask that is
+    left out, a state that runs from row to row, a position or a preceding token that is taken by its place in the bin,
+    and a token that sees what follows all change logits. Where shrinking a window changes nothing although there is
+    one, rows as short as these cannot tell, and the model does not count as packable.
+
+    Args:
+        model: a transformers model; neither its weights nor its attention is changed.
+        head: its output head.
+
+    Raises:
+        TypeError: when the logits made from decoder, head and transform are not the model's, or the model changes its
+            weights when it is called.
+    """
+
+    def __init__(self, model: Any, head: OutputHead) -> None:
+        self.model, self.head = model, head
+        self.layer_types: set[str] = set(getattr(text_config(model), "layer_types", None) or ())
+        dtype = next(model.parameters()).dtype
+        self.is_half = dtype in (torch.bfloat16, torch.float16)
+        is_rough = self.is_half or torch.get_float32_matmul_precision() != "highest"
+        self.tolerance = 0.05 if is_rough else 1e-3
+        self.rows = self._rows()
+        versions = [parameter._version for parameter in model.parameters()]
+        reference = _copy_of(model)
+        reference.set_attn_implementation("eager")
+        if text_config(reference)._attn_implementation != "eager":
+            raise TypeError(
+                f"{type(model).__name__} cannot be told its attention after it was made, so it cannot be compared with "
+                "'eager': load it with attn_implementation='eager'."
+            )
+        with torch.no_grad():
+            try:
+                (whole,) = self._logits(reference, self.rows[:1])
+            except Exception as error:  # whatever a model raises that wants more than token ids
+                raise TypeError(f"{type(model).__name__} cannot be called with token ids alone: {error}") from error
+            self.transform = self._find_transform(reference, whole)
+            """What the model does to its logits, without a temperature."""
+            num_windows = _shrink_windows(reference)
+            self.expected = self._logits(reference, self.rows[:1]) if num_windows else [whole]
+            self.expected += self._logits(reference, self.rows[1:])
+        if versions != [parameter._version for parameter in model.parameters()]:
+            raise TypeError(f"{type(model).__name__} changes its weights when it is called, so they cannot be trained.")
+        first, second = (logits[:_NUM_SHARED] for logits in self.expected[:2])
+        if self._error_of(first, second) > self.tolerance:
+            raise TypeError(
+                f"{type(model).__name__} is not causal: a token's logits change with what follows it, or by chance."
+            )
+        # With `layer_types`, a window that does nothing is one that no layer has.
+        is_window_needed = "sliding_attention" in self.layer_types or not self.layer_types
+        self.has_hidden_window = is_window_needed and num_windows > 0 and torch.equal(whole, self.expected[0])
+
+    def packing_fault(self) -> str | None:
+        """Why rows cannot be packed whatever the attention, in a few words; None when nothing is known against it."""
+        unknown = self.layer_types - _PACKABLE_LAYERS
+        if unknown:
+            return f"layers of type {', '.join(sorted(unknown))}"
+        return "a window that its configuration does not set" if self.has_hidden_window else None
+
+    def fault(self, implementation: str, *, is_packed: bool) -> str | None:
+        """What is wrong with computing rows so, in a few words; None when it is exact.
+
+        Args:
+            implementation: of attention, as transformers names it.
+            is_packed: see `decoder_hidden_states`.
+        """
+        if is_packed and implementation != IMPLEMENTATION and "flash" in implementation:
+            return f"{implementation} takes no masks"
+        try:
+            error = self._error(implementation, is_packed=is_packed)
+        except Exception as exception:  # whatever a model raises for what it does not know
+            return f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
+        return None if error <= self.tolerance else f"logits off by {error:.2g} of their size"
+
+    @torch.no_grad()
+    def _error(self, implementation: str, *, is_packed: bool) -> float:
+        """Largest error of a row."""
+        model = _copy_of(self.model)
+        model.set_attn_implementation(implementation)
+        _shrink_windows(model)
+        masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rows]
+        packed_rows = pack_rows(self.rows, masks, bin_length=256, is_one_row_a_bin=not is_packed)
+        computed = [torch.zeros_like(expected) for expected in self.expected]
+        for packed in packed_rows:
+            packed = packed.to(self.head.device)
+            hidden = decoder_hidden_states(model, packed, is_packed=is_packed).flatten(0, 1)[packed.predictors]
+            logits = torch.nn.functional.linear(hidden, self.head.weight(), self.head.bias()).float()
+            for index in range(len(self.rows)):
+                places = packed.token_index[packed.row_index == index] - 1
+                computed[index][places] = self.transform.apply(logits[packed.row_index == index])[0]
+        pairs = zip(computed, self.expected, strict=True)
+        return max(self._error_of(one[:-1], expected[:-1]) for one, expected in pairs)
+
+    def _error_of(self, logits: torch.Tensor, expected: torch.Tensor) -> float:
+        """Relative error of a row's logits: the largest of a token or, with half precision, the upper quartile."""
+        size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+        errors = (logits - expected).norm(dim=-1) / size.clamp(min=1e-12)
+        return float(errors.quantile(0.75) if self.is_half else errors.max())
+
+    def _rows(self) -> list[torch.Tensor]:
+        """Ids that no configuration gives a meaning."""
+        config = text_config(self.model)
+        special = [value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))]
+        is_plain = torch.ones(self.head.weight().shape[0], dtype=torch.bool)
+        is_plain[[value for value in special if isinstance(value, int) and 0 <= value < len(is_plain)]] = False
+        plain = is_plain.nonzero().flatten() if is_plain.any() else torch.arange(len(is_plain))
+        generator = torch.Generator().manual_seed(0)
+
+        def ids(num: int) -> torch.Tensor:
+            return plain[torch.randint(len(plain), (num,), generator=generator)]
+
+        prefix, branch = ids(_NUM_SHARED), ids(3)
+        rows = [
+            torch.cat([prefix, branch]),
+            torch.cat([prefix, branch[:1], ids(3)]),
+            torch.cat([prefix[:-2], ids(4)]),
+            ids(6),
+        ]
+        return [row.to(self.head.device) for row in rows]
+
+    def _logits(self, model: Any, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        """`[num_tokens, vocab_size]` of each row, by a forward pass of its own."""
+        return [model(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
+
+    def _find_transform(self, reference: Any, expected: torch.Tensor) -> LogitTransform:
+        """What the model does between its head and its logits: of what its configuration names, that which fits."""
+        name, config = type(self.model).__name__, text_config(self.model)
+        output = decoder_of(reference)(input_ids=self.rows[0][None], use_cache=False)
+        if getattr(output, "last_hidden_state", None) is None:
+            raise TypeError(f"{name}'s decoder returns no last_hidden_state, but {type(output).__name__}.")
+        product = torch.nn.functional.linear(output.last_hidden_state[0], self.head.weight(), self.head.bias()).float()
+        scales, caps = ([getattr(config, key, None) for key in keys] for keys in (_SCALE_NAMES, _SOFT_CAP_NAMES))
+        # The same name multiplies in one family and divides in another, or is there and unused.
+        factors = [1.0, *itertools.chain(*((float(scale), 1 / scale) for scale in scales if scale))]
+        caps = [None, *(cap for cap in caps if cap)]
+        transforms = [LogitTransform(scale=factor, soft_cap=cap) for factor in factors for cap in caps]
+        fits = product.shape == expected.shape
+        errors = [float((t.apply(product)[0] - expected).abs().max()) if fits else math.inf for t in transforms]
+        best = min(range(len(errors)), key=errors.__getitem__)
+        if not errors[best] <= (1e-2 if self.is_half else 1e-4) * float(expected.abs().max()):
+            raise TypeError(
+                f"{name} does more between its head and its logits than scale and soft cap: "
+                "log-probs computed in chunks would be wrong."
+            )
+        return transforms[best]
+
+
+def _copy_of(model: Any) -> Any:
+    """A copy with its own modules and configuration that shares the model's weights, in eval mode."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+
+
+def _shrink_windows(model: Any) -> int:
+    """Set every window of a copy to `PROBE_WINDOW`; returns how many its configuration names."""
+    config = text_config(model)
+    num_named = 0
+    for holder in [config, *decoder_of(model).modules()]:
+        for name, value in list(vars(holder).items()):
+            if _WINDOW_NAMES.search(name) and type(value) is int and value > PROBE_WINDOW:
+                setattr(holder, name, PROBE_WINDOW)
+                num_named += holder is config
+    return num_named

@@ -1,0 +1,67 @@
+"""Log-probs by liger-kernel's fused output head, for GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from llmrl._utils.imports import require
+from llmrl.trainer.log_probs import LogitTransform
+
+
+def check_fused_head(transform: LogitTransform) -> None:
+    """Raise when liger-kernel is missing or cannot express what the model does to its logits.
+
+    Raises:
+        ImportError: when it is not installed, naming the extra.
+        ValueError: for a soft cap, which its kernel cannot follow by a temperature.
+    """
+    require("liger_kernel", extra="gpu")
+    if transform.soft_cap is not None:
+        raise ValueError("head_kernel='liger' is for models without a soft cap on logits; use head_kernel='torch'.")
+
+
+def fused_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    positions: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    transform: LogitTransform,
+) -> torch.Tensor:
+    """Log-prob of each target, as `chunked_log_probs`, by liger-kernel's Triton kernel.
+
+    A position that scores several targets is computed once for each of them.
+
+    Args:
+        hidden: `[num_positions, hidden_size]`.
+        weight: `[vocab_size, hidden_size]`.
+        targets: `[num_scored]` ids.
+        positions: `[num_scored]` indices into `hidden`.
+        bias: `[vocab_size]`, if the head has one.
+        transform: see `check_fused_head`.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    device_type = hidden.device.type
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    scale = transform.scale / transform.temperature
+    if bias is not None and scale != 1.0:
+        bias = bias * scale
+    outputs = LigerFusedLinearCrossEntropyFunction.apply(
+        (hidden[positions] * scale).to(dtype),
+        weight.to(dtype),
+        targets,
+        None if bias is None else bias.to(dtype),
+        None,  # weights of classes
+        -100,  # the id to ignore
+        0.0,  # z-loss
+        0.0,  # label smoothing
+        "none",
+        None,  # soft cap
+        False,
+        torch.float32,  # of sums over chunks
+    )
+    return -outputs[0].float()

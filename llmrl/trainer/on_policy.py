@@ -1,0 +1,84 @@
+"""The check of every step: on what the current weights sampled, trainer and engine give the same log-probs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.data.ragged import flat_batch, has_entry, ragged_column
+from llmrl.trainer.trained_model import TrainedModel
+
+_BOUNDS = {torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Mean difference in nats that rounding explains; sharp random models have half of it, trained ones less."""
+_FLOAT32_BOUND = 0.001
+
+_STALE = (
+    "the engine does not hold the trainer's weights: an update did not reach it, or key-value blocks of old weights "
+    "are in use (reset_running_requests=False)"
+)
+_OTHER_DISTRIBUTION = [
+    "the temperature: TransformersWrapper(temperature=...) must be the sampler's",
+    "top_k, top_p or min_p: the sampler's log-probs are those of the distribution that they cut",
+    "the engine was started from another checkpoint than the trainer, or with other options of the model",
+]
+
+
+def on_policy_difference(batch: TensorDictBase, log_probs: list[torch.Tensor], keys: Any, version: int) -> torch.Tensor:
+    """`|log pi_trainer - log pi_sampler|` of the trained tokens that `version` sampled, `[num_tokens]`.
+
+    Args:
+        batch: training rows.
+        log_probs: the policy's, `[num_tokens]` a row, NaN where nothing is trained.
+        keys: a loss's names of the entries: `sample_log_prob` and `policy_version` are read.
+        version: of the weights that gave `log_probs`.
+    """
+    rows = flat_batch(batch)
+    ours = torch.cat(log_probs)
+    sampler, versions = (
+        torch.cat([column.reshape(-1) for column in ragged_column(rows, key)]).cpu()
+        for key in (keys.sample_log_prob, keys.policy_version)
+    )
+    return (ours - sampler).abs()[~ours.isnan() & (versions == version)]
+
+
+def warn_of_difference(record: TrainedModel, batch: TensorDictBase, log_probs: list[torch.Tensor], keys: Any) -> None:
+    """Warn when the on-policy difference passes what rounding explains, with its likely causes in order.
+
+    Nothing is said where it is not known what is on-policy: the weights were never sent to an engine, or changed
+    since. It is said again when the difference has doubled, or has passed its bound anew.
+
+    Args:
+        record: of the policy's model.
+        batch, log_probs, keys: see `on_policy_difference`.
+    """
+    version = record.engine_version
+    if version is None or record.num_updates or not has_entry(batch, keys.policy_version):
+        return
+    difference = on_policy_difference(batch, log_probs, keys, version)
+    if difference.numel() < 2:
+        return
+    dtype = record.coarsest_dtype
+    bound = _FLOAT32_BOUND if dtype is None else _BOUNDS.get(dtype, _FLOAT32_BOUND)
+    mean = float(difference.mean())
+    # Of a few tokens only what is certain.
+    if mean - 2 * float(difference.std()) / math.sqrt(difference.numel()) <= bound:
+        record.has_agreed |= mean <= bound
+        record.warned_difference = 0.0
+        return
+    if mean < 2 * record.warned_difference:
+        return
+    record.warned_difference = mean
+    causes = [_STALE, *_OTHER_DISTRIBUTION] if record.has_agreed else [*_OTHER_DISTRIBUTION, _STALE]
+    if record.disagreement is not None:
+        causes.insert(0, record.disagreement.removesuffix("."))
+    listed = "\n".join(f"  {number}. {cause}" for number, cause in enumerate(causes, 1))
+    warnings.warn(
+        f"The trainer's log-probs differ by {mean:.3g} nats from those of the engine, on average over the "
+        f"{difference.numel()} tokens that the current weights sampled; rounding explains {bound:g}. Likely causes, "
+        f"the first first:\n{listed}",
+        stacklevel=3,
+    )

@@ -1,0 +1,278 @@
+"""Packing ragged rows without padding, computing what they share once.
+
+Rows that begin with the same tokens (samples of one prompt, branches of one conversation) share those tokens'
+computation: a causal decoder gives a token the same hidden state in every row that has the same tokens before it.
+So rows are laid out as token tries. Nodes are numbered in preorder, which makes the attention mask two comparisons:
+node `i` sees node `j` exactly when `j <= i < subtree_end[j]`, that is when `j` is on the path from the root to `i`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from llmrl.trainer.bins import MicroBatch, arrange
+
+DEFAULT_TOKEN_BUDGET = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """A micro-batch: several bins of equal length, each holding one or several token tries.
+
+    Positions are flat: position `p` is `input_ids.flatten()[p]`.
+    """
+
+    input_ids: torch.Tensor
+    """[num_bins, bin_length] int64."""
+    position_ids: torch.Tensor
+    """[num_bins, bin_length] int64: depth in the row, so that a row sees the positions it would see alone."""
+    subtree_end: torch.Tensor
+    """[num_bins, bin_length] int64: one past the last node, within the bin, that sees this node."""
+    predictors: torch.Tensor
+    """[num_scored] int64: flat position whose output predicts the scored token; ascending."""
+    targets: torch.Tensor
+    """[num_scored] int64: id of the scored token."""
+    row_index: torch.Tensor
+    """[num_scored] int64: row of the scored token, in the order given to `pack_rows`."""
+    token_index: torch.Tensor
+    """[num_scored] int64: place of the scored token within its row."""
+    rows: torch.Tensor
+    """[num_rows] int64: the rows held here, in the order of `token_positions`."""
+    row_lengths: torch.Tensor
+    """[num_rows] int64: tokens of each row that are computed."""
+    token_positions: torch.Tensor
+    """[num_row_tokens] int64: flat position of every computed token of every row held here, row after row."""
+    tail_lengths: torch.Tensor
+    """[num_rows] int64: tokens of each row after its last predictor, which are not computed."""
+    tails: torch.Tensor
+    """[num_tail_tokens] int64: ids of those tokens, row after row."""
+
+    @property
+    def num_scored(self) -> int:
+        """Number of tokens to score."""
+        return self.targets.shape[0]
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of the rows held here, shared ones counted once a row."""
+        return self.token_positions.shape[0] + self.tails.shape[0]
+
+    @property
+    def num_packed_tokens(self) -> int:
+        """Tokens to compute, the padding of shorter bins included."""
+        return self.input_ids.numel()
+
+    def attention_mask(self, *, window: int | None = None) -> torch.Tensor:
+        """[num_bins, 1, bin_length, bin_length] bool: True where a query (dim 2) sees a key (dim 3).
+
+        `window` limits a token to the last `window` tokens of its own path, itself included.
+        """
+        index = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        mask = (index[:, None] >= index[None, :]) & (index[:, None] < self.subtree_end[:, None, :])
+        if window is not None:
+            mask &= self.position_ids[:, :, None] - self.position_ids[:, None, :] < window
+        return mask[:, None]
+
+    def unpack(self) -> list[torch.Tensor]:
+        """The rows held here, `[num_tokens]` each, in the order of `rows`."""
+        computed = self.input_ids.flatten()[self.token_positions].split(self.row_lengths.tolist())
+        tails = self.tails.split(self.tail_lengths.tolist())
+        return [torch.cat(parts) for parts in zip(computed, tails, strict=True)]
+
+    def to(self, device: torch.device | str) -> PackedRows:
+        """A copy on `device`."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+
+
+def pack_rows(
+    token_ids: Sequence[torch.Tensor],
+    scored_masks: Sequence[torch.Tensor],
+    *,
+    token_budget: int = DEFAULT_TOKEN_BUDGET,
+    bin_length: int | None = None,
+    attention_length: float = math.inf,
+    is_prefix_shared: bool = True,
+    is_one_row_a_bin: bool = False,
+) -> list[PackedRows]:
+    """Lay ragged rows out as micro-batches of at most `token_budget` computed tokens.
+
+    A row that is longer than the budget by itself gets a micro-batch of its own. The first token of a row has
+    nothing before it and is never scored. What follows a row's last predictor (its last scored token, and any context
+    after it) is seen by nothing that is wanted and is not computed; a row without scored tokens is left out.
+
+    Args:
+        token_ids: `[num_tokens]` int64 each.
+        scored_masks: `[num_tokens]` bool each; True for tokens whose log-prob is wanted.
+        token_budget: computed tokens in a micro-batch, padding included.
+        bin_length: tokens that attend to each other in one sequence; longer rows get a longer bin. What is shared grows
+            with it, and so does the cost of attention: None takes the cheapest of several.
+        attention_length: a bin's length at which attention costs as much as the rest of the model; infinite where
+            nothing but the number of computed tokens counts.
+        is_prefix_shared: False lays every row out by itself, for comparison.
+        is_one_row_a_bin: nothing is shared and each row has a bin of its own, for models that carry a state from token
+            to token: where a bin holds one row from its start, no mask is needed.
+
+    Raises:
+        ValueError: when the two lists differ in length, a row is empty, or a budget is not positive.
+
+    Example:
+        >>> a, b = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
+        >>> scored = torch.tensor([False, False, True])
+        >>> (packed,) = pack_rows([a, b], [scored, scored])
+        >>> packed.input_ids.tolist(), packed.position_ids.tolist()
+        ([[1, 2]], [[0, 1]])
+        >>> packed.predictors.tolist(), packed.targets.tolist()
+        ([1, 1], [3, 4])
+    """
+    _check(token_ids, scored_masks, token_budget, bin_length, attention_length)
+    if not token_ids:
+        return []
+    if is_one_row_a_bin:
+        # Whatever is longer than a bin has one to itself, and so has whatever fills one.
+        bin_length, is_prefix_shared = 1, False
+    rows = [np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64) for ids in token_ids]
+    scored = [mask.detach().cpu().numpy().astype(bool) for mask in scored_masks]
+    for mask in scored:
+        mask[0] = False
+    num_computed = [int(np.flatnonzero(mask)[-1]) if mask.any() else 0 for mask in scored]
+    order = [index for index in range(len(rows)) if num_computed[index]]
+    if not order:
+        return []
+    tails = [row[num:] for row, num in zip(rows, num_computed, strict=True)]
+    rows = [row[:num] for row, num in zip(rows, num_computed, strict=True)]
+    # Any total order of tokens groups shared prefixes; that of the raw bytes is the cheapest to sort by.
+    order.sort(key=[row.tobytes() for row in rows].__getitem__)
+    shared = [0] * len(order)
+    if is_prefix_shared:
+        for place in range(1, len(order)):
+            shared[place] = _num_shared(rows[order[place - 1]], rows[order[place]])
+    lengths = [len(rows[index]) for index in order]
+    micro_batches = arrange(
+        lengths, shared, token_budget=token_budget, bin_length=bin_length, attention_length=attention_length
+    )
+    return [_lay_out(bins, order, shared, rows, tails, scored, token_ids[0].device) for bins in micro_batches]
+
+
+def _check(
+    token_ids: Sequence[torch.Tensor],
+    scored_masks: Sequence[torch.Tensor],
+    token_budget: int,
+    bin_length: int | None,
+    attention_length: float,
+) -> None:
+    if len(token_ids) != len(scored_masks):
+        raise ValueError(
+            f"token_ids and scored_masks must have one entry a row, got {len(token_ids)} and {len(scored_masks)}."
+        )
+    for name, value in (("token_budget", token_budget), ("bin_length", bin_length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    if not attention_length > 0:
+        raise ValueError(f"attention_length must be positive, got {attention_length}.")
+    for index, (ids, mask) in enumerate(zip(token_ids, scored_masks, strict=True)):
+        if ids.ndim != 1 or not ids.numel():
+            raise ValueError(f"token_ids[{index}] must be [num_tokens] and not empty, got shape {tuple(ids.shape)}.")
+        if ids.shape != mask.shape:
+            raise ValueError(
+                f"scored_masks[{index}] must have the shape of its row, {tuple(ids.shape)}, got {tuple(mask.shape)}."
+            )
+
+
+def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
+    """Length of the common prefix."""
+    num = min(len(left), len(right))
+    differs = left[:num] != right[:num]
+    first = int(differs.argmax())
+    return first if differs[first] else num
+
+
+def _lay_out(
+    bins: MicroBatch,
+    order: list[int],
+    shared: list[int],
+    rows: list[np.ndarray],
+    tails: list[np.ndarray],
+    scored: list[np.ndarray],
+    device: torch.device,
+) -> PackedRows:
+    """Number the nodes of one micro-batch and write its tensors."""
+    length = bins[0].num_nodes
+    size = len(bins) * length
+    input_ids = np.zeros(size, dtype=np.int64)
+    position_ids = np.zeros(size, dtype=np.int64)
+    # A padding token sees itself only and is seen by nothing else: no empty softmax, no leak.
+    subtree_end = np.tile(np.arange(1, length + 1), len(bins))
+    depths = np.arange(max(len(row) for row in rows))
+    held: list[int] = []
+    paths: list[np.ndarray] = []
+    for bin_index, held_bin in enumerate(bins):
+        base = node = bin_index * length
+        for piece in held_bin.pieces:
+            path = depths[:0]
+            for place in range(piece.start, piece.end):
+                index = order[place]
+                row = rows[index]
+                num_shared = 0 if place == piece.start else shared[place]
+                # The branch that is left ends here.
+                subtree_end[path[num_shared:]] = node - base
+                num_new = len(row) - num_shared
+                input_ids[node : node + num_new] = row[num_shared:]
+                position_ids[node : node + num_new] = depths[num_shared : len(row)]
+                path = np.concatenate([path[:num_shared], np.arange(node, node + num_new)])
+                node += num_new
+                held.append(index)
+                paths.append(path)
+            subtree_end[path] = node - base
+    return _with_scored_tokens(
+        input_ids.reshape(len(bins), length),
+        position_ids.reshape(len(bins), length),
+        subtree_end.reshape(len(bins), length),
+        held,
+        paths,
+        rows,
+        tails,
+        scored,
+        device,
+    )
+
+
+def _with_scored_tokens(
+    input_ids: np.ndarray,
+    position_ids: np.ndarray,
+    subtree_end: np.ndarray,
+    held: list[int],
+    paths: list[np.ndarray],
+    rows: list[np.ndarray],
+    tails: list[np.ndarray],
+    scored: list[np.ndarray],
+    device: torch.device,
+) -> PackedRows:
+    """Find, for every token to score, the position that predicts it."""
+    lengths = np.asarray([len(path) for path in paths])
+    positions = np.concatenate(paths)
+    starts = np.cumsum(lengths) - lengths
+    # A place among the computed tokens predicts a scored token exactly when the row's next token is scored.
+    places = np.flatnonzero(np.concatenate([scored[index][1 : len(rows[index]) + 1] for index in held]))
+    next_ids = np.concatenate([np.append(rows[index][1:], tails[index][0]) for index in held])
+    places = places[np.argsort(positions[places], kind="stable")]
+    row_of_place = np.repeat(np.asarray(held), lengths)
+    columns = {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "subtree_end": subtree_end,
+        "predictors": positions[places],
+        "targets": next_ids[places],
+        "row_index": row_of_place[places],
+        "token_index": places + 1 - np.repeat(starts, lengths)[places],
+        "rows": np.asarray(held, dtype=np.int64),
+        "row_lengths": lengths,
+        "token_positions": positions,
+        "tail_lengths": np.asarray([len(tails[index]) for index in held]),
+        "tails": np.concatenate([tails[index] for index in held]),
+    }
+    return PackedRows(**{name: torch.from_numpy(np.ascontiguousarray(c)).to(device) for name, c in columns.items()})

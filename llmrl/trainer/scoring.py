@@ -1,0 +1,65 @@
+"""Log-probs of a batch under a model that is not being trained on it: the old policy, a reference, a teacher."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from llmrl.data.ragged import flat_batch, ragged_column
+from llmrl.trainer.transformers_wrapper import TransformersWrapper
+
+
+@torch.no_grad()
+def write_log_probs(
+    policy: TransformersWrapper,
+    batch: TensorDictBase,
+    key: NestedKey,
+    *,
+    is_adapter_off: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> TensorDictBase:
+    """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 a row, without gradient.
+
+    - `("old_log_probs", "full")`: the trainer's own, before the first of several updates on a batch;
+    - `("next", "ref_log_probs", "full")`: a reference's, a model of its own, or the trained one with its LoRA adapters
+      off (`is_adapter_off`), which costs no second copy of the weights;
+    - `("next", "teacher_log_probs", "full")`: a teacher's.
+
+    Args:
+        policy: scores; its `tokens_key` and `mask_key` are read.
+        batch: training rows, ragged; changed in place.
+        key: entry written.
+        is_adapter_off: score with the adapters of a peft model disabled.
+        process_group: of the ranks that the model is sharded over: each computes its share and has all.
+
+    Returns:
+        The batch.
+
+    Raises:
+        TypeError: for `is_adapter_off` with a model that has no adapters.
+    """
+    with adapters_off(policy.model) if is_adapter_off else contextlib.nullcontext():
+        # Rows of their own, so that nothing but the new entry is written into the batch.
+        scored = policy(flat_batch(batch).select(*policy.in_keys).copy(), process_group=process_group)
+    for row, log_probs in zip(flat_batch(batch).unbind(0), ragged_column(scored, policy.log_probs_key), strict=True):
+        row.set(key, log_probs)
+    return batch
+
+
+@contextlib.contextmanager
+def adapters_off(model: Any) -> Any:
+    """A peft model as it was before its adapters.
+
+    Raises:
+        TypeError: when the model has no adapters.
+    """
+    if not hasattr(model, "disable_adapter"):
+        raise TypeError(
+            f"is_adapter_off needs a peft model, got {type(model).__name__}; score with a reference model instead."
+        )
+    with model.disable_adapter():
+        yield

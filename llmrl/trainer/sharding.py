@@ -1,0 +1,58 @@
+"""Weights, gradients and optimizer states spread over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from llmrl.trainer.trained_model import trained_model
+
+
+def shard_model(model: Any, mesh: DeviceMesh | None = None, *, compute_dtype: torch.dtype | None = None) -> Any:
+    """Shard a transformers model in place by PyTorch's `fully_shard`, layer by layer.
+
+    Gradients are summed over ranks, not averaged: the token weights of a loss are those of the whole batch, of which
+    each rank computes a part (`train_step(..., process_group=...)`). Give the model to `TransformersWrapper` before,
+    whose checks run it whole, and make the optimizer afterwards. Every rank starts from the same weights.
+
+    Args:
+        model: a causal language model, with or without peft adapters.
+        mesh: the ranks; default, all of them.
+        compute_dtype: for example `torch.bfloat16` over float32 weights, in place of the wrapper's autocast, which
+            would gather them in float32: the output head's, too. Gradients are summed in float32.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: when the model's decoder has no list of layers.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = base.base_model
+    layers = getattr(decoder, "layers", None)
+    if layers is None:
+        raise TypeError(f"{type(decoder).__name__} has no `layers` to shard one by one.")
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+    )
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    is_tied = getattr(head, "weight", None) is embedding.weight
+    # The decoder, and not the whole model, is what is called, so it is the root. It is resharded after its forward
+    # pass, so that its parameters are the sharded ones whenever the head's weight is taken from it.
+    for module in [*layers, decoder]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    if is_tied:
+        head.weight = embedding.weight
+    else:
+        fully_shard(head, mesh=mesh, mp_policy=policy)
+    if compute_dtype is not None:
+        record = trained_model(model)
+        record.compute_dtype = record.sharded_dtype = compute_dtype
+    for module in base.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    return model
