@@ -44,7 +44,7 @@ class SimulatedSource:
         return self.engine.policy_version
 
     async def open(self, num_groups: int) -> list[Any]:
-        from llmrl.collectors.scheduler import Job
+        from llmrl.collectors.scheduler import RolloutTask
         from llmrl.data import Rollout
 
         groups = []
@@ -53,7 +53,7 @@ class SimulatedSource:
             self.num_opened += 1
             groups.append(
                 [
-                    Job(
+                    RolloutTask(
                         records=[
                             Rollout(
                                 rollout_id=f"{group_id}/{index}",

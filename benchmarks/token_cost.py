@@ -20,7 +20,7 @@ GOAL_MESSAGE_SHARE = 0.01
 TOKENS_PER_SECOND = 900.0
 QUESTION = "Go on, then: what else is there to say about this, and why does it matter?"
 ANSWER = "There is a good deal more to say about it, and most of it matters because people do not expect it.<|im_end|>"
-COLUMNS = ("token_ids", "is_trained", "log_probs", "versions")
+COLUMNS = ("token_ids", "loss_mask", "log_probs", "versions")
 
 
 def ours(renderer: Any, mode: str) -> tuple[list[float], Any]:

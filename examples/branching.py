@@ -23,7 +23,7 @@ def main(engine: AsyncVLLM) -> None:
     branches = [answer(root.with_prompt([*root.messages, question])) for _ in range(3)]
 
     result = reconcile_tree([branch.node for branch in branches])
-    num_trained = sum(sum(row.columns.is_trained) for row in result.rows)
+    num_trained = sum(sum(row.columns.loss_mask) for row in result.rows)
     num_sampled = sum(branch.node.num_completion_tokens for branch in branches) + root.node.num_completion_tokens
     print(len(result.rows), "rows;", num_trained, "tokens trained of", num_sampled, "sampled")
     assert num_trained == num_sampled

@@ -260,14 +260,14 @@ class Comparison:
     """Norm of the difference over the norm of the gradient."""
 
     @property
-    def is_trained(self) -> bool:
+    def loss_mask(self) -> bool:
         """Not refused."""
         return self.outcome in ("packed", "one row a bin")
 
     @property
     def is_exact(self) -> bool:
         """As exact as float32 is, or refused."""
-        return not self.is_trained or (self.log_prob_error < 2e-5 and self.gradient_error < 1e-4)
+        return not self.loss_mask or (self.log_prob_error < 2e-5 and self.gradient_error < 1e-4)
 
 
 def compare(model_type: str, *, config: Any = None, **arguments: Any) -> Comparison:
@@ -350,7 +350,7 @@ def main() -> None:
     ]
     lines += ["| type | rows are | largest difference, nats | of gradients, relative | why |", "|---|---|---|---|---|"]
     for name, result in results.items():
-        errors = [f"{result.log_prob_error:.0e}", f"{result.gradient_error:.0e}"] if result.is_trained else ["", ""]
+        errors = [f"{result.log_prob_error:.0e}", f"{result.gradient_error:.0e}"] if result.loss_mask else ["", ""]
         reason = result.reason.split(". ")[0].replace("|", "/")[:160]
         lines.append(f"| `{name}` | {result.outcome} | {' | '.join(errors)} | {reason} |")
     text = PAGE.read_text()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmrl.collectors.admission import DemandGate
-from llmrl.collectors.groups import CollectionStalled, DropReason, GroupCounter, GroupRules, StallWatch
+from llmrl.collectors.groups import CollectionStalled, DropReason, GroupCounter, GroupRules, StallDetector
 from llmrl.collectors.staleness import StalenessGate
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.objectives import MCAdvantage
@@ -105,7 +105,7 @@ def test_ids_may_not_be_open_twice_and_abandoned_groups_give_back_what_settled()
 
 
 def test_a_stream_of_dropped_groups_warns_then_raises(caplog):
-    watch = StallWatch(2, max_warnings=2)
+    watch = StallDetector(2, max_warnings=2)
     bad = [(rollout(error="broken tool"), "environment_error")]
     for _ in range(5):
         watch.dropped(bad)
@@ -254,7 +254,7 @@ def test_batches_that_bring_nothing_are_replaced_within_the_bound(groups_per_bat
         if (taken := gate.take(version)) is not None:
             assert max(taken.staleness.values()) <= max_staleness
             if rng.random() < 0.5:  # nothing in it had signal: no update comes of it
-                gate.take_back()
+                gate.rollback()
             else:
                 num_trained += 1
                 version += 1

@@ -17,7 +17,7 @@ from llmrl._utils.failure import EscapedError, contained
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.collectors import CollectionStalled, GroupRules, LLMCollector, RolloutLimits
 from llmrl.collectors.admission import DemandGate
-from llmrl.collectors.scheduler import Job, RolloutScheduler
+from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
 from llmrl.collectors.staleness import StalenessGate
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import ChatHistory, Rollout, RolloutStatus, StopReason
@@ -607,7 +607,7 @@ class BrokenSource:
             group_id = f"g{self.num_opened}"
             self.num_opened += 1
             groups.append([
-                Job(records=[Rollout(rollout_id=f"{group_id}/{index}", group_id=group_id, sample_index=index,
+                RolloutTask(records=[Rollout(rollout_id=f"{group_id}/{index}", group_id=group_id, sample_index=index,
                                      group_size=self.group_size)])
                 for index in range(self.group_size)
             ])  # fmt: skip
@@ -653,7 +653,7 @@ def test_a_group_that_was_dropped_is_in_the_state_until_that_is_told():
             await asyncio.sleep(0.1)
             async with scheduler.holding_still() as unfinished:
                 states.append(sorted(unfinished))
-        scheduler.handed_on()
+        scheduler.mark_delivered()
         async with scheduler.holding_still() as unfinished:
             states.append(unfinished)
         await scheduler.stop()

@@ -22,8 +22,8 @@ from waiting import is_running, wait_until  # noqa: E402
 
 from llmrl.collectors import RayLLMCollector, RolloutLimits  # noqa: E402
 from llmrl.engines import AsyncVLLM, EngineError  # noqa: E402
-from llmrl.engines.ray_board import EngineBoard  # noqa: E402
 from llmrl.engines.ray_cluster import connect  # noqa: E402
+from llmrl.engines.ray_registry import EngineRegistry  # noqa: E402
 from llmrl.envs import DatasetChatEnv  # noqa: E402
 from llmrl.policies import LLMWrapperBase  # noqa: E402
 from llmrl.testing import ScriptedEngine  # noqa: E402
@@ -129,14 +129,14 @@ def processes_of(engine):
     return ray.get(engine._actor.__ray_call__.remote(find))
 
 
-def board_policy(board):
+def registry_policy(registry):
     sampling = {"max_new_tokens": 1200, "ignore_eos": True}
-    return lambda: LLMWrapperBase(board.reach(), input_mode="tokens", generate_kwargs=sampling)
+    return lambda: LLMWrapperBase(registry.connect(), input_mode="tokens", generate_kwargs=sampling)
 
 
 @pytest.mark.engine
 def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_nodes, tiny_model_path):
-    """The trainer's engines, in actors; collectors reach them by a board; both get new weights, and both die."""
+    """The trainer's engines, in actors; collectors reach them by a registry; both get new weights, and both die."""
     pytest.importorskip("vllm")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).eval()
     options = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "num_replicas": 1, "use_ray": True}
@@ -148,10 +148,10 @@ def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_n
         assert engine.reset_prefix_cache()
         with pytest.raises(EngineError, match="cannot open the trainer's memory"):
             engine.init_weight_transfer_engine({"path": "/nowhere", "num_bytes": 64})
-        board = EngineBoard.start()
-        board.keep(engines)
+        registry = EngineRegistry.start()
+        registry.publish(engines)
         with make_collector(
-            board_policy(board),
+            registry_policy(registry),
             num_collectors=1,
             dialog_turns_per_batch=8,
             engine=engines,

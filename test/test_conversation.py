@@ -36,17 +36,15 @@ def check(conversation, *seen):
     prompt, completion = seen[-1]
     assert conversation.prompt_ids == [*prompt, *completion]
     assert conversation.node.token_ids() == conversation.prompt_ids
-    for column in ("token_ids", "is_trained", "log_probs", "versions"):
+    for column in ("token_ids", "loss_mask", "log_probs", "versions"):
         assert conversation.tensor_view(column).shape == (conversation.num_tokens,)
     result = conversation.reconcile()
     num_sampled = sum(len(each) for _, each in seen)
-    assert (
-        sum(sum(row.columns.is_trained) for row in result.rows) + result.counts["num_realigned_tokens"] == num_sampled
-    )
+    assert sum(sum(row.columns.loss_mask) for row in result.rows) + result.counts["num_realigned_tokens"] == num_sampled
     if result.rows and result.rows[-1].turn_span[1] == conversation.num_turns:
         last = result.rows[-1].columns
         assert last.token_ids == conversation.tensor_view("token_ids").tolist()
-        assert last.is_trained == conversation.tensor_view("is_trained").tolist()
+        assert last.loss_mask == conversation.tensor_view("loss_mask").tolist()
         assert last.versions == conversation.tensor_view("versions").tolist()
         torch.testing.assert_close(torch.tensor(last.log_probs), conversation.tensor_view("log_probs"))
 
@@ -96,14 +94,14 @@ def test_bridging_is_full_rendering_where_the_template_appends(model_path, famil
 
 
 def test_an_added_end_of_turn_is_not_trained_and_a_sampled_one_is(chatml):
-    for text, is_trained in (("yes", False), ("yes<|im_end|>", True)):
+    for text, loss_mask in (("yes", False), ("yes<|im_end|>", True)):
         first = answer(Conversation.start(chatml).with_prompt([user("a")]), text)
-        assert first.last.is_complete is is_trained
+        assert first.last.is_complete is loss_mask
         conversation = answer(first.with_prompt([*first.messages, user("b")]))
         row = conversation.reconcile().rows[0].columns
-        where = first.num_tokens - is_trained
+        where = first.num_tokens - loss_mask
         assert row.token_ids[where] == chatml.stop_token_ids[0]
-        assert row.is_trained[where] is is_trained
+        assert row.loss_mask[where] is loss_mask
         assert chatml.decode(row.token_ids).count("yes<|im_end|>\n<|im_start|>user\nb<|im_end|>\n") == 1
 
 
@@ -141,7 +139,7 @@ def test_a_character_split_across_completions_keeps_its_tokens(chatml):
     trained = [
         t
         for t, m in zip(
-            second.reconcile().rows[0].columns.token_ids, second.reconcile().rows[0].columns.is_trained, strict=True
+            second.reconcile().rows[0].columns.token_ids, second.reconcile().rows[0].columns.loss_mask, strict=True
         )
         if m
     ]
@@ -152,7 +150,7 @@ def test_few_shot_answers_at_the_start_are_context(chatml):
     opening = [user("1?"), assistant("1!"), user("2?")]
     conversation = answer(Conversation.start(chatml).with_prompt(opening), "2!<|im_end|>")
     row = conversation.reconcile().rows[0].columns
-    trained = [t for t, m in zip(row.token_ids, row.is_trained, strict=True) if m]
+    trained = [t for t, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
     assert chatml.decode(trained) == "2!<|im_end|>" and conversation.num_turns == 1
 
 
@@ -215,7 +213,7 @@ def test_reasoning_that_the_template_drops_is_trained_whatever_the_threshold(mod
         messages = [*conversation.messages, user("b")]
     result = conversation.reconcile()
     trained = [
-        [t for t, is_trained in zip(row.columns.token_ids, row.columns.is_trained, strict=True) if is_trained]
+        [t for t, loss_mask in zip(row.columns.token_ids, row.columns.loss_mask, strict=True) if loss_mask]
         for row in result.rows
     ]
     assert trained == sampled  # each answer in a row of its own, after the prompt that it was sampled from
@@ -254,7 +252,7 @@ def test_a_call_stays_as_it_was_sampled(model_path, reasoning, spelling, ending)
     conversation = answer(conversation, last)
     (row,) = conversation.reconcile().rows
     assert row.columns.token_ids == ids + last
-    assert row.columns.is_trained == masks + [True] * len(last)
+    assert row.columns.loss_mask == masks + [True] * len(last)
 
 
 def test_reasoning_survives_a_tool_cycle(model_path):
@@ -296,9 +294,7 @@ def test_continuing_a_value_twice_branches(chatml):
         assert leaf.tensor_view("token_ids").tolist() == leaf.prompt_ids == leaf.node.token_ids()
         assert leaf.node.parent is root.node
     result = reconcile_tree([left.node, right.node, other.node])
-    trained = [
-        t for row in result.rows for t, m in zip(row.columns.token_ids, row.columns.is_trained, strict=True) if m
-    ]
+    trained = [t for row in result.rows for t, m in zip(row.columns.token_ids, row.columns.loss_mask, strict=True) if m]
     expected = [*root.node.completion_ids, *left.node.completion_ids, *right.node.completion_ids]
     assert trained == [*expected, *other.node.completion_ids]
 
@@ -347,7 +343,7 @@ def long_conversation(renderer, num_turns, seconds=None):
         started = time.thread_time()
         conversation = conversation.with_prompt(messages)
         conversation = answer(conversation, "An answer of some length, all the same.<|im_end|>")
-        for column in ("token_ids", "is_trained", "log_probs", "versions"):
+        for column in ("token_ids", "loss_mask", "log_probs", "versions"):
             conversation.tensor_view(column)
         if seconds is not None:
             seconds.append(time.thread_time() - started)
@@ -361,7 +357,7 @@ def test_tensor_views_share_memory_and_keep_their_values(chatml):
     second = answer(first.with_prompt([*first.messages, user("b")]))
     longer = second.tensor_view("token_ids")
     assert longer.data_ptr() == view.data_ptr() and longer[: len(view)].tolist() == view.tolist()
-    assert [second.tensor_view(c).dtype for c in ("is_trained", "log_probs", "versions")] == [
+    assert [second.tensor_view(c).dtype for c in ("loss_mask", "log_probs", "versions")] == [
         torch.bool, torch.float32, torch.int64,
     ]  # fmt: skip
     with pytest.raises(ValueError, match="column"):
@@ -406,7 +402,7 @@ def test_pickling_keeps_the_value_and_drops_what_others_appended(model_path):
             loaded = pickle.loads(pickle.dumps(value))
             assert loaded.prompt_ids == value.prompt_ids and loaded.messages == value.messages
             assert loaded.reconcile().counts == value.reconcile().counts and loaded.last == value.last
-            assert loaded.tensor_view("is_trained").tolist() == value.tensor_view("is_trained").tolist()
+            assert loaded.tensor_view("loss_mask").tolist() == value.tensor_view("loss_mask").tolist()
             assert len(loaded._held.columns) == loaded.num_tokens
             if value.node is not None and not value.is_prompted:
                 more = [*value.messages, user("c")]

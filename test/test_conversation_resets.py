@@ -49,8 +49,8 @@ def test_an_automatic_reset_begins_a_new_conversation(renderer, batch_size, is_t
     for step in steps.reshape(len(num_turns), -1).unbind(1):
         for row, element in enumerate(step.unbind(0)):
             num_turns[row] += 1
-            is_trained = element["masks", "all_assistant_mask"]
-            trained = renderer.decode(element["tokens", "full"][is_trained].tolist())
+            loss_mask = element["masks", "all_assistant_mask"]
+            trained = renderer.decode(element["tokens", "full"][loss_mask].tolist())
             assert trained == ANSWER * num_turns[row] and element["conversation"].num_turns == num_turns[row]
             if element["next", "done"].item():
                 num_turns[row] = 0

@@ -22,7 +22,7 @@ class RouterMachine(RuleBasedStateMachine):
     def start(self, num_replicas, max_imbalance):
         self.router = Router(num_replicas, max_imbalance=max_imbalance)
         self.num_replicas, self.max_imbalance = num_replicas, max_imbalance
-        self.where, self.homes, self.open, self.num_ids = {}, {}, set(range(num_replicas)), 0
+        self.where, self.affinity, self.open, self.num_ids = {}, {}, set(range(num_replicas)), 0
 
     @rule(target=requests, key=KEYS, avoid=st.sets(st.integers(0, 3)))
     def assign(self, key, avoid):
@@ -34,13 +34,13 @@ class RouterMachine(RuleBasedStateMachine):
             return name
         loads = [list(self.where.values()).count(index) for index in range(self.num_replicas)]
         least = min(allowed, key=lambda index: (loads[index], index))
-        home = self.homes.get(key)
+        home = self.affinity.get(key)
         is_home_fit = home in allowed and loads[home] - loads[least] <= self.max_imbalance
         expected = home if is_home_fit else least
         assert self.router.assign(name, key, avoid=avoid) == expected
         self.where[name] = expected
         if key is not None:
-            self.homes[key] = expected
+            self.affinity[key] = expected
         return name
 
     @rule(name=consumes(requests))
@@ -76,8 +76,8 @@ class RouterMachine(RuleBasedStateMachine):
         if replica >= self.num_replicas:
             return
         self.close(replica)
-        self.router.forget_homes(replica)
-        self.homes = {key: home for key, home in self.homes.items() if home != replica}
+        self.router.forget_affinity(replica)
+        self.affinity = {key: home for key, home in self.affinity.items() if home != replica}
         for name in sorted(self.router.requests_of(replica)):
             self.router.release(name)
             del self.where[name]
@@ -95,7 +95,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert self.router.replica_of(name) == replica
             assert name in self.router.requests_of(replica)
         assert len(self.router._heap) <= 8 * self.num_replicas + 64
-        assert {key: self.router.home_of(key) for key in self.homes} == self.homes
+        assert {key: self.router.affinity_of(key) for key in self.affinity} == self.affinity
 
 
 TestRouter = RouterMachine.TestCase
@@ -119,7 +119,7 @@ def test_the_oldest_keys_are_forgotten(monkeypatch):
     router = Router(1)
     for key in ("a", "b", "a", "c"):
         router.assign(f"{key}{router.num_in_flight}", key)
-    assert [router.home_of(key) for key in "abc"] == [0, None, 0]
+    assert [router.affinity_of(key) for key in "abc"] == [0, None, 0]
 
 
 def test_bounds_are_checked():

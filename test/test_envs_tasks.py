@@ -38,7 +38,7 @@ from llmrl.envs import (
     make_sum_of_digits_env,
 )
 from llmrl.policies import LLMWrapperBase
-from llmrl.rewards import ScoredRollout, prompt_completion_reward
+from llmrl.rewards import RewardInput, prompt_completion_reward
 from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward, find_rubric_reward
 
@@ -295,8 +295,8 @@ def test_the_curriculum_sees_answers_that_were_cut(num_cut, level):
         chat = ({"role": "assistant", "content": problem["entry"]["answer"]},)
         status = RolloutStatus.TRUNCATED if index < num_cut else RolloutStatus.COMPLETED
         assert problems.levels["chain_sum"] == 0
-        assert run_sync(rubric.score(ScoredRollout(chat, problem, status))).reward == float(index >= num_cut)
-    assert run_sync(rubric.score(ScoredRollout(chat, problem, RolloutStatus.ERROR))).is_scored is False
+        assert run_sync(rubric.score(RewardInput(chat, problem, status))).reward == float(index >= num_cut)
+    assert run_sync(rubric.score(RewardInput(chat, problem, RolloutStatus.ERROR))).is_scored is False
     assert problems.levels["chain_sum"] == level
 
 

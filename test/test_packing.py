@@ -123,7 +123,7 @@ def test_micro_batches_keep_to_the_budget_unless_one_row_alone_exceeds_it(batch:
 def test_unshared_packing_lays_every_row_out_by_itself() -> None:
     row, mask = torch.tensor([1, 2, 3]), torch.tensor([False, False, True])
     (shared,) = pack_rows([row] * 4, [mask] * 4)
-    (unshared,) = pack_rows([row] * 4, [mask] * 4, is_prefix_shared=False)
+    (unshared,) = pack_rows([row] * 4, [mask] * 4, share_prefixes=False)
     assert (shared.num_packed_tokens, unshared.num_packed_tokens) == (2, 8)
     assert shared.num_scored == unshared.num_scored == 4
 

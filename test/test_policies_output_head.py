@@ -64,7 +64,7 @@ def test_the_reference_of_an_adapted_model_is_itself_without_adapters(kind: str)
     expected = _plain_log_probs(tiny_model().eval(), batch)
     policy = TransformersWrapper(_adapted(kind))
     key = ("next", "ref_log_probs", "full")
-    write_log_probs(policy, batch, key, is_adapter_off=True)
+    write_log_probs(policy, batch, key, disable_adapter=True)
     for row, wanted in zip(batch.unbind(0), expected, strict=True):
         torch.testing.assert_close(row[key], wanted, rtol=1e-5, atol=2e-5)
     # And the adapters are back: the KL to the reference is not zero.
@@ -80,7 +80,7 @@ def test_scoring_writes_one_entry_and_nothing_else() -> None:
     assert not batch[0]["old_log_probs", "full"].requires_grad
     assert GRPOLoss(policy, importance_cap=2.0)(batch).ratio.item() == pytest.approx(1.0, abs=1e-4)
     with pytest.raises(TypeError, match="needs a peft model"):
-        write_log_probs(policy, batch, ("next", "ref_log_probs", "full"), is_adapter_off=True)
+        write_log_probs(policy, batch, ("next", "ref_log_probs", "full"), disable_adapter=True)
 
 
 def test_only_adapters_are_trained() -> None:

@@ -17,7 +17,7 @@ def turn(prompt, completion, version=0):
 
 
 def masks(result):
-    return [[int(trained) for trained in row.columns.is_trained] for row in result.rows]
+    return [[int(trained) for trained in row.columns.loss_mask] for row in result.rows]
 
 
 def test_no_turns_give_no_rows():
@@ -118,15 +118,15 @@ def turn_lists(draw):
 @given(turn_lists(), st.integers(0, 6))
 def test_every_sampled_token_is_trained_once_or_counted_as_realigned(turns, threshold):
     result = reconcile(turns, fork_threshold_tokens=threshold)
-    num_trained = sum(sum(row.columns.is_trained) for row in result.rows)
+    num_trained = sum(sum(row.columns.loss_mask) for row in result.rows)
     num_sampled = sum(len(each.completion_ids) for each in turns)
     assert num_trained + result.counts["num_realigned_tokens"] == num_sampled
     for row in result.rows:
         columns = row.columns
-        assert len(columns.token_ids) == len(columns.is_trained) == len(columns.log_probs) == len(columns.versions)
+        assert len(columns.token_ids) == len(columns.loss_mask) == len(columns.log_probs) == len(columns.versions)
         assert all(
             v >= 0 if t else v == -1 and p == 0
-            for t, v, p in zip(columns.is_trained, columns.versions, columns.log_probs, strict=True)
+            for t, v, p in zip(columns.loss_mask, columns.versions, columns.log_probs, strict=True)
         )
         last = turns[row.turn_span[1] - 1]
         if row is result.rows[-1] and row.turn_span[1] == len(turns):
@@ -188,8 +188,8 @@ def test_no_token_of_a_tree_is_trained_twice_and_none_is_lost_but_to_a_realign(t
     trained = [
         t
         for row in result.rows
-        for t, is_trained in zip(row.columns.token_ids, row.columns.is_trained, strict=True)
-        if is_trained
+        for t, loss_mask in zip(row.columns.token_ids, row.columns.loss_mask, strict=True)
+        if loss_mask
     ]
     assert len(trained) == len(set(trained))
     sampled = {token for node in nodes for token in node.completion_ids}

@@ -11,9 +11,9 @@ import torch
 
 from llmrl._utils.asynchronous import run_sync
 from llmrl.data import RolloutStatus
-from llmrl.rewards import RewardFn, Rubric, Score, ScoredRollout, UnknownRewardInput, prompt_completion_reward
+from llmrl.rewards import RewardFn, RewardInput, Rubric, Score, UnknownRewardInput, prompt_completion_reward
 
-ROLLOUT = ScoredRollout(
+ROLLOUT = RewardInput(
     ({"role": "user", "content": "q"}, {"role": "assistant", "content": "15"}), {"answer": "15", "level": 2}
 )
 
@@ -74,8 +74,8 @@ def test_negative_weight_and_namelessness_are_refused():
 
 
 def test_truncated_and_failed_rollouts_get_their_fixed_reward_or_are_left_out():
-    truncated = ScoredRollout(ROLLOUT.messages, status=RolloutStatus.TRUNCATED)
-    failed = ScoredRollout(ROLLOUT.messages, status=RolloutStatus.ERROR, reason="engine_error")
+    truncated = RewardInput(ROLLOUT.messages, status=RolloutStatus.TRUNCATED)
+    failed = RewardInput(ROLLOUT.messages, status=RolloutStatus.ERROR, reason="engine_error")
     assert run_sync(Rubric(one).score(truncated)) == Score(1.0, {"one": 1.0})
     assert run_sync(Rubric(one, truncation_reward=-1).score(truncated)).reward == -1
     assert not run_sync(Rubric(one).score(failed)).is_scored
@@ -178,5 +178,5 @@ def test_group_scoring_is_an_override():
             return [Score(float(len(r.completion) == longest)) for r in rollouts]
 
     assert Longest(one).is_group_scored and not Rubric(one).is_group_scored
-    short = ScoredRollout(({"role": "assistant", "content": "5"},))
+    short = RewardInput(({"role": "assistant", "content": "5"},))
     assert [s.reward for s in run_sync(Longest(one).score_group([ROLLOUT, short]))] == [1.0, 0.0]

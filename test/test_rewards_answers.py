@@ -6,7 +6,7 @@ import pytest
 
 from llmrl._utils.asynchronous import run_sync
 from llmrl.envs.addition import is_last_number_right
-from llmrl.rewards import Rubric, ScoredRollout, is_gsm8k_right, last_number, math
+from llmrl.rewards import RewardInput, Rubric, is_gsm8k_right, last_number, math
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_question_that_ends_the_process_each_time_is_unscored_and_not_remember
 
     rubric = Rubric(right)
     scores = [
-        run_sync(rubric.score(ScoredRollout(({"role": "assistant", "content": answer},))))
+        run_sync(rubric.score(RewardInput(({"role": "assistant", "content": answer},))))
         for answer in ("kill", "kill", "other")
     ]
     assert [score.is_scored for score in scores] == [False, False, True] and scores[2].reward == 1.0

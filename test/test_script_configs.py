@@ -133,8 +133,8 @@ def test_hardware_reaches_the_engine(monkeypatch):
     start_engine(composed("grpo-sync", "hardware=gpu1", "engine.tensor_parallel_size=2"), "model")
     assert given["weight_transfer"] == "ipc" and given["gpu_memory_utilization"] == 0.4
     assert given["engine_args"] == {"tensor_parallel_size": 2} and given["num_replicas"] is None
-    with pytest.raises(ValueError, match=r"sync\.way must be one of direct, ipc, files; got 'nccl'"):
-        start_engine(composed("grpo-sync", "sync.way=nccl"), "model")
+    with pytest.raises(ValueError, match=r"sync\.transport must be one of direct, ipc, files; got 'nccl'"):
+        start_engine(composed("grpo-sync", "sync.transport=nccl"), "model")
     with pytest.raises(ValueError, match=r"needs engine\.use_ray=true"):
         start_engine(composed("grpo-sync", "collect.num_collectors=2"), "model")
 
@@ -149,7 +149,7 @@ def test_engine_and_trainer_have_one_dtype():
 
 
 def test_weights_travel_as_the_configuration_says(tmp_path):
-    scheme = sync_scheme(composed("grpo-sync", "sync.way=files", f"run.path={tmp_path}"))
+    scheme = sync_scheme(composed("grpo-sync", "sync.transport=files", f"run.path={tmp_path}"))
     assert scheme.remote_addr == str(tmp_path / "weights")
     assert sync_scheme(composed("grpo-sync")).master_address is None
     # Engines of a cluster may be on another host than the trainer.
@@ -214,7 +214,7 @@ def test_every_configuration_runs_dry(algorithm, task, hardware, tiny_engine):
 
 def test_a_buffer_filled_in_the_background_survives_a_restart(tiny_engine, tiny_model_path, tmp_path):
     small = ("collect.groups_per_batch=2", "env.num_eval_problems=2", "run.trackers=[]", "run.checkpoint_every=2")
-    overrides = (f"model.path={tiny_model_path}", f"run.path={tmp_path / 'run'}", "sync.way=files", *small)
+    overrides = (f"model.path={tiny_model_path}", f"run.path={tmp_path / 'run'}", "sync.transport=files", *small)
     script = module_of("expert-iteration")
 
     def run(num_steps, *more):

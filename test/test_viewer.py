@@ -59,11 +59,11 @@ def test_tokens_come_back_as_they_were_trained_on(run_path):
     assert len(run.rollouts) == 32 and len(run.rows) == 32
     [row] = run.rows[1, run.rollouts[0]["rollout_id"]]
     texts = [run.token_texts[token_id] for token_id in row.token_ids]
-    sampled = "".join(text for text, is_trained in zip(texts, row.is_trained, strict=True) if is_trained)
+    sampled = "".join(text for text, loss_mask in zip(texts, row.loss_mask, strict=True) if loss_mask)
     assert sampled.removesuffix("<|im_end|>") == run.rollouts[0]["messages"][-1]["content"]
     differences = [b - a for a, b in zip(row.log_probs, row.trainer_log_probs, strict=True)]
     assert differences == pytest.approx([0.25] * len(differences), abs=1e-5)
-    assert {v for v, is_trained in zip(row.versions, row.is_trained, strict=True) if is_trained} == {0}
+    assert {v for v, loss_mask in zip(row.versions, row.loss_mask, strict=True) if loss_mask} == {0}
 
 
 def test_trainer_log_probs_are_one_a_token(tmp_path, run_path):

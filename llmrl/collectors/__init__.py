@@ -2,9 +2,9 @@
 
 from llmrl.collectors.collector import LLMCollector
 from llmrl.collectors.groups import CollectionStalled, DropReason, GroupRules, NoSignal
-from llmrl.collectors.player import RolloutLimits
 from llmrl.collectors.ray_collector import RayLLMCollector
 from llmrl.collectors.report import CollectionReport
+from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.rows import batch_rows, rollout_rows
 
 __all__ = [

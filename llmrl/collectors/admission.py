@@ -10,7 +10,7 @@ Surplus = Literal["carry", "keep", "refuse"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Taken:
+class Selection:
     """What leaves a gate for one batch."""
 
     group_ids: list[str] = field(default_factory=list)
@@ -114,12 +114,12 @@ class DemandGate:
         self._num_seen += 1
         self._num_units_seen += units
 
-    def take(self, version: int, *, is_last: bool = False) -> Taken | None:
+    def take(self, version: int, *, is_last: bool = False) -> Selection | None:
         """A full batch, or None while there is not enough; with `is_last` whatever there is."""
         have = self._credit + self._ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
-        taken, units = Taken(), self._credit
+        taken, units = Selection(), self._credit
         for group_id in [group_id for group_id in self._admitted if group_id in self._ready]:
             size = self._ready[group_id]
             is_full = units >= self.units_per_batch
@@ -134,7 +134,7 @@ class DemandGate:
         self._is_asked = False
         return taken
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """The batch that was taken last brought nothing; another one will be asked for."""
 
     def carry(self, units: int) -> None:

@@ -17,10 +17,10 @@ from tensordict import TensorDictBase
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.collectors.admission import DemandGate
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer
-from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallWatch
+from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallDetector
 from llmrl.collectors.report import Collected, CollectionReport, is_empty
 from llmrl.collectors.rows import portable_turn
-from llmrl.collectors.scheduler import Delivery, Job, RolloutScheduler, RolloutSource
+from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.staleness import StalenessGate
 from llmrl.collectors.torchrl_names import missing_attribute
@@ -45,7 +45,7 @@ class CollectorSource(RolloutSource, Protocol):
         """What weights are sent to."""
         ...
 
-    async def open_rollouts(self, count: int) -> list[Job]:
+    async def open_rollouts(self, count: int) -> list[RolloutTask]:
         """Draw so many rollouts; fewer where the data ends."""
         ...
 
@@ -77,14 +77,14 @@ class BatchCollector:
         self.verbose = verbose
         self._background = BackgroundLoop("llmrl-collector")
         self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
-        self._waiting_for: Future[Delivery | None] | None = None
+        self._waiting_for: Future[ReadyBatch | None] | None = None
         self._taking = threading.Lock()  # held by whoever waits for a batch, until it has it
         self._num_turns = 0
         self._left_over: list[TensorDictBase] = []
         self._after: tuple[int, list[TensorDictBase]] = (0, [])  # what the batch at hand adds to and leaves of these
         self._groups: list[list[Rollout]] = []  # those of the batch at hand
         self._collected = self._reported = Collected(is_grouped=shape.is_grouped)
-        self._signal_watch = StallWatch(
+        self._signal_watch = StallDetector(
             max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
         )
         self._schemes, self._senders = dict(weight_sync_schemes or {}), dict[str, Any]()
@@ -142,7 +142,7 @@ class BatchCollector:
         self.postproc = postproc
 
     def _next(self) -> TensorDictBase | None:
-        """The next batch with something in it; until it is `_handed_on`, a saved state has its groups as to be played.
+        """The next batch with something in it; until `_mark_delivered`, a saved state has its groups as to be played.
 
         Where rules and `postproc` leave nothing of a batch, another is collected in its place: what is not trained on
         is in the report of the batch that comes.
@@ -165,7 +165,7 @@ class BatchCollector:
                     batch = self.postproc(batch)
                 except BaseException:  # the batch is gone, and its author told
                     self._collected.leave_out(self._groups, None)
-                    self._handed_on()
+                    self._mark_delivered()
                     raise
             left_out = self._collected.leave_out(self._groups, batch)
             if not is_empty(batch):
@@ -178,8 +178,8 @@ class BatchCollector:
 
     def _nothing_trained(self, left_out: Sequence[Dropped]) -> None:
         """Have another batch in the place of the one at hand."""
-        self._handed_on()
-        self._background.post(self._scheduler.take_back)
+        self._mark_delivered()
+        self._background.post(self._scheduler.rollback)
         for group_id in {group[0].group_id for group in self._groups}:
             self._signal_watch.dropped([one for one in left_out if one[0].group_id == group_id])
 
@@ -197,14 +197,14 @@ class BatchCollector:
 
     def _delivered(self) -> None:
         self._signal_watch.delivered()
-        self._handed_on()
+        self._mark_delivered()
 
-    def _handed_on(self) -> None:
+    def _mark_delivered(self) -> None:
         num_turns, self._left_over = self._after
         self._num_turns += num_turns
-        self._scheduler.handed_on()
+        self._scheduler.mark_delivered()
 
-    def _next_delivery(self) -> Delivery | None:
+    def _next_delivery(self) -> ReadyBatch | None:
         # An interrupted wait is taken up by the next call, so that no batch falls between two chairs.
         if self._waiting_for is None:
             self._waiting_for = self._background.submit(self._scheduler.next_batch())
@@ -221,7 +221,7 @@ class BatchCollector:
         if self.verbose:
             print(f"{type(self).__name__}: {self.report}", file=sys.stderr)
 
-    def _count_turns(self, batch: TensorDictBase | None, delivery: Delivery | None) -> int:
+    def _count_turns(self, batch: TensorDictBase | None, delivery: ReadyBatch | None) -> int:
         if self._shape.kind == "turns":  # turns that wait for the next batch are not in this one's budget
             return 0 if batch is None else batch.shape[0]
         return 0 if delivery is None else sum(rollout.num_turns for rollout in delivery.rollouts)

@@ -16,9 +16,9 @@ from llmrl._utils.arguments import refuse_unknown
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer
 from llmrl.collectors.groups import GroupRules
-from llmrl.collectors.player import RolloutLimits
 from llmrl.collectors.report import CollectionReport
-from llmrl.collectors.scheduler import Job, RolloutScheduler
+from llmrl.collectors.rollout_runner import RolloutLimits
+from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
@@ -230,7 +230,7 @@ class LLMCollector(BatchCollector):
         if not jobs:
             raise EndOfData("the dataset has no further prompts.")
 
-        async def play(job: Job) -> list[Rollout]:
+        async def play(job: RolloutTask) -> list[Rollout]:
             async with slots:
                 return await source.play(job)
 

@@ -162,7 +162,7 @@ SIGNAL_PATIENCE = 64
 """Groups without signal in a row that are worth a warning: where a task is hard, or learned, most groups are."""
 
 
-class StallWatch:
+class StallDetector:
     """Warns, then raises, when dropped groups follow each other without one delivered: no silent stall.
 
     Args:

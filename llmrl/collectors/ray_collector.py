@@ -10,8 +10,8 @@ from torchrl.envs import EnvBase
 
 from llmrl.collectors.base import CollectorSource
 from llmrl.collectors.collector import LLMCollector
-from llmrl.collectors.player import RolloutLimits
 from llmrl.collectors.ray_source import RaySource
+from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.shape import BatchShape
 from llmrl.engines.ray_cluster import connect
 from llmrl.policies import LLMWrapperBase

@@ -13,9 +13,9 @@ from typing import Any
 
 from torchrl.envs import EnvBase, TransformedEnv
 
-from llmrl.collectors.player import RolloutLimits
+from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.rows import portable_turn, rollout_rows
-from llmrl.collectors.scheduler import Job
+from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.source import EnvSource, dataset_env_of
 from llmrl.data import Rollout
 from llmrl.engines.ray_cluster import import_ray
@@ -157,14 +157,14 @@ class RaySource:
         """The version that the last update gave."""
         return self.version
 
-    async def open(self, num_groups: int) -> list[list[Job]]:
+    async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Draw the next groups; each is one job, so that it costs one call. Fewer where the data ends."""
         if self.group_size > 1:
             self._prompts.skip_to_group()
         jobs = await self.open_rollouts(num_groups * self.group_size)
         return [[job] for job in jobs if len(job.records) == self.group_size]
 
-    async def open_rollouts(self, count: int) -> list[Job]:
+    async def open_rollouts(self, count: int) -> list[RolloutTask]:
         """Draw so many rollouts, in jobs of a group each; fewer where the data ends."""
         if self.is_group_scored:
             self._prompts.skip_to_group()
@@ -182,10 +182,10 @@ class RaySource:
                 )
                 for _, group_id, sample_index in drawn
             ]
-            jobs.append(Job(records=records, payload=chosen, positions=tuple(chosen)))
+            jobs.append(RolloutTask(records=records, payload=chosen, positions=tuple(chosen)))
         return jobs
 
-    async def play(self, job: Job) -> list[Rollout]:
+    async def play(self, job: RolloutTask) -> list[Rollout]:
         """Play a group on the least loaded actor.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from llmrl.collectors.groups import Dropped, DropReason, have_equal_rewards
-from llmrl.collectors.scheduler import Delivery
+from llmrl.collectors.scheduler import ReadyBatch
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.data.ragged import has_entry, value_column
 
@@ -115,7 +115,7 @@ class Collected:
     staleness: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
-    def add(self, delivery: Delivery, *, seconds: float) -> None:
+    def add(self, delivery: ReadyBatch, *, seconds: float) -> None:
         """Count a delivery in."""
         self.rollouts += delivery.rollouts
         self.dropped += delivery.dropped

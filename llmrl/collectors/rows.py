@@ -24,7 +24,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
     for row_index, row in enumerate(reconciled.rows):
         columns = row.columns
         token_ids = torch.tensor(columns.token_ids, dtype=torch.int64)
-        is_trained = torch.tensor(columns.is_trained, dtype=torch.bool)
+        loss_mask = torch.tensor(columns.loss_mask, dtype=torch.bool)
         identity = {
             "rollout_id": non_tensor(rollout.rollout_id),
             "group_id": non_tensor(rollout.group_id),
@@ -38,7 +38,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
             **{key: torch.tensor(value) for key, value in reconciled.counts.items()},
         }
         breakdown = {name: torch.tensor([value]) for name, value in rollout.breakdown.items()}
-        masks = {"all_attention_mask": torch.ones_like(is_trained), "all_assistant_mask": is_trained}
+        masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
         log_probs = torch.tensor(columns.log_probs, dtype=torch.float32)
         versions = torch.tensor(columns.versions, dtype=torch.int64)
         rows.append(

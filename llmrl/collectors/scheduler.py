@@ -26,7 +26,7 @@ from llmrl.collectors.groups import (
     GroupCounter,
     GroupRules,
     NoSignal,
-    StallWatch,
+    StallDetector,
 )
 from llmrl.collectors.staleness import StalenessGate
 from llmrl.data import Rollout, RolloutStatus, StopReason
@@ -36,7 +36,7 @@ _STOP_SECONDS = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class RolloutTask:
     """What is played in one go: a rollout, or, far away, a whole group."""
 
     records: list[Rollout]
@@ -57,11 +57,11 @@ class RolloutSource(Protocol):
         """Version of the weights that a rollout started now would have."""
         ...
 
-    async def open(self, num_groups: int) -> list[list[Job]]:
+    async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Draw groups, each the jobs of its rollouts; fewer where the data ends."""
         ...
 
-    async def play(self, job: Job) -> list[Rollout]:
+    async def play(self, job: RolloutTask) -> list[Rollout]:
         """Play a job to its end; a rollout's failure is its record's status."""
         ...
 
@@ -71,7 +71,7 @@ class RolloutSource(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Delivery:
+class ReadyBatch:
     """One batch, before it is put together."""
 
     groups: list[list[Rollout]]
@@ -88,7 +88,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class _Group:
-    jobs: list[Job]
+    jobs: list[RolloutTask]
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     kept: list[Rollout] | None = None
     dropped: list[Dropped] = field(default_factory=list)
@@ -132,15 +132,15 @@ class RolloutScheduler:
         self.num_running = 0
         """Rollouts in flight."""
         self._watch, self._signal_watch = (
-            StallWatch(patience),
-            StallWatch(max(patience, SIGNAL_PATIENCE), error=NoSignal),
+            StallDetector(patience),
+            StallDetector(max(patience, SIGNAL_PATIENCE), error=NoSignal),
         )
         self._counter = GroupCounter()
         self._groups: dict[str, _Group] = {}
-        self._pending: deque[tuple[str, Job]] = deque()
+        self._pending: deque[tuple[str, RolloutTask]] = deque()
         self._num_pending = 0
         self._dropped: list[Dropped] = []
-        self._in_hand: list[int] = []
+        self._undelivered: list[int] = []
         self._told_next: list[int] = []  # where those were drawn whose drop is in no delivery yet
         self._is_end_of_data = self._is_stopped = False
         self._error: BaseException | None = None
@@ -150,7 +150,7 @@ class RolloutScheduler:
 
     # The consumer's side
 
-    async def next_batch(self) -> Delivery | None:
+    async def next_batch(self) -> ReadyBatch | None:
         """The next full batch; at the end of the data what is left, if only what was dropped since, then None.
 
         Raises:
@@ -183,30 +183,30 @@ class RolloutScheduler:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), poll)
 
-    def _deliver(self, group_ids: list[str], staleness: list[int]) -> Delivery:
+    def _deliver(self, group_ids: list[str], staleness: list[int]) -> ReadyBatch:
         taken = [self._groups.pop(group_id) for group_id in group_ids]
         if isinstance(self.gate, DemandGate) and self.gate.is_rest_dropped:
             for group_id in self.gate.live_ids:
                 self._drop_group(group_id, DropReason.OVERSAMPLED if self.gate.num_extra else DropReason.RESET)
         dropped, self._dropped = self._dropped, []
         dropped += [one for group in taken for one in group.dropped]
-        self._in_hand, self._told_next = _positions(taken) + self._told_next, []
-        return Delivery(groups=[group.kept or [] for group in taken], staleness=staleness, dropped=dropped)
+        self._undelivered, self._told_next = _positions(taken) + self._told_next, []
+        return ReadyBatch(groups=[group.kept or [] for group in taken], staleness=staleness, dropped=dropped)
 
-    def handed_on(self) -> None:
+    def mark_delivered(self) -> None:
         """The last delivery has reached whoever asked for it: a saved state need not hold it any more."""
-        self._in_hand = []
+        self._undelivered = []
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Nothing of the last delivery is trained on: the next one takes its place, also where places are bounded."""
-        self.gate.take_back()
+        self.gate.rollback()
         self.notify()
 
     @contextlib.asynccontextmanager
     async def holding_still(self) -> AsyncIterator[list[int]]:
         """While nothing is drawn: where in the dataset the groups stand that were drawn and not handed on yet."""
         async with self._opening:
-            yield self._in_hand + self._told_next + _positions(self._groups.values())
+            yield self._undelivered + self._told_next + _positions(self._groups.values())
 
     def notify(self) -> None:
         """Something that gates look at, such as the policy's version, has changed."""
@@ -288,7 +288,7 @@ class RolloutScheduler:
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
-    async def _play(self, group_id: str, job: Job) -> None:
+    async def _play(self, group_id: str, job: RolloutTask) -> None:
         try:
             rollouts = await self.source.play(job)
         except BaseException as error:

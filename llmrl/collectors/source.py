@@ -10,8 +10,8 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.failure import as_exception, describe
 from llmrl._utils.numbers import location_of
-from llmrl.collectors.player import RolloutLimits, RolloutPlayer, as_scored
-from llmrl.collectors.scheduler import Job
+from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner, as_scored
+from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout
 from llmrl.engines import Engine
@@ -22,7 +22,7 @@ from llmrl.transforms import environment_parts
 
 
 class EnvSource:
-    """Opens rollouts by resetting an environment, plays them with a `RolloutPlayer`.
+    """Opens rollouts by resetting an environment, plays them with a `RolloutRunner`.
 
     Args:
         env: not batch-locked; groups need a `DatasetChatEnv`, usually transformed.
@@ -54,8 +54,8 @@ class EnvSource:
         self.is_open.set()
         if env.observation_spec.get("tools", None) is not None:
             policy.check_tools()
-        self.player = RolloutPlayer(self.stepper, policy, limits=limits or RolloutLimits(), is_open=self.is_open)
-        rubric = self.player.rubric
+        self.runner = RolloutRunner(self.stepper, policy, limits=limits or RolloutLimits(), is_open=self.is_open)
+        rubric = self.runner.rubric
         self.is_group_scored = rubric is not None and rubric.is_group_scored
         """Whether the rollouts of a group are scored together."""
         self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
@@ -65,14 +65,14 @@ class EnvSource:
     @property
     def engine(self) -> Engine:
         """Who generates."""
-        return self.player.policy.engine
+        return self.runner.policy.engine
 
     @property
     def policy_version(self) -> int:
         """The engine's count of weight updates."""
         return self.engine.policy_version
 
-    async def open(self, num_groups: int) -> list[list[Job]]:
+    async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Reset the environment for each rollout of the next groups; fewer where the data ends.
 
         Raises:
@@ -90,29 +90,29 @@ class EnvSource:
                 )
         return groups
 
-    async def open_rollouts(self, count: int) -> list[Job]:
+    async def open_rollouts(self, count: int) -> list[RolloutTask]:
         """Draw so many rollouts, and reset the environment unless each is opened alone; fewer where the data ends."""
         return await self.stepper.call(self._draw_from_a_group if self.is_group_scored else self._draw, count)
 
-    async def open_at(self, positions: Sequence[int]) -> list[Job]:
+    async def open_at(self, positions: Sequence[int]) -> list[RolloutTask]:
         """Reset the environment for the rollouts at these places of its dataset."""
 
-        def draw() -> list[Job]:
+        def draw() -> list[RolloutTask]:
             assert self.prompts is not None, "the environment has no dataset"
             self.prompts.draw_next(positions)
             return self._draw(len(positions))
 
         return await self.stepper.call(draw)
 
-    def _draw_from_a_group(self, count: int) -> list[Job]:
+    def _draw_from_a_group(self, count: int) -> list[RolloutTask]:
         if self.prompts is not None and self.group_size > 1:
             self.prompts.skip_to_group()
         return self._draw(count)
 
-    def _draw_alone(self, count: int, positions: Sequence[int]) -> list[Job]:
+    def _draw_alone(self, count: int, positions: Sequence[int]) -> list[RolloutTask]:
         assert self.prompts is not None
         return [
-            Job(records=[self._record(drawn)], payload=drawn, positions=(position,))
+            RolloutTask(records=[self._record(drawn)], payload=drawn, positions=(position,))
             for drawn, position in zip(self.prompts.draw_many(count), positions, strict=True)
         ]
 
@@ -126,7 +126,7 @@ class EnvSource:
             group_size=self.prompts.num_samples,
         )
 
-    def _draw(self, count: int) -> list[Job]:
+    def _draw(self, count: int) -> list[RolloutTask]:
         positions = [] if self.prompts is None else self.prompts.upcoming(count)
         if self.prompts is not None:
             count = len(positions)
@@ -142,48 +142,48 @@ class EnvSource:
         except BaseException as error:
             return self._drawn_one_by_one(count, positions, as_exception(error))
         return [
-            Job(
-                records=[self.player.open(element)],
+            RolloutTask(
+                records=[self.runner.open(element)],
                 payload=element,
                 positions=(positions[index],) if positions else (),
             )
             for index, element in enumerate(elements)
         ]
 
-    def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[Job]:
+    def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
         """After a reset that failed: the jobs of its rollouts, of which those fail that are at fault."""
         if self.prompts is not None and self.prompts.upcoming(count) != positions:  # they were drawn, and lost
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
             return [job for _ in range(count) for job in self._draw(1)]
         record = (
-            self.player.open(TensorDict(batch_size=[])) if self.prompts is None else self._record(self.prompts.draw())
+            self.runner.open(TensorDict(batch_size=[])) if self.prompts is None else self._record(self.prompts.draw())
         )
-        return [Job(records=[record], payload=error, positions=tuple(positions))]
+        return [RolloutTask(records=[record], payload=error, positions=tuple(positions))]
 
-    async def play(self, job: Job) -> list[Rollout]:
+    async def play(self, job: RolloutTask) -> list[Rollout]:
         """Play one rollout to its end."""
         opening, job.payload = job.payload, None  # its tensors are not needed until the group has settled
-        return [await self.player.play(opening, job.records[0])]
+        return [await self.runner.run(opening, job.records[0])]
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
         """Score a group together where its rubric does; a failed member leaves all of them unscored."""
-        rubric = self.player.rubric
+        rubric = self.runner.rubric
         if rubric is None or not rubric.is_group_scored or not all(rollout.status.is_success for rollout in rollouts):
             return
         try:
             scoring = rubric.score_group([as_scored(rollout) for rollout in rollouts])
-            scores = await self.player.judge_loop.wait(scoring, rubric.timeout_seconds)
+            scores = await self.runner.judge_loop.wait(scoring, rubric.timeout_seconds)
         except Exception as error:
             where = location_of(rubric.score_group, error)
             scores = [rubric.failed(f"{describe(error)}; score_group ({where})")] * len(rollouts)
         for rollout, score in zip(rollouts, scores, strict=True):
-            self.player.take_score(rollout, score)
+            self.runner.take_score(rollout, score)
 
     def shutdown(self) -> None:
         """End the environment's threads; environment and engine are their owner's."""
         self.stepper.shutdown()
-        self.player.judge_loop.close()
+        self.runner.judge_loop.close()
 
 
 def dataset_env_of(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer | None:

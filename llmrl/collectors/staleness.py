@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Literal
 
-from llmrl.collectors.admission import Taken
+from llmrl.collectors.admission import Selection
 
 LatePolicy = Literal["wait", "drop"]
 
@@ -125,7 +125,7 @@ class StalenessGate:
         self._ready_by_deadline.setdefault(deadline, {})[group_id] = None
         self._num_ready += 1
 
-    def take(self, version: int, *, is_last: bool = False) -> Taken | None:
+    def take(self, version: int, *, is_last: bool = False) -> Selection | None:
         """A full batch, or None while there is none; with `is_last` whatever there is.
 
         Nothing is taken while `overdue_ids` have not been discarded.
@@ -150,9 +150,9 @@ class StalenessGate:
         for group_id in group_ids:
             self.discard(group_id)
         self._num_batches += 1
-        return Taken(group_ids=group_ids, staleness=staleness)
+        return Selection(group_ids=group_ids, staleness=staleness)
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """The batch that was taken last brought nothing: another one takes its place and its versions."""
         self._num_batches -= 1
         if not self.is_unasked:

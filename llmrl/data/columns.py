@@ -9,7 +9,7 @@ CONTEXT_VERSION = -1
 
 
 class TokenColumns:
-    """Token ids, trained-token mask, log-probs and policy versions of one growing sequence, always of one length.
+    """Token ids, loss mask, log-probs and policy versions of one growing sequence, always of one length.
 
     Pure Python lists, so that it is cheap to extend by a turn and can be tested without tensors.
 
@@ -17,16 +17,16 @@ class TokenColumns:
         >>> columns = TokenColumns()
         >>> columns.append_context([1, 2])
         >>> columns.append_completion([3], log_probs=[-0.5], versions=[0])
-        >>> columns.token_ids, columns.is_trained, columns.log_probs, columns.versions
+        >>> columns.token_ids, columns.loss_mask, columns.log_probs, columns.versions
         ([1, 2, 3], [False, False, True], [0.0, 0.0, -0.5], [-1, -1, 0])
     """
 
-    __slots__ = ("is_trained", "log_probs", "token_ids", "versions")
+    __slots__ = ("log_probs", "loss_mask", "token_ids", "versions")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         """[num_tokens] what the engine saw and sampled."""
-        self.is_trained: list[bool] = []
+        self.loss_mask: list[bool] = []
         """[num_tokens] whether the policy sampled the token here, so that it is trained."""
         self.log_probs: list[float] = []
         """[num_tokens] the sampler's log-prob, 0 outside the mask."""
@@ -40,7 +40,7 @@ class TokenColumns:
         """Append tokens that are not trained: prompts, template text, environment messages."""
         count = len(token_ids)
         self.token_ids.extend(token_ids)
-        self.is_trained.extend([False] * count)
+        self.loss_mask.extend([False] * count)
         self.log_probs.extend([0.0] * count)
         self.versions.extend([CONTEXT_VERSION] * count)
 
@@ -55,7 +55,7 @@ class TokenColumns:
         check_per_token(token_ids, log_probs=log_probs, versions=versions)
         assert log_probs is not None and versions is not None
         self.token_ids.extend(token_ids)
-        self.is_trained.extend([True] * len(token_ids))
+        self.loss_mask.extend([True] * len(token_ids))
         self.log_probs.extend(log_probs)
         self.versions.extend(versions)
 
@@ -67,7 +67,7 @@ class TokenColumns:
         """
         if not 0 <= length <= len(self.token_ids):
             raise ValueError(f"length must lie in 0..{len(self.token_ids)}, got {length}.")
-        for column in (self.token_ids, self.is_trained, self.log_probs, self.versions):
+        for column in (self.token_ids, self.loss_mask, self.log_probs, self.versions):
             del column[length:]
 
     def mark_context(self, start: int, stop: int) -> None:
@@ -79,7 +79,7 @@ class TokenColumns:
         if not 0 <= start <= stop <= len(self.token_ids):
             raise ValueError(f"start and stop must lie in order in 0..{len(self.token_ids)}, got {start} and {stop}.")
         count = stop - start
-        self.is_trained[start:stop] = [False] * count
+        self.loss_mask[start:stop] = [False] * count
         self.log_probs[start:stop] = [0.0] * count
         self.versions[start:stop] = [CONTEXT_VERSION] * count
 
@@ -87,7 +87,7 @@ class TokenColumns:
         """A copy of tokens `start` to `stop` (all of them by default) that shares nothing."""
         columns = TokenColumns()
         columns.token_ids = self.token_ids[start:stop]
-        columns.is_trained = self.is_trained[start:stop]
+        columns.loss_mask = self.loss_mask[start:stop]
         columns.log_probs = self.log_probs[start:stop]
         columns.versions = self.versions[start:stop]
         return columns

@@ -233,7 +233,7 @@ class Masks(_Ragged):
     all_attention_mask: torch.Tensor | None = None
     """True for every real token."""
     all_assistant_mask: torch.Tensor | None = None
-    """True for tokens that the policy sampled: the trained-token mask."""
+    """True for tokens that the policy sampled: the loss mask."""
 
     @staticmethod
     def default_spec(

@@ -11,8 +11,8 @@ from llmrl.engines.base import (
     SamplingConfig,
     completion_budget,
 )
-from llmrl.engines.ray_board import EngineBoard
 from llmrl.engines.ray_engine import RayEngine
+from llmrl.engines.ray_registry import EngineRegistry
 from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.router import NoReplicaError, Router
 from llmrl.engines.server import ServerEngine
@@ -23,8 +23,8 @@ __all__ = [
     "AsyncVLLM",
     "Completion",
     "Engine",
-    "EngineBoard",
     "EngineError",
+    "EngineRegistry",
     "EngineReplicas",
     "FinishReason",
     "NoReplicaError",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmrl.engines.base import Completion, Engine, EngineError, SamplingConfig
-from llmrl.engines.hang_watch import HangWatch
+from llmrl.engines.hang_detector import HangDetector
 from llmrl.engines.router import NoReplicaError, Router
 
 DEFAULT_HANG_TIMEOUT_SECONDS = 300.0
@@ -98,7 +98,7 @@ class EngineReplicas(Sequence[Any]):
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self.hang_timeout_seconds, self._is_shut_down = hang_timeout_seconds, False
-        self._watch = None if hang_timeout_seconds is None else HangWatch(hang_timeout_seconds)
+        self._watch = None if hang_timeout_seconds is None else HangDetector(hang_timeout_seconds)
         self._watching: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -236,7 +236,7 @@ class EngineReplicas(Sequence[Any]):
             self._looked_s = time.monotonic()
             for index, engine in enumerate(self._engines):
                 if index not in self._dead and not engine.is_alive:
-                    self._bury(index)
+                    self._mark_dead(index)
                 elif index in self._dead and index not in self._recovering and engine.is_alive:
                     # A server that is back.
                     self._dead.discard(index)
@@ -322,7 +322,7 @@ class EngineReplicas(Sequence[Any]):
                 if one is engine and index not in self._dead:
                     _LOGGER.warning("Engine replica %d hung for %g s and is ended.", index, self.hang_timeout_seconds)
                     self.num_hangs += 1
-                    return self._bury(index, is_hanging=True)
+                    return self._mark_dead(index, is_hanging=True)
         engine.shutdown()  # it has just been started, and was to be given the current weights
 
     async def watch_for_hangs(self, is_needed: Callable[[], bool] = lambda: True) -> None:
@@ -335,13 +335,13 @@ class EngineReplicas(Sequence[Any]):
             for engine in await watch.find_hanging([e for i, e in enumerate(self._engines) if i not in self._dead]):
                 self.replace_hanging(engine)
 
-    def _bury(self, index: int, *, is_hanging: bool = False) -> None:
+    def _mark_dead(self, index: int, *, is_hanging: bool = False) -> None:
         self.num_deaths += not self._is_shut_down
         self._dead.add(index)
         self._unproven.discard(index)
         self._are_all_open = False  # or `refresh` would find nothing to do when its successor is there
         self._router.close(index)
-        self._router.forget_homes(index)
+        self._router.forget_affinity(index)
         if self._is_shut_down:
             return
         _LOGGER.warning("Engine replica %d died with %d requests.", index, self._router.loads[index])

@@ -45,7 +45,7 @@ class Router:
         self._max_imbalance = max_imbalance
         self._requests: list[set[str]] = [set() for _ in range(num_replicas)]
         self._where: dict[str, int] = {}
-        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._affinity: OrderedDict[str, int] = OrderedDict()
         self._open = set(range(num_replicas))
         # (load, replica), lazily: an entry whose load is not that of now is skipped when it comes up, so that a
         # choice among hundreds of replicas costs no more than one among two.
@@ -77,9 +77,9 @@ class Router:
         """Requests that are on a replica."""
         return frozenset(self._requests[replica])
 
-    def home_of(self, routing_key: str) -> int | None:
+    def affinity_of(self, routing_key: str) -> int | None:
         """Where requests with this key went last, `None` for a key that is not remembered."""
-        return self._homes.get(routing_key)
+        return self._affinity.get(routing_key)
 
     def open(self, replica: int) -> None:
         """Let a replica take requests."""
@@ -91,10 +91,10 @@ class Router:
         """Let a replica take no more requests; those that are there stay until they are released."""
         self._open.discard(replica)
 
-    def forget_homes(self, replica: int) -> None:
+    def forget_affinity(self, replica: int) -> None:
         """Send no key to a replica for its prefix cache: the cache is gone."""
-        for key in [key for key, home in self._homes.items() if home == replica]:
-            del self._homes[key]
+        for key in [key for key, home in self._affinity.items() if home == replica]:
+            del self._affinity[key]
 
     def assign(self, request_id: str, routing_key: str | None = None, *, avoid: Collection[int] = ()) -> int:
         """Choose a replica and book the request there; one of `avoid` only if no other is open.
@@ -107,10 +107,10 @@ class Router:
             raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
         replica = self._choose(routing_key, avoid)
         if routing_key is not None:
-            self._homes[routing_key] = replica
-            self._homes.move_to_end(routing_key)
-            if len(self._homes) > MAX_REMEMBERED_KEYS:
-                self._homes.popitem(last=False)
+            self._affinity[routing_key] = replica
+            self._affinity.move_to_end(routing_key)
+            if len(self._affinity) > MAX_REMEMBERED_KEYS:
+                self._affinity.popitem(last=False)
         self._where[request_id] = replica
         self._requests[replica].add(request_id)
         self._push(replica)
@@ -130,7 +130,7 @@ class Router:
         least = self._least_loaded(self._open.difference(avoid)) if avoid else None
         if least is None:
             least, avoid = self._least_loaded_open(), ()
-        home = None if routing_key is None else self._homes.get(routing_key)
+        home = None if routing_key is None else self._affinity.get(routing_key)
         if home is None or home not in self._open or home in avoid:
             return least
         is_overloaded = len(self._requests[home]) - len(self._requests[least]) > self._max_imbalance

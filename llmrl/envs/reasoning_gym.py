@@ -12,7 +12,7 @@ from llmrl._utils.arguments import nearest, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.task import Split, TaskEnv, TaskOptions, check_split
-from llmrl.rewards import RewardFn, Rubric, Score, ScoredRollout, score_reasoning_gym
+from llmrl.rewards import RewardFn, RewardInput, Rubric, Score, score_reasoning_gym
 from llmrl.transforms import RubricReward
 
 _NUM_KEPT = 1024
@@ -189,7 +189,7 @@ class _CurriculumRubric(Rubric):
         super().__init__(*reward_fns, truncation_reward=truncation_reward)
         self._problems = problems
 
-    async def score(self, rollout: ScoredRollout) -> Score:
+    async def score(self, rollout: RewardInput) -> Score:
         score = await super().score(rollout)
         if score.is_scored:
             self._problems.record(rollout.columns["task"], rollout.columns["level"], score.reward)

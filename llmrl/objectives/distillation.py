@@ -39,7 +39,7 @@ class DistillationLoss(SequenceLoss):
         kl_estimator: `k2` or `k3`, see `kl_estimate`.
         reduction: over sequences or tokens, see `SequenceLoss`.
         normalize_by_seq_length: divide the KL of a sequence by its number of trained tokens.
-        masking_strategy: `rlhf` trained-token mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
 
     Raises:
         TypeError: for an unknown keyword, naming the nearest.

@@ -39,7 +39,7 @@ class GRPOLoss(LLMLoss):
     """The clipped importance-weighted loss of GRPO (arXiv:2402.03300, equation 3), over trained tokens only.
 
     Names, keys and defaults are TorchRL's but for these: `entropy_bonus` is off (at a real vocabulary the bonus
-    outweighs the objective), `masking_strategy` is `rlhf` (rows always carry the trained-token mask), averages leave
+    outweighs the objective), `masking_strategy` is `rlhf` (rows always carry the loss mask), averages leave
     prompts and padding out, and the parameters of the policy are its own, not functional copies.
 
     By default the ratio is to the sampler's log-probs, as TorchRL's, so that the clip also cuts off tokens that trainer
@@ -66,7 +66,7 @@ class GRPOLoss(LLMLoss):
         ratio: `token`, or `sequence` (GSPO), a sequence being a row.
         importance_cap, importance_floor, importance_mode, importance_level: bounds, kind and level of the
             trainer-to-sampler weight, see `importance_weights`; at the levels above `token` a sequence is a row.
-        masking_strategy: `rlhf` trained-token mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
 
     Raises:
         TypeError: for an unknown keyword, naming the nearest.

@@ -100,7 +100,7 @@ def read_inputs(
 
     Args:
         tensordict: the rows.
-        tokens_key, mask_key: token ids and, for the strategy `rlhf`, the trained-token mask.
+        tokens_key, mask_key: token ids and, for the strategy `rlhf`, the loss mask.
         masking_strategy: which tokens are trained.
         token_columns: name of a column and its entry, which has one number a token.
         row_columns: the same of entries that have one number a row, or one a token.

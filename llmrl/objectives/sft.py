@@ -39,7 +39,7 @@ class SFTLoss(SequenceLoss):
         loss_function: `sft`; or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of the log-likelihoods of a
             row (arXiv:2408.10642, equation 8), in which the reference is a regularizer by itself.
         beta: of `minor_sft`.
-        masking_strategy: `rlhf` trained-token mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
 
     Raises:
         TypeError: for an unknown keyword, naming the nearest.

@@ -162,7 +162,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         token_ids = conversation.tensor_view("token_ids")
         log_probs = conversation.tensor_view("log_probs")
         versions = conversation.tensor_view("versions")
-        is_trained = conversation.tensor_view("is_trained")
+        loss_mask = conversation.tensor_view("loss_mask")
         element.set("conversation", non_tensor(conversation))
         element.set("finish_reason", non_tensor(completion.finish_reason))
         spans = {"prompt": slice(num_prompt_tokens), "response": slice(num_prompt_tokens, None), "full": slice(None)}
@@ -170,7 +170,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         element.set(
             "log_probs", container_of(LogProbs, {name: log_probs[spans[name]] for name in ("response", "full")})
         )
-        masks = {"all_attention_mask": torch.ones_like(is_trained), "all_assistant_mask": is_trained}
+        masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
         element.set("masks", container_of(Masks, masks))
         element.set("policy_versions", tensordict_of({"full": versions}))
         if self.input_mode == "history":

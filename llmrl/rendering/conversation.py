@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmrl.data import Message, ParsedCompletion, TokenColumns, ToolSchema, check_messages
 from llmrl.rendering.base import Renderer
-from llmrl.rendering.ledger import Column, Ledger
 from llmrl.rendering.reconciler import (
     DEFAULT_FORK_THRESHOLD_TOKENS,
     Reconciliation,
@@ -16,6 +15,7 @@ from llmrl.rendering.reconciler import (
     common_prefix_length,
 )
 from llmrl.rendering.results import name_results
+from llmrl.rendering.token_buffer import Column, TokenBuffer
 from llmrl.rendering.tree import TurnNode
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Conversation:
     """The tools of the last prompt."""
     mode: Mode
     fork_threshold_tokens: int
-    _held: Ledger
+    _held: TokenBuffer
     _num_tokens: int
     # Tokens of the last turn that the waiting prompt keeps, or that the last turn's prompt kept of its parent.
     _num_kept: int
@@ -104,7 +104,7 @@ class Conversation:
             messages=(),
             tools=None,
             last=None,
-            _held=Ledger(),
+            _held=TokenBuffer(),
             _num_tokens=0,
             _num_kept=0,
             _before=None,
@@ -210,7 +210,7 @@ class Conversation:
         rewritten = self._rewritten(num_kept)
         rewritten.append_context(prompt_ids[num_kept:])
         return self._with(
-            _held=Ledger(rewritten), _num_tokens=len(prompt_ids), _num_kept=num_kept, _before=self, last=None
+            _held=TokenBuffer(rewritten), _num_tokens=len(prompt_ids), _num_kept=num_kept, _before=self, last=None
         )
 
     def _rewritten(self, num_kept: int) -> TokenColumns:
@@ -239,11 +239,11 @@ class Conversation:
             last=None,
         )
 
-    def _extendable(self) -> Ledger:
+    def _extendable(self) -> TokenBuffer:
         """The held tokens if nobody extended them since, otherwise a copy: a branch."""
         if len(self._held.columns) == self._num_tokens:
             return self._held
-        return Ledger(self._held.columns.copy(self._num_tokens))
+        return TokenBuffer(self._held.columns.copy(self._num_tokens))
 
     # Completions
 
@@ -350,7 +350,7 @@ def _rebuild(
     conversation = Conversation.start(renderer, mode=mode, fork_threshold_tokens=fork_threshold_tokens)
     conversation = conversation._with(node=node)
     held = conversation._builder().held
-    conversation = conversation._with(_held=Ledger(held), _num_tokens=len(held))
+    conversation = conversation._with(_held=TokenBuffer(held), _num_tokens=len(held))
     if pending is not None:
         num_kept, context_ids, messages_before, tools_before = pending
         conversation = conversation._with(messages=messages_before, tools=tools_before)

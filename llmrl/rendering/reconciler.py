@@ -27,7 +27,7 @@ class Row:
     """One training row of a rollout."""
 
     columns: TokenColumns
-    """Token ids, trained-token mask, log-probs and versions, [num_tokens] each."""
+    """Token ids, loss mask, log-probs and versions, [num_tokens] each."""
     row_index: int
     """Place among the rows of the rollout that are kept."""
     turn_span: tuple[int, int]
@@ -73,7 +73,7 @@ def reconcile(turns: Sequence[Turn], *, fork_threshold_tokens: int = DEFAULT_FOR
         >>> first = Turn((1, 2), (3, 4), (-0.1, -0.2), (0, 0))
         >>> second = Turn((1, 2, 3, 4, 9), (5,), (-0.3,), (0,))
         >>> result = reconcile([first, second])
-        >>> result.rows[0].columns.token_ids, result.rows[0].columns.is_trained
+        >>> result.rows[0].columns.token_ids, result.rows[0].columns.loss_mask
         ([1, 2, 3, 4, 9, 5], [False, False, True, True, False, True])
         >>> result.counts["num_clean_turns"], result.counts["num_forked_turns"]
         (1, 0)
@@ -195,7 +195,7 @@ class RowBuilder:
         kind = classify(len(held), num_kept, last.length, fork_threshold_tokens=self.fork_threshold_tokens)
         self.counts[f"num_{kind}_turns"] += 1
         if kind == "realigned":
-            self.counts["num_realigned_tokens"] += sum(held.is_trained[num_kept:])
+            self.counts["num_realigned_tokens"] += sum(held.loss_mask[num_kept:])
             held.cut(num_kept)
             last.length = num_kept - last.start
         elif kind == "forked":
@@ -208,7 +208,7 @@ class RowBuilder:
         """The rows that train something; those that do not are dropped and counted."""
         rows: list[Row] = []
         for columns, segments in zip(self.rows, self.segments, strict=True):
-            if any(columns.is_trained):
+            if any(columns.loss_mask):
                 span = (segments[0].turn_index, segments[-1].turn_index + 1)
                 rows.append(Row(columns, len(rows), span))
         counts = {**self.counts, "num_dropped_rows": len(self.rows) - len(rows)}

@@ -165,7 +165,7 @@ def reconcile_tree(
         >>> root = TurnNode(None, 0, [1], [2], [-0.1], [0])
         >>> leaves = [TurnNode(root, 2, [9], [token], [-0.2], [0]) for token in (3, 4)]
         >>> for row in reconcile_tree(leaves).rows:
-        ...     print(row.columns.token_ids, row.columns.is_trained)
+        ...     print(row.columns.token_ids, row.columns.loss_mask)
         [1, 2, 9, 3] [False, True, False, True]
         [1, 2, 9, 4] [False, False, False, True]
     """

@@ -6,16 +6,16 @@ from llmrl.rewards.countdown import evaluate_expression, is_countdown_right
 from llmrl.rewards.gsm8k import has_gsm8k_answer, is_gsm8k_right
 from llmrl.rewards.ifeval import IFEvalScoreData, check_instructions, score_instructions
 from llmrl.rewards.math import boxed_answer, is_math_right
-from llmrl.rewards.reward import ROLLOUT_INPUTS, RewardFn, ScoredRollout, UnknownRewardInput
+from llmrl.rewards.reward import ROLLOUT_INPUTS, RewardFn, RewardInput, UnknownRewardInput
 from llmrl.rewards.rubric import Rubric, Score
 
 __all__ = [
     "ROLLOUT_INPUTS",
     "IFEvalScoreData",
     "RewardFn",
+    "RewardInput",
     "Rubric",
     "Score",
-    "ScoredRollout",
     "UnknownRewardInput",
     "boxed_answer",
     "check_instructions",

@@ -22,10 +22,10 @@ def prompt_completion_reward(
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
-        >>> from llmrl.rewards import ScoredRollout
+        >>> from llmrl.rewards import RewardInput
         >>> echo = prompt_completion_reward(lambda prompt, completion: float(prompt == completion), name="echo")
         >>> chat = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi"})
-        >>> run_sync(echo.score(ScoredRollout(chat)))
+        >>> run_sync(echo.score(RewardInput(chat)))
         1.0
     """
     name = name or getattr(function, "__name__", None)

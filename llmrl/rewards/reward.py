@@ -13,7 +13,7 @@ from llmrl.data import Message, RolloutStatus, StopReason, text_of
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredRollout:
+class RewardInput:
     """What a reward function may ask for, by parameter name: a conversation at its end."""
 
     messages: tuple[Message, ...]
@@ -65,7 +65,7 @@ class RewardFn:
         >>> def exact(completion, answer):
         ...     return float(completion.strip() == answer)
         >>> from llmrl._utils.asynchronous import run_sync
-        >>> rollout = ScoredRollout(({"role": "assistant", "content": "15"},), {"answer": "15"})
+        >>> rollout = RewardInput(({"role": "assistant", "content": "15"},), {"answer": "15"})
         >>> run_sync(RewardFn(exact).score(rollout))
         1.0
     """
@@ -109,7 +109,7 @@ class RewardFn:
                 f"name parameters after dataset columns, or after {', '.join(ROLLOUT_INPUTS)}."
             )
 
-    async def score(self, rollout: ScoredRollout) -> float:
+    async def score(self, rollout: RewardInput) -> float:
         """The raw score of one rollout.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any
 from llmrl._utils.failure import describe, guarded
 from llmrl._utils.numbers import finite_number
 from llmrl.data import RolloutStatus
-from llmrl.rewards.reward import RewardFn, ScoredRollout, UnknownRewardInput
+from llmrl.rewards.reward import RewardFn, RewardInput, UnknownRewardInput
 
 logger = logging.getLogger("llmrl")
 
@@ -62,7 +62,7 @@ class Rubric:
         >>> from llmrl._utils.asynchronous import run_sync
         >>> rubric = Rubric(RewardFn(lambda completion: 1.0, name="right", weight=3),
         ...                 RewardFn(lambda completion: 0.0, name="short"))
-        >>> run_sync(rubric.score(ScoredRollout(({"role": "assistant", "content": "15"},))))
+        >>> run_sync(rubric.score(RewardInput(({"role": "assistant", "content": "15"},))))
         Score(reward=0.75, breakdown={'right': 1.0, 'short': 0.0}, is_scored=True, error='')
     """
 
@@ -114,7 +114,7 @@ class Rubric:
         for fn in self.reward_fns:
             fn.check_inputs(available)
 
-    async def score(self, rollout: ScoredRollout) -> Score:
+    async def score(self, rollout: RewardInput) -> Score:
         """Score one settled rollout. A failing reward function never ends it: it is scored as an error."""
         if rollout.status is RolloutStatus.TRUNCATED and self.truncation_reward is not None:
             return Score(self.truncation_reward)
@@ -142,7 +142,7 @@ class Rubric:
             logger.warning("A rollout could not be scored, and later ones may not be: %s", text)
         return self.failed(text)
 
-    async def score_group(self, rollouts: Sequence[ScoredRollout]) -> list[Score]:
+    async def score_group(self, rollouts: Sequence[RewardInput]) -> list[Score]:
         """Score the rollouts of one group, in order. Override to compare them with each other."""
         return list(await asyncio.gather(*(self.score(rollout) for rollout in rollouts)))
 

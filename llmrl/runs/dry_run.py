@@ -51,7 +51,7 @@ def as_dry_run(cfg: Any) -> Any:
             "cpu_threads": None,
             "use_ray": False,
         },
-        "sync": {"way": "direct"},
+        "sync": {"transport": "direct"},
         "ray": {"address": None},
         "collect": {"groups_per_batch": 2, "max_new_tokens": 8, "num_collectors": None},
         "train": {"num_steps": NUM_STEPS, "device": "cpu", "cpu_threads": None},

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from llmrl.collectors import LLMCollector, RayLLMCollector, RolloutLimits
-from llmrl.engines import AsyncVLLM, EngineBoard, SamplingConfig
+from llmrl.engines import AsyncVLLM, EngineRegistry, SamplingConfig
 from llmrl.engines.ray_cluster import connect
 from llmrl.envs import make_task_env
 from llmrl.policies import vLLMWrapper
@@ -87,11 +87,11 @@ def start_engine(cfg: Any, model_path: str) -> Any:
     """vLLM as `engine` says: one, or replicas, here or in Ray actors.
 
     Raises:
-        ValueError: for an unknown `sync.way`, or collectors on Ray whose engines are not.
+        ValueError: for an unknown `sync.transport`, or collectors on Ray whose engines are not.
         EngineError: see `AsyncVLLM.from_pretrained`.
     """
-    if cfg.sync.way not in _WEIGHT_TRANSFER:
-        raise ValueError(f"sync.way must be one of {', '.join(_WEIGHT_TRANSFER)}; got {cfg.sync.way!r}.")
+    if cfg.sync.transport not in _WEIGHT_TRANSFER:
+        raise ValueError(f"sync.transport must be one of {', '.join(_WEIGHT_TRANSFER)}; got {cfg.sync.transport!r}.")
     if cfg.collect.num_collectors is not None and not cfg.engine.use_ray:
         raise ValueError(
             "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
@@ -108,7 +108,7 @@ def start_engine(cfg: Any, model_path: str) -> Any:
         enforce_eager=cfg.engine.enforce_eager,
         cpu_threads=cfg.engine.cpu_threads,
         seed=cfg.seed,
-        weight_transfer=_WEIGHT_TRANSFER[cfg.sync.way],
+        weight_transfer=_WEIGHT_TRANSFER[cfg.sync.transport],
         engine_args={"tensor_parallel_size": cfg.engine.tensor_parallel_size},
         num_replicas=cfg.engine.num_replicas,
         **on_ray,
@@ -117,7 +117,7 @@ def start_engine(cfg: Any, model_path: str) -> Any:
 
 def sync_scheme(cfg: Any) -> VLLMWeightSyncScheme:
     """How new weights reach the engines, as `sync` says."""
-    if cfg.sync.way == "files":
+    if cfg.sync.transport == "files":
         folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
         return VLLMDoubleBufferSyncScheme(remote_addr=folder)
     # Engines on other hosts meet the trainer at an address that they can reach.
@@ -126,15 +126,15 @@ def sync_scheme(cfg: Any) -> VLLMWeightSyncScheme:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFactory:
-    """Builds the policy of a collector actor, over the engines that a board names."""
+    """Builds the policy of a collector actor, over the engines that a registry names."""
 
-    board: EngineBoard
+    registry: EngineRegistry
     renderer: Renderer | None
     sampling: SamplingConfig
 
     def __call__(self) -> vLLMWrapper:
         """The policy."""
-        return vLLMWrapper(self.board.reach(), renderer=self.renderer, generate_kwargs=self.sampling)
+        return vLLMWrapper(self.registry.connect(), renderer=self.renderer, generate_kwargs=self.sampling)
 
 
 def make_collector(
@@ -143,10 +143,10 @@ def make_collector(
     env: EnvBase,
     *,
     make_env: MakeEnv,
-    board: EngineBoard | None,
+    registry: EngineRegistry | None,
     postproc: Callable[[TensorDictBase], TensorDictBase] | None,
 ) -> LLMCollector:
-    """Groups of answers as training rows: of `env`, here, or with a board of each actor's own, on Ray."""
+    """Groups of answers as training rows: of `env`, here, or with a registry of each actor's own, on Ray."""
     arguments: dict[str, Any] = {
         "groups_per_batch": cfg.collect.groups_per_batch,
         "max_staleness": cfg.collect.max_staleness,
@@ -154,11 +154,11 @@ def make_collector(
         "weight_sync_schemes": {"policy": sync_scheme(cfg)},
         "postproc": postproc,
     }
-    if board is None:
+    if registry is None:
         return LLMCollector(env, policy=policy, **arguments)
     return RayLLMCollector(
         partial(make_env, cfg, "train"),
-        policy_factory=PolicyFactory(board, policy.renderer, policy.sampling),
+        policy_factory=PolicyFactory(registry, policy.renderer, policy.sampling),
         num_collectors=cfg.collect.num_collectors,
         engine=policy.engine,
         num_cpus=cfg.collect.cpus_per_collector,
@@ -167,7 +167,7 @@ def make_collector(
     )
 
 
-class Seat:
+class GpuReservation:
     """What runs in an actor that keeps a GPU free of other actors: nothing."""
 
     def gpu(self) -> str:
@@ -209,11 +209,11 @@ class TrainerDevice:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._seat = ray.remote(Seat).options(num_cpus=0, num_gpus=1, scheduling_strategy=here).remote()
-        return place_of_gpu(ray.get(self._seat.gpu.remote()), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._seat = ray.remote(GpuReservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=here).remote()
+        return local_gpu_index(ray.get(self._seat.gpu.remote()), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def place_of_gpu(gpu: str, visible: str | None) -> int:
+def local_gpu_index(gpu: str, visible: str | None) -> int:
     """The number by which this process knows a GPU of this host.
 
     Args:
@@ -221,7 +221,7 @@ def place_of_gpu(gpu: str, visible: str | None) -> int:
         visible: `CUDA_VISIBLE_DEVICES` of this process.
 
     Example:
-        >>> place_of_gpu("6", "4,5,6,7"), place_of_gpu("6", None)
+        >>> local_gpu_index("6", "4,5,6,7"), local_gpu_index("6", None)
         (2, 6)
     """
     return visible.split(",").index(gpu) if visible else int(gpu)

@@ -15,7 +15,7 @@ from llmrl.data.tensordicts import batch_elements, plain
 
 _DTYPES = {
     "token_ids": np.int32,
-    "is_trained": np.bool_,
+    "loss_mask": np.bool_,
     "log_probs": np.float32,
     "trainer_log_probs": np.float32,
     "versions": np.int32,
@@ -30,7 +30,7 @@ class TokenRow:
     row_index: int
     advantage: float
     token_ids: list[int] = field(default_factory=list)
-    is_trained: list[bool] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     """The sampler's."""
     trainer_log_probs: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ class TokenLog:
                 )
             values = {
                 "token_ids": token_ids,
-                "is_trained": row.get(("masks", "all_assistant_mask")),
+                "loss_mask": row.get(("masks", "all_assistant_mask")),
                 "log_probs": row.get(("log_probs", "full")),
                 "trainer_log_probs": trainer,
                 "versions": row.get(("policy_versions", "full")),

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from llmrl.collectors import LLMCollector, NoSignal, RolloutLimits
 from llmrl.runs.dry_run import as_dry_run, with_differing_rewards
 from llmrl.testing.embedded_model import ensure_embedded_model
-from llmrl.engines import EngineBoard
+from llmrl.engines import EngineRegistry
 from llmrl.runs.live_view import LiveView
 from llmrl.trainer import train_step
 from llmrl.objectives.base import LLMLoss
@@ -149,16 +149,16 @@ class TrainingRun:
         policy = vLLMWrapper(self.engine, tokenizer=self.tokenizer, generate_kwargs=sampling)
 
         # Collection: groups of answers to the same prompt, as training rows.
-        board = None
+        registry = None
         if cfg.collect.num_collectors is not None:
-            board = EngineBoard.start()
-            board.keep(self.engine)
+            registry = EngineRegistry.start()
+            registry.publish(self.engine)
         self.collector = make_collector(
             cfg,
             policy,
             env,
             make_env=make_env,
-            board=board,
+            registry=registry,
             postproc=_after(with_differing_rewards, postproc) if cfg.dry_run else postproc,
         )
         limits = RolloutLimits(max_turns=cfg.collect.max_turns)

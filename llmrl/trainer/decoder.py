@@ -27,7 +27,7 @@ def decoder_hidden_states(model: Any, packed: PackedRows, *, is_packed: bool) ->
 
     Args:
         model: the model; its configuration says which attention it has.
-        packed: rows; `is_one_row_a_bin` when `is_packed` is False.
+        packed: rows; `one_row_per_bin` when `is_packed` is False.
         is_packed: False leaves mask and positions to the model. Bins are padded on the right, which no token sees.
     """
     if not is_packed:

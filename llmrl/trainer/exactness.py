@@ -110,7 +110,7 @@ class ExactnessProbe:
         model.set_attn_implementation(implementation)
         _shrink_windows(model)
         masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rows]
-        packed_rows = pack_rows(self.rows, masks, bin_length=256, is_one_row_a_bin=not is_packed)
+        packed_rows = pack_rows(self.rows, masks, bin_length=256, one_row_per_bin=not is_packed)
         computed = [torch.zeros_like(expected) for expected in self.expected]
         for packed in packed_rows:
             packed = packed.to(self.head.device)

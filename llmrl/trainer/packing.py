@@ -96,8 +96,8 @@ def pack_rows(
     token_budget: int = DEFAULT_TOKEN_BUDGET,
     bin_length: int | None = None,
     attention_length: float = math.inf,
-    is_prefix_shared: bool = True,
-    is_one_row_a_bin: bool = False,
+    share_prefixes: bool = True,
+    one_row_per_bin: bool = False,
 ) -> list[PackedRows]:
     """Lay ragged rows out as micro-batches of at most `token_budget` computed tokens.
 
@@ -113,8 +113,8 @@ def pack_rows(
             with it, and so does the cost of attention: None takes the cheapest of several.
         attention_length: a bin's length at which attention costs as much as the rest of the model; infinite where
             nothing but the number of computed tokens counts.
-        is_prefix_shared: False lays every row out by itself, for comparison.
-        is_one_row_a_bin: nothing is shared and each row has a bin of its own, for models that carry a state from token
+        share_prefixes: False lays every row out by itself, for comparison.
+        one_row_per_bin: nothing is shared and each row has a bin of its own, for models that carry a state from token
             to token: where a bin holds one row from its start, no mask is needed.
 
     Raises:
@@ -132,9 +132,9 @@ def pack_rows(
     _check(token_ids, scored_masks, token_budget, bin_length, attention_length)
     if not token_ids:
         return []
-    if is_one_row_a_bin:
+    if one_row_per_bin:
         # Whatever is longer than a bin has one to itself, and so has whatever fills one.
-        bin_length, is_prefix_shared = 1, False
+        bin_length, share_prefixes = 1, False
     rows = [np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64) for ids in token_ids]
     scored = [mask.detach().cpu().numpy().astype(bool) for mask in scored_masks]
     for mask in scored:
@@ -148,7 +148,7 @@ def pack_rows(
     # Any total order of tokens groups shared prefixes; that of the raw bytes is the cheapest to sort by.
     order.sort(key=[row.tobytes() for row in rows].__getitem__)
     shared = [0] * len(order)
-    if is_prefix_shared:
+    if share_prefixes:
         for place in range(1, len(order)):
             shared[place] = _num_shared(rows[order[place - 1]], rows[order[place]])
     lengths = [len(rows[index]) for index in order]

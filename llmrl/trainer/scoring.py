@@ -19,30 +19,30 @@ def write_log_probs(
     batch: TensorDictBase,
     key: NestedKey,
     *,
-    is_adapter_off: bool = False,
+    disable_adapter: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> TensorDictBase:
     """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 a row, without gradient.
 
     - `("old_log_probs", "full")`: the trainer's own, before the first of several updates on a batch;
     - `("next", "ref_log_probs", "full")`: a reference's, a model of its own, or the trained one with its LoRA adapters
-      off (`is_adapter_off`), which costs no second copy of the weights;
+      off (`disable_adapter`), which costs no second copy of the weights;
     - `("next", "teacher_log_probs", "full")`: a teacher's.
 
     Args:
         policy: scores; its `tokens_key` and `mask_key` are read.
         batch: training rows, ragged; changed in place.
         key: entry written.
-        is_adapter_off: score with the adapters of a peft model disabled.
+        disable_adapter: score with the adapters of a peft model disabled.
         process_group: of the ranks that the model is sharded over: each computes its share and has all.
 
     Returns:
         The batch.
 
     Raises:
-        TypeError: for `is_adapter_off` with a model that has no adapters.
+        TypeError: for `disable_adapter` with a model that has no adapters.
     """
-    with adapters_off(policy.model) if is_adapter_off else contextlib.nullcontext():
+    with adapters_off(policy.model) if disable_adapter else contextlib.nullcontext():
         # Rows of their own, so that nothing but the new entry is written into the batch.
         scored = policy(flat_batch(batch).select(*policy.in_keys).copy(), process_group=process_group)
     for row, log_probs in zip(flat_batch(batch).unbind(0), ragged_column(scored, policy.log_probs_key), strict=True):
@@ -59,7 +59,7 @@ def adapters_off(model: Any) -> Any:
     """
     if not hasattr(model, "disable_adapter"):
         raise TypeError(
-            f"is_adapter_off needs a peft model, got {type(model).__name__}; score with a reference model instead."
+            f"disable_adapter needs a peft model, got {type(model).__name__}; score with a reference model instead."
         )
     with model.disable_adapter():
         yield

@@ -140,7 +140,7 @@ class TransformersWrapper(TensorDictModuleBase):
             token_budget=token_budget or self.token_budget,
             bin_length=self.bin_length,
             attention_length=self._causal_model.attention_length,
-            is_one_row_a_bin=not self._causal_model.is_packed,
+            one_row_per_bin=not self._causal_model.is_packed,
         )
         return [micro_batch.to(self.device) for micro_batch in packed]
 

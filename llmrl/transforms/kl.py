@@ -37,7 +37,7 @@ class RetrieveLogProb(KnownArguments, Transform):
 
     In an environment it scores the conversation that the policy just extended; over a batch (`forward`: a collector's
     `postproc`, a replay buffer) each row or turn. Nothing is tokenized: the model reads `("tokens", "full")` and the
-    trained-token mask.
+    loss mask.
 
     Args:
         model: `TransformersWrapper`, or any TensorDict module that reads those and writes `[num_tokens]` log-probs.

@@ -16,7 +16,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.asynchronous import run_sync
 from llmrl.data import Message, StopReason, decide_status
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
-from llmrl.rewards import ROLLOUT_INPUTS, RewardFn, Rubric, Score, ScoredRollout, UnknownRewardInput
+from llmrl.rewards import ROLLOUT_INPUTS, RewardFn, RewardInput, Rubric, Score, UnknownRewardInput
 from llmrl.transforms.parts import environment_around, environment_parts
 
 
@@ -85,7 +85,7 @@ class RubricReward(KnownArguments, Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict)
         next_elements = batch_elements(next_tensordict)
-        rollouts: list[ScoredRollout | None] = []
+        rollouts: list[RewardInput | None] = []
         for element, next_element in zip(elements, next_elements, strict=True):
             rollouts.append(self._settle(element, next_element))
         scores = self._score([rollout for rollout in rollouts if rollout is not None])
@@ -93,7 +93,7 @@ class RubricReward(KnownArguments, Transform):
             write_score(next_element, None if rollout is None else next(scores), self.rubric.names)
         return restacked(next_elements, next_tensordict.batch_size)
 
-    def _settle(self, element: TensorDictBase, next_element: TensorDictBase) -> ScoredRollout | None:
+    def _settle(self, element: TensorDictBase, next_element: TensorDictBase) -> RewardInput | None:
         messages = next_element.get(("history", "prompt")).chats
         reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
@@ -108,9 +108,9 @@ class RubricReward(KnownArguments, Transform):
         if plain(element.get(("rollout", "is_scored_later"), False)):
             return None
         status = decide_status(is_terminated=is_terminated, reason=reason)
-        return ScoredRollout(messages, dataset_columns(element), status, reason) if status.is_settled else None
+        return RewardInput(messages, dataset_columns(element), status, reason) if status.is_settled else None
 
-    def _score(self, rollouts: Sequence[ScoredRollout]) -> Any:
+    def _score(self, rollouts: Sequence[RewardInput]) -> Any:
         async def score_all() -> list[Score]:
             return list(await asyncio.gather(*(self.rubric.score(rollout) for rollout in rollouts)))
 

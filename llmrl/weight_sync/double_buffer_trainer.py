@@ -33,7 +33,7 @@ class StagedFile(WeightSource):
         self.pointer: BufferPointer | None = None
 
     @property
-    def is_held(self) -> bool:
+    def has_staged(self) -> bool:
         """Whether there are weights to send."""
         return self.pointer is not None
 
@@ -46,7 +46,7 @@ class StagedFile(WeightSource):
         self._before, self._held_before, self.pointer = self._buffer.pointer(), self.pointer, None
         self.pointer = self._buffer.write(self._source, version)
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Make the buffer before the current one again: no engine took this one."""
         self._buffer.point_to(self._before)
         self.pointer = self._held_before

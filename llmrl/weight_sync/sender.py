@@ -215,26 +215,26 @@ class VLLMWeightSender:
             record.engine_version, record.num_updates = None, 0  # what is trained from here on is not sent
         transport.stage(version)
         clock.lap("stage_s")
-        if self._is_copied is not None and transport.can_retract and not is_sharded(self._model):
+        if self._is_copied is not None and transport.supports_rollback and not is_sharded(self._model):
             self._is_copied.set()
         links = receiver.links()
         try:
             transport.open(receiver, links)  # those that are new
         except Exception as error:
-            transport.take_back()
+            transport.rollback()
             raise WeightSyncError(f"The weight update failed: {_brief(error)} {self._abandon([])}") from error
         with receiver.paused(links):
             clock.lap("pause_s")
             try:
                 transport.send(receiver, links)
             except Exception as error:
-                transport.take_back()
+                transport.rollback()
                 raise WeightSyncError(f"The weight update failed: {_brief(error)} {self._abandon(links)}") from error
             clock.lap("send_s")
             try:
                 receiver.commit(links, version)
             except Exception as error:
-                transport.take_back()
+                transport.rollback()
                 raise WeightSyncError(
                     f"The weight update failed while the weights were loaded: {_brief(error)} Engines that failed "
                     f"hold a mixture and stay paused until an update succeeds; the others serve version {version}."
@@ -274,13 +274,13 @@ class VLLMWeightSender:
 
     def _abandon(self, links: list[Any]) -> str:
         assert self._receiver is not None and self._transport is not None
-        can_retract = self._transport.can_retract or not links
+        supports_rollback = self._transport.supports_rollback or not links
         version = self._receiver.policy_version
         try:
-            self._receiver.abandon(links, are_mixed=not can_retract)
+            self._receiver.abandon(links, are_mixed=not supports_rollback)
         except Exception as error:
             logger.warning("ending the failed update failed too: %s", error)
-        if can_retract:
+        if supports_rollback:
             return f"The engines hold the weights of version {version} as before; mend the cause and try again."
         return "The engines hold a mixture of weights and stay paused until an update succeeds."
 

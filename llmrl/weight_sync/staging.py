@@ -45,11 +45,11 @@ class StagedWeights(WeightSource):
         return self._shared.tensor
 
     @property
-    def is_held(self) -> bool:
+    def has_staged(self) -> bool:
         """Whether there are weights to send."""
         return bool(self._tag)
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Hold none."""
         self._tag = ""
 
@@ -106,7 +106,7 @@ class StagedWeights(WeightSource):
 class StreamedWeights(WeightSource):
     """A `WeightSource` that is read while it is sent: nothing is staged, nothing held."""
 
-    is_held = False
+    has_staged = False
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -114,7 +114,7 @@ class StreamedWeights(WeightSource):
     def stage(self, version: int | None) -> None:
         """Nothing to do before."""
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Nothing to forget."""
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class WeightTransport(ABC):
     """Stages weights while engines generate, then lets each engine take them through a vLLM trainer engine."""
 
-    can_retract = True
+    supports_rollback = True
     """Whether engines keep their old weights until they are told to load."""
 
     def __init__(self, staged: Any) -> None:
@@ -54,7 +54,7 @@ class WeightTransport(ABC):
         receiver.each([link for link in links if link not in self._trainers], reach)
 
     def send(self, receiver: VLLMWeightReceiver, links: list[EngineLink]) -> None:
-        """Let the engines take the staged weights; they do not use them yet (where `can_retract`)."""
+        """Let the engines take the staged weights; they do not use them yet (where `supports_rollback`)."""
         try:
             receiver.each(links, lambda link: self._trainers[link].send_weights())
         except BaseException:
@@ -64,11 +64,11 @@ class WeightTransport(ABC):
     @property
     def can_catch_up(self) -> bool:
         """Whether the weights that the engines took last are held here."""
-        return self.staged.is_held
+        return self.staged.has_staged
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """The staged weights did not come into use."""
-        self.staged.take_back()
+        self.staged.rollback()
 
     def close_all(self) -> None:
         """Give up what `open` opened."""
@@ -97,17 +97,17 @@ class VLLMCollectiveTransport(WeightTransport):
         from llmrl.weight_sync.staging import StagedWeights, StreamedWeights
 
         self._scheme, self._backend = scheme, backend
-        self.can_retract = backend == LLMRL_BACKEND
-        if not self.can_retract and backend not in ("nccl", "ipc"):
+        self.supports_rollback = backend == LLMRL_BACKEND
+        if not self.supports_rollback and backend not in ("nccl", "ipc"):
             raise ValueError(
                 f"the engine's weight-transfer backend is {backend!r}; {type(scheme).__name__} drives "
                 f"{LLMRL_BACKEND!r}, 'nccl' and 'ipc'."
             )
-        super().__init__(StagedWeights(source) if self.can_retract else StreamedWeights(source))
+        super().__init__(StagedWeights(source) if self.supports_rollback else StreamedWeights(source))
 
     def open(self, receiver: VLLMWeightReceiver, links: list[EngineLink]) -> None:
         """Reach the engines; vLLM's own backends have one trainer engine for all, made anew when they change."""
-        if self.can_retract:
+        if self.supports_rollback:
             super().open(receiver, links)
         elif set(self._trainers) != set(links):
             self.close_all()
@@ -116,7 +116,7 @@ class VLLMCollectiveTransport(WeightTransport):
 
     def send(self, receiver: VLLMWeightReceiver, links: list[EngineLink]) -> None:
         """Let the engines take the staged weights."""
-        if self.can_retract:
+        if self.supports_rollback:
             super().send(receiver, links)
         else:
             self._trainers[links[0]].send_weights()

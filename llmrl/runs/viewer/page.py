@@ -105,7 +105,7 @@ def _row(row: TokenRow) -> dict[str, Any]:
     return {
         "advantage": row.advantage,
         "ids": row.token_ids,
-        "trained": [int(value) for value in row.is_trained],
+        "trained": [int(value) for value in row.loss_mask],
         "logProbs": _rounded(row.log_probs),
         "trainerLogProbs": _rounded(row.trainer_log_probs),
         "versions": row.versions,

@@ -9,13 +9,13 @@ from llmrl.data import TokenColumns
 if TYPE_CHECKING:
     import torch
 
-Column = Literal["token_ids", "is_trained", "log_probs", "versions"]
-COLUMNS: tuple[Column, ...] = ("token_ids", "is_trained", "log_probs", "versions")
+Column = Literal["token_ids", "loss_mask", "log_probs", "versions"]
+COLUMNS: tuple[Column, ...] = ("token_ids", "loss_mask", "log_probs", "versions")
 
 _MIN_CAPACITY = 256
 
 
-class Ledger:
+class TokenBuffer:
     """Columns that only grow, shared by successive values of a conversation, each of which sees a prefix.
 
     Tensors are made when first asked for; from then on each turn writes its own tokens only.
@@ -38,7 +38,7 @@ class Ledger:
         if column not in COLUMNS:
             raise ValueError(f"column must be one of {COLUMNS}, got {column!r}.")
         values = getattr(self.columns, column)
-        dtypes = {"is_trained": torch.bool, "log_probs": torch.float32}
+        dtypes = {"loss_mask": torch.bool, "log_probs": torch.float32}
         buffer, num_written = self._mirrors.get(column, (None, 0))
         if buffer is None or buffer.shape[0] < length:
             # Doubling: views handed out earlier keep the smaller buffer, together no larger than the new one.

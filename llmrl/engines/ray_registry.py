@@ -1,4 +1,4 @@
-"""`EngineBoard`: how collector actors find the engine actors that the trainer started, and those started since."""
+"""`EngineRegistry`: how collector actors find the engine actors that the trainer started, and those started since."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ _LOOK_AGAIN_S = 1.0
 _LOGGER = logging.getLogger(__name__)
 
 
-class Board:
-    """What runs in the board's actor: for each replica the engine that serves in its place, or None."""
+class RegistryActor:
+    """What the registry's actor holds: for each replica the engine that serves in its place, or None."""
 
     def __init__(self) -> None:
         self._notices: list[Any] = []
 
     def publish(self, notices: list[Any]) -> None:
-        """Replace what is on the board."""
+        """Replace what is registered."""
         self._notices = notices
 
     def read(self) -> list[Any]:
-        """What is on the board."""
+        """What is registered."""
         return self._notices
 
 
 @dataclass(frozen=True, slots=True)
-class EngineBoard:
+class EngineRegistry:
     """Names the engines that hold the current weights; travels to other processes of the cluster.
 
-    The trainer starts engines, sends them weights and replaces dead ones (`EngineReplicas`), and keeps on the board who
+    The trainer starts engines, sends them weights and replaces dead ones (`EngineReplicas`), and registers who
     serves. A collector actor reaches them directly: its requests do not pass through the trainer. Where an
-    engine dies it goes on with the others until the board has another in its place.
+    engine dies it goes on with the others until the registry has another in its place.
 
     Example:
-        >>> board = EngineBoard.start()                                     # doctest: +SKIP
-        >>> board.keep(engines)                                             # doctest: +SKIP
-        >>> policy_factory = lambda: vLLMWrapper(board.reach())             # doctest: +SKIP
+        >>> registry = EngineRegistry.start()                                     # doctest: +SKIP
+        >>> registry.publish(engines)                                             # doctest: +SKIP
+        >>> policy_factory = lambda: vLLMWrapper(registry.connect())             # doctest: +SKIP
     """
 
     actor: Any
 
     @classmethod
-    def start(cls) -> EngineBoard:
-        """An empty board.
+    def start(cls) -> EngineRegistry:
+        """An empty registry.
 
         Raises:
             ImportError: when Ray is not installed, naming the extra.
         """
-        return cls(import_ray().remote(Board).options(num_cpus=0).remote())
+        return cls(import_ray().remote(RegistryActor).options(num_cpus=0).remote())
 
-    def publish(self, replicas: EngineReplicas) -> None:
+    def publish_once(self, replicas: EngineReplicas) -> None:
         """Say which engines serve now.
 
         Raises:
@@ -74,33 +74,35 @@ class EngineBoard:
             notices.append(engine.notice() if index in serving else None)
         import_ray().get(self.actor.publish.remote(notices))
 
-    def keep(self, replicas: EngineReplicas) -> None:
+    def publish(self, replicas: EngineReplicas) -> None:
         """Publish now, and whenever other engines serve, until the replicas are shut down.
 
         So an engine that dies or hangs is replaced, and its successor found, while the trainer waits for a batch and
         makes no request itself.
 
         Raises:
-            TypeError: as `publish`.
+            TypeError: as `publish_once`.
         """
-        self.publish(replicas)
-        threading.Thread(target=lambda: asyncio.run(self._keep(replicas)), name="llmrl-board", daemon=True).start()
+        self.publish_once(replicas)
+        threading.Thread(
+            target=lambda: asyncio.run(self._publish_changes(replicas)), name="llmrl-registry", daemon=True
+        ).start()
 
-    async def _keep(self, replicas: EngineReplicas) -> None:
+    async def _publish_changes(self, replicas: EngineReplicas) -> None:
         watching = asyncio.create_task(replicas.watch_for_hangs())
         published = _serving(replicas)
         while not replicas.is_shut_down:
             await asyncio.sleep(_LOOK_AGAIN_S)
             if (serving := _serving(replicas)) != published:
                 try:
-                    self.publish(replicas)
-                except Exception as error:  # the cluster is gone, or the board: collectors see that themselves
-                    _LOGGER.warning("the board of engines could not be written: %s", error)
+                    self.publish_once(replicas)
+                except Exception as error:  # the cluster is gone, or the registry: collectors see that themselves
+                    _LOGGER.warning("the registry of engines could not be written: %s", error)
                     return
                 published = serving
         watching.cancel()
 
-    def reach(self, *, timeout_s: float = 600.0) -> EngineReplicas:
+    def connect(self, *, timeout_s: float = 600.0) -> EngineReplicas:
         """The engines that serve now, from wherever this is called.
 
         Args:
@@ -111,7 +113,7 @@ class EngineBoard:
         """
         notices = [notice for notice in self._read() if notice is not None]
         if not notices:
-            raise EngineError("the board names no engine that serves.")
+            raise EngineError("the registry names no engine that serves.")
         held = dict(enumerate(notices))
 
         def successor(index: int) -> RayEngine:

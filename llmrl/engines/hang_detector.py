@@ -21,7 +21,7 @@ class _Sight:
     """How often it was seen like this since."""
 
 
-class HangWatch:
+class HangDetector:
     """Asks engines how far they are (`async progress()`), time and again, and finds those that stand still.
 
     `progress()` gives a number that changes with every token, and None while none is due: idle, or paused. An engine

@@ -19,7 +19,7 @@ from llmrl.data.tensordicts import non_tensor, plain
 from llmrl.engines import Completion, EngineError, completion_budget
 from llmrl.engines.stop_strings import StopStringWatch
 from llmrl.policies import LLMWrapperBase
-from llmrl.rewards import Rubric, Score, ScoredRollout
+from llmrl.rewards import RewardInput, Rubric, Score
 from llmrl.transforms.reward import dataset_columns, find_rubric_reward, write_score
 
 _SOLO_IDS = itertools.count()
@@ -49,7 +49,7 @@ class RolloutLimits:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 
-class RolloutPlayer:
+class RolloutRunner:
     """Plays rollouts of one environment with one policy.
 
     Args:
@@ -90,7 +90,7 @@ class RolloutPlayer:
             limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
         )
 
-    async def play(self, opening: Opening, rollout: Rollout) -> Rollout:
+    async def run(self, opening: Opening, rollout: Rollout) -> Rollout:
         """Play one conversation from its opening to its end; never raises for its sake.
 
         `rollout` is its record; it is filled as the conversation goes on.
@@ -308,9 +308,9 @@ def _refuse_reward(rollout: Rollout) -> None:
             rollout.reward, rollout.is_scored, rollout.error = 0.0, False, rollout.error or f"ValueError: {error}"
 
 
-def as_scored(rollout: Rollout) -> ScoredRollout:
+def as_scored(rollout: Rollout) -> RewardInput:
     """The rollout as reward functions see it."""
-    return ScoredRollout(rollout.messages, rollout.columns, rollout.status, rollout.reason)
+    return RewardInput(rollout.messages, rollout.columns, rollout.status, rollout.reason)
 
 
 def _joined(parts: list[Completion]) -> Completion:

@@ -1,4 +1,4 @@
-"""The board: whoever reads it reaches the engines that serve, and those that take a dead one's place."""
+"""The registry: whoever reads it reaches the engines that serve, and those that take a dead one's place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from llmrl.engines import EngineBoard, EngineReplicas, RayEngine, SamplingConfig
+from llmrl.engines import EngineRegistry, EngineReplicas, RayEngine, SamplingConfig
 from llmrl.testing import ScriptedEngine
 
 pytest.importorskip("ray")
@@ -25,16 +25,16 @@ def ask(engines):
 
 
 def test_a_dead_engine_is_gone_round_and_its_successor_found(ray_cluster):
-    board = EngineBoard.start()
+    registry = EngineRegistry.start()
     with EngineReplicas([start(0), start(1)]) as engines:
-        board.publish(engines)
-        reached = board.reach()
+        registry.publish_once(engines)
+        reached = registry.connect()
         assert ask(reached) == [7] and len(reached) == 2
         ray_cluster.kill(engines[0]._actor)
         assert [ask(reached) for _ in range(4)] == [[7]] * 4
         engines._engines[0] = start(0, answer=8)  # what `restart` does in the trainer's process
         engines.refresh()
-        board.publish(engines)
+        registry.publish_once(engines)
         deadline = time.monotonic() + 60
         while len(reached.serving) < 2:
             assert time.monotonic() < deadline, "the successor was not found"
@@ -47,8 +47,8 @@ def test_a_dead_engine_is_gone_round_and_its_successor_found(ray_cluster):
 
 
 def test_only_engines_that_others_can_reach_are_published():
-    board = EngineBoard.start()
+    registry = EngineRegistry.start()
     with pytest.raises(TypeError, match="use_ray=True"):
-        board.publish(EngineReplicas([ScriptedEngine([[1]])]))
+        registry.publish_once(EngineReplicas([ScriptedEngine([[1]])]))
     with pytest.raises(RuntimeError, match="names no engine"):
-        board.reach()
+        registry.connect()
