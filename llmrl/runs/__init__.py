@@ -1,0 +1,1 @@
+"""Training runs: configuration, folder, evaluation, live view, trackers, viewer."""
