@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmrl._utils.imports import require
 from llmrl._utils.arguments import nearest
 from llmrl._utils.files import write_atomically
+from llmrl._utils.imports import require
 
 PROJECT = "llmrl"
 

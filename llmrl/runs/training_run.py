@@ -13,19 +13,18 @@ from rich.console import Console
 from tensordict import TensorDict, TensorDictBase
 
 from llmrl.collectors import LLMCollector, NoSignal, RolloutLimits
-from llmrl.runs.dry_run import as_dry_run, with_differing_rewards
-from llmrl.testing.embedded_model import ensure_embedded_model
 from llmrl.engines import EngineRegistry
-from llmrl.runs.live_view import LiveView
-from llmrl.trainer import train_step
 from llmrl.objectives.base import LLMLoss
 from llmrl.policies import vLLMWrapper
-from llmrl.trainer import TransformersWrapper
+from llmrl.runs.dry_run import as_dry_run, with_differing_rewards
+from llmrl.runs.live_view import LiveView
 from llmrl.runs.read_ahead import ReadAhead
 from llmrl.runs.report import before_after_table, plot_curve, print_how_to_go_on, resume_command
 from llmrl.runs.run_config import resumed_config, save_config
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states
 from llmrl.runs.run_setup import MakeEnv, TrainerDevice, compute_dtype, make_collector, start_engine
+from llmrl.testing.embedded_model import ensure_embedded_model
+from llmrl.trainer import TransformersWrapper, train_step
 
 
 class NothingLearned(RuntimeError):
