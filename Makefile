@@ -1,16 +1,18 @@
 # llmrl. Needs Python 3.11, git and make. `make` says what there is.
 # VENV=/path puts the virtual environment elsewhere, PYTHON=/path chooses the Python, ARGS='…' goes to the command.
+# WORKERS=n says how many processes the tests run in.
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 BIN := $(abspath $(VENV))/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench docs clean
+.PHONY: help setup demo test test-fast lint fix lock bench docs clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is:"
-	@sed -n 's/^\([a-z]*\):.* ## \(.*\)/  \1\t\2/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
 
 setup: ## the virtual environment and the embedded model: 2 to 5 minutes, then nothing
 	@sh tools/setup.sh "$(VENV)"
@@ -18,13 +20,26 @@ setup: ## the virtual environment and the embedded model: 2 to 5 minutes, then n
 demo: setup ## post-train SmolLM2-135M-Instruct with GRPO, generating with vLLM: about 5 minutes on two cores
 	@"$(BIN)/python" sota-implementations/grpo/grpo-sync.py $(ARGS)
 
+# Tests that share an engine or a cluster run in one process, and what takes longest comes first (test/conftest.py).
+PYTEST := "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
+
 test: lint ## lint, types, then every test and example: about 10 minutes on two cores
-	@"$(BIN)/python" -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+test-fast: setup ## the tests that start neither vLLM nor Ray: about 90 seconds on two cores
+	@$(PYTEST) -m "not engine and not ray" $(ARGS)
 
 lint: setup ## ruff and mypy: half a minute
 	@"$(BIN)/ruff" check .
 	@"$(BIN)/ruff" format --check .
 	@"$(BIN)/mypy"
+
+fix: setup ## what ruff can mend by itself, formatting too
+	@"$(BIN)/ruff" check --fix .
+	@"$(BIN)/ruff" format .
+
+lock: setup ## write what is installed to constraints.txt, which the set-up then installs again
+	@"$(BIN)/python" -m pip freeze --exclude-editable | sed 's/+.*//' > constraints.txt
 
 bench: setup ## benchmarks, each a ratio to a peer in the same run; one: make bench ARGS=import_time
 	@"$(BIN)/python" -m benchmarks $(or $(ARGS),all)

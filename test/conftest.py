@@ -1,13 +1,46 @@
-"""What tests share: the embedded model, its renderer, one engine."""
+"""What tests share: the embedded model, its renderer, one engine; which marks they have, and which run together."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
 
 # Before torch is imported: its idle threads would otherwise spin on the cores that the engine's process needs.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core
+
+# A mark is set by what a test asks for, itself or through another fixture.
+MARKS = {"engine": "real_vllm", "ray": "ray_nodes"}
+# Tests that share what takes long to start run in one process; the others go by files.
+SHARED = {"vllm_engine": "the engine", "ray_nodes": "the cluster"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """Set marks, and groups of tests that run in one process: what takes longest comes first."""
+
+    def group_of(item):
+        return next((SHARED[name] for name in SHARED if name in item.fixturenames), item.path.name)
+
+    marked = set()
+    for item in items:
+        for mark, fixture in MARKS.items():
+            if fixture in item.fixturenames:
+                item.add_marker(mark)
+                marked.add(group_of(item))
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: (group_of(item) not in SHARED.values(), group_of(item) not in marked))
+
+
+@pytest.fixture(scope="session")
+def real_vllm():
+    """Asked for by whatever starts a vLLM engine."""
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is not installed")
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +68,7 @@ def renderer(tokenizer):
 
 
 @pytest.fixture(scope="session")
-def vllm_engine(model_path):
+def vllm_engine(model_path, real_vllm):
     """One vLLM engine for the whole session, on all cores; a test that changes its weights puts them back."""
     from llmrl.engines import AsyncVLLM
 

@@ -226,7 +226,7 @@ def test_an_unscored_rollout_counts_as_wrong_and_keeps_its_status():
 
 
 @pytest.mark.timeout(300)
-def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tiny_model_path):
+def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tiny_model_path, real_vllm):
     arguments = ["eval", "--limit", "4", "-n", "2", "--max-new-tokens", "8", "--max-model-len", "128"]
     result = llmrl(*arguments, "--model", tiny_model_path, "--out", str(tmp_path / "out"))
     assert result.returncode == 0, result.stdout + result.stderr

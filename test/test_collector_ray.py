@@ -36,7 +36,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 GROUP_SIZE = 2
 PROMPT = list(range(500))
 
-pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def make_env():
@@ -134,10 +134,8 @@ def registry_policy(registry):
     return lambda: LLMWrapperBase(registry.connect(), input_mode="tokens", generate_kwargs=sampling)
 
 
-@pytest.mark.engine
-def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_nodes, tiny_model_path):
+def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_nodes, tiny_model_path, real_vllm):
     """The trainer's engines, in actors; collectors reach them by a registry; both get new weights, and both die."""
-    pytest.importorskip("vllm")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).eval()
     options = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "num_replicas": 1, "use_ray": True}
     cluster = {"ray_options": {"num_cpus": 0}, "ray_init_config": {"address": ray_nodes.address}}

@@ -15,7 +15,6 @@ from llmrl.weight_sync import VLLMWeightSyncScheme
 NUM_TOKENS = 96
 
 
-@pytest.mark.engine
 def test_partial_rollouts_go_on_after_an_update_that_aborted_them(vllm_engine, reference_model, tokenizer):
     sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs=sampling)

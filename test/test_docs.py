@@ -6,6 +6,7 @@ earlier one made. Blocks in another language (`bash`, `text`, `yaml` …) are no
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -25,19 +26,39 @@ def blocks(page: Path) -> list[tuple[str, int, str]]:
     return [(m[1], text[: m.start(2)].count("\n") + 1, m[2]) for m in BLOCK.finditer(text)]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b[0] == "python" for b in blocks(p))], ids=lambda p: p.name)
-def test_examples_run(page, tmp_path, monkeypatch, request):
-    monkeypatch.chdir(tmp_path)
-    if page.name == "tutorial.md":  # the README starts an engine of its own, which is enough
-        engine = request.getfixturevalue("trainable_engine")
-        monkeypatch.setattr(type(engine), "from_pretrained", lambda *_, **__: engine)
-        monkeypatch.setattr(engine, "shutdown", lambda: None)
-    namespace = {"__name__": "__main__"}
-    for language, line, source in blocks(page):
+def source_of(page: Path) -> str:
+    """The Python of a page, each line at its place, so that a traceback shows the line of the page."""
+    source = ""
+    for language, line, text in blocks(page):
         if language == "python":
-            # Padded, so that a traceback shows the line of the page.
-            exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
+            source += "\n" * (line - 1 - source.count("\n")) + text
+    return source
+
+
+SOURCES = {page.name: (page, source) for page in PAGES if (source := source_of(page))}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, source) in SOURCES.items() if "AsyncVLLM" not in source])
+def test_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page, source = SOURCES[name]
+    exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name, (_, source) in SOURCES.items() if "AsyncVLLM" in source])
+def test_examples_run_on_a_real_engine(name, tmp_path, monkeypatch, trainable_engine):
+    monkeypatch.chdir(tmp_path)
+    signature = inspect.signature(type(trainable_engine).from_pretrained)
+
+    def started_before(*arguments, **options):
+        signature.bind(*arguments, **options)
+        return trainable_engine
+
+    monkeypatch.setattr(type(trainable_engine), "from_pretrained", started_before)
+    monkeypatch.setattr(trainable_engine, "shutdown", lambda: None)
+    page, source = SOURCES[name]
+    exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
@@ -62,10 +83,10 @@ def test_links_to_files_lead_somewhere():
 
 
 def test_every_make_target_that_is_named_exists():
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        named = set(re.findall(r"`make (\w+)", page.read_text()))
-        named |= set(re.findall(r"^make (\w+)", page.read_text(), re.MULTILINE))
+        named = set(re.findall(r"`make ([\w-]+)", page.read_text()))
+        named |= set(re.findall(r"^make ([\w-]+)", page.read_text(), re.MULTILINE))
         assert named <= targets, f"{page.name} names {named - targets}"
 
 

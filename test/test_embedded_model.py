@@ -52,7 +52,6 @@ def test_the_converted_model_is_whole_and_speaks(model_path):
     assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])
 
 
-@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_broken_and_two_callers_convert_once(tmp_path):
     folder = model_folder(tmp_path)
     process = start(tmp_path)

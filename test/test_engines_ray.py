@@ -112,7 +112,6 @@ def test_pause_resume_and_versions_reach_the_actor(engine):
     assert engine.policy_version == 1
 
 
-@pytest.mark.slow
 def test_deaths_of_every_kind_cost_retries_only(engine, ray_cluster, ray_nodes):
     # Long enough that the death is heard of while every request is in flight, on a busy machine too.
     start = functools.partial(start_scripted, latency_s=1.5)
@@ -187,11 +186,7 @@ def test_what_cannot_start_says_why(ray_cluster, tmp_path):
         AsyncVLLM.from_pretrained(tmp_path, use_ray=True, ray_init_config={"address": "192.0.2.1:6379"})
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-def test_vllm_that_hangs_with_requests_in_flight_is_replaced_and_answers_them_all(tiny_model_path):
-    pytest.importorskip("vllm")
-
+def test_vllm_that_hangs_with_requests_in_flight_is_replaced_and_answers_them_all(tiny_model_path, real_vllm):
     def find_pid(engines):
         [process] = engines[0]._llm.engine_core.resources.engine_manager.processes
         return process.pid

@@ -15,8 +15,6 @@ from waiting import is_running
 from llmrl.engines import AsyncVLLM, Engine, EngineError, SamplingConfig
 from llmrl.engines.vllm_requests import read_completion
 
-pytest.importorskip("vllm")
-
 # Engine and reference compute in float32: log-probs differ by 1e-5 on average here.
 MEAN_TOLERANCE = 0.001
 
@@ -265,7 +263,7 @@ def engine_processes(engine):
     return [process.pid for process in engine._llm.engine_core.resources.engine_manager.processes]
 
 
-def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_path):
+def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_path, real_vllm):
     engine = start_tiny(tiny_model_path)
     [pid] = engine_processes(engine)
     sampling = SamplingConfig(max_new_tokens=2000, ignore_eos=True)
@@ -288,7 +286,7 @@ def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_pa
     assert not is_running(pid)
 
 
-def test_collection_ends_the_engine(tiny_model_path):
+def test_collection_ends_the_engine(tiny_model_path, real_vllm):
     engine = start_tiny(tiny_model_path)
     [pid] = engine_processes(engine)
     background = engine._background

@@ -56,7 +56,6 @@ def test_what_is_missing_is_named():
         LLMEnv(eos_token_id=0)
 
 
-@pytest.mark.engine
 def test_the_model_writes_on_in_plain_text_and_in_hashed_tokens(vllm_engine, tokenizer):
     from llmrl.data import Text, Tokens
     from llmrl.policies import vLLMWrapper

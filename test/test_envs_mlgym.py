@@ -124,7 +124,6 @@ def test_a_reply_without_a_command_runs_nothing_and_costs_the_penalty(stand_in, 
     env.release(data)
 
 
-@pytest.mark.engine
 def test_the_model_plays_a_task(vllm_engine, tokenizer, stand_in):
     from llmrl.policies import vLLMWrapper
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from llmrl.collectors import LLMCollector, RolloutLimits, batch_rows, rollout_rows
@@ -42,7 +41,6 @@ def test_searching_and_answering_is_rewarded(renderer):
     assert sum(rollout.breakdown["answer"] for rollout in rollouts) > 15
 
 
-@pytest.mark.engine
 def test_rows_of_tool_turns_are_as_exact_as_others_on_a_real_engine(vllm_engine, renderer, model_path):
     # So small a model seldom calls a tool that it was not taught: whatever it says is searched for.
     env = make_search_env(repeats=4, tool_parser="none")

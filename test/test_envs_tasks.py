@@ -511,7 +511,6 @@ def test_a_collector_plays_and_scores_a_task(renderer, make, reply, reward):
     assert all(rollout.is_scored for rollout in rollouts)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "make",
     [

@@ -44,7 +44,7 @@ def descendants(pid):
 
 
 @pytest.fixture(scope="module")
-def killed_and_resumed(tmp_path_factory):
+def killed_and_resumed(tmp_path_factory, real_vllm):
     """A run that was killed while it collected its fourth step, then resumed to its fifth.
 
     The asynchronous one: it has more to lose. The loop is that of the others, which run dry elsewhere.

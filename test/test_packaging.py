@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from llmrl._utils.imports import MissingExtraError, require
 
@@ -39,6 +40,16 @@ def test_installed_versions_are_within_the_bounds():
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement} but {version} is installed")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_lock_pins_every_requirement_within_its_bound():
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    locked = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *(r for extra in load_setup().EXTRAS for r in extras[extra])]
+    for requirement in map(Requirement, wanted):
+        version = locked.get(canonicalize_name(requirement.name))
+        assert version and requirement.specifier.contains(version), f"{requirement}, locked at {version}: make lock"
 
 
 def test_every_requirement_has_an_upper_bound():
@@ -180,5 +191,5 @@ def test_too_little_disk_is_answered_before_anything_is_installed(tmp_path, monk
 
 def test_make_lists_what_it_can_do():
     output = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("setup", "demo", "test", "lint", "bench", "clean"):
+    for target in ("setup", "demo", "test", "test-fast", "lint", "fix", "lock", "bench", "clean"):
         assert re.search(rf"^  {target} .*\w", output, re.MULTILINE)

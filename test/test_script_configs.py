@@ -188,7 +188,7 @@ def test_rows_are_learned_so_often_and_new_ones_waited_for():
 
 
 @pytest.fixture(scope="module")
-def tiny_engine(tiny_model_path):
+def tiny_engine(tiny_model_path, real_vllm):
     """One engine for all dry runs, of the model that they train."""
     from llmrl.engines import AsyncVLLM
 
@@ -358,7 +358,7 @@ def test_a_run_that_learns_nothing_says_so_and_ends_with_an_error(tiny_engine, t
     assert [row["is_skipped"] for row in metrics] == [1.0, 1.0] and "all 2 steps are done" in str(error)
 
 
-def test_a_dry_run_on_the_command_line_ends_well_and_leaves_nothing(tmp_path):
+def test_a_dry_run_on_the_command_line_ends_well_and_leaves_nothing(tmp_path, real_vllm):
     script = SCRIPTS / "expert-iteration/expert-iteration-async.py"
     command = [sys.executable, str(script), "task=gsm8k", "hardware=gpu1", "dry_run=true"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

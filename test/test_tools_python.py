@@ -130,7 +130,6 @@ def test_unknown_choices_are_refused(arguments, reason):
         PythonInterpreter(**arguments)
 
 
-@pytest.mark.slow
 def test_a_ray_actor_serves_the_interpreters_of_many_environments(ray_cluster):
     from torchrl.services import get_services
 

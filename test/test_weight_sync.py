@@ -20,15 +20,12 @@ from weight_sync_tools import (
 from llmrl.engines import AsyncVLLM
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.engine
-
 # Mean absolute difference of a float32 engine's log-probs from the model's: 1e-5 here.
 MEAN_TOLERANCE = 0.001
 
 
 @pytest.fixture(scope="module")
-def second_engine(model_path):
+def second_engine(model_path, real_vllm):
     """A second replica of the session's engine."""
     engine = AsyncVLLM.from_pretrained(
         model_path, max_model_len=512, kv_cache_memory=1 << 27, engine_args={"skip_tokenizer_init": True}
@@ -94,7 +91,6 @@ def test_a_head_left_behind_would_be_seen_by_the_comparison(vllm_engine, referen
     assert log_prob_difference(with_old_head, vllm_engine) > 2 * MEAN_TOLERANCE
 
 
-@pytest.mark.slow
 def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_model, original):
     """No request is lost, versions grow, and each token is of the version that it says, to the token."""
     num_conversations, num_updates = 32, 10

