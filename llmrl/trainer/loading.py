@@ -1,0 +1,123 @@
+"""The trainer's model: loaded, with or without LoRA adapters, and the reference that a KL is measured to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from llmrl._utils.imports import require
+from llmrl.trainer.scoring import write_log_probs
+from llmrl.trainer.transformers_wrapper import TransformersWrapper
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+REF_LOG_PROBS: NestedKey = ("next", "ref_log_probs", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters (arXiv:2106.09685) of linear layers, trained in place of the model's weights.
+
+    Without dropout: the trainer's distribution is to be the sampler's.
+
+    Raises:
+        ValueError: for a rank below 1 or an alpha that is not positive.
+    """
+
+    rank: int = 16
+    """Of the update of each weight."""
+    alpha: float = 32.0
+    """The update is multiplied by `alpha / rank`."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names of layers that are adapted, or `all-linear`: all but the output head."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank}.")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha must be positive, got {self.alpha}.")
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    gradient_checkpointing: bool = False,
+    lora: LoRAConfig | None = None,
+) -> PreTrainedModel:
+    """Load a causal language model to train: float32 weights, on its device, with adapters where they are asked for.
+
+    Args:
+        path: folder or hub name.
+        device: where it is put.
+        gradient_checkpointing: compute activations again in the backward pass, which saves their memory.
+        lora: adapters; only these are trained then.
+
+    Raises:
+        MissingExtraError: for adapters without peft, naming the extra.
+        ValueError: when `lora.target_modules` names no layer of the model.
+
+    Example:
+        >>> import tempfile
+        >>> from llmrl.testing import make_tiny_model
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model = load_model(make_tiny_model(folder), lora=LoRAConfig(rank=2))
+        >>> {name.split(".")[-3] for name, weight in model.named_parameters() if weight.requires_grad}
+        {...'lora_A'...}
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if lora is None:
+        return model
+    require("peft", extra="lora")
+    import peft
+
+    modules = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[TensorDictBase], TensorDictBase]:
+    """What writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
+
+    The reference is the model that the policy was before training. A policy with adapters is that itself, while they
+    are off, at no memory; of any other the model at `path` is loaded a second time, frozen. Call it on a batch before
+    that is trained on with `kl_to_ref_coeff`, and not while the policy is being trained in another thread.
+
+    Args:
+        policy: that is trained; the reference computes as it does.
+        path: folder or hub name that the policy's model was loaded from.
+
+    Example:
+        >>> reference = make_reference(policy, "Qwen/Qwen2.5-0.5B-Instruct")    # doctest: +SKIP
+        >>> train_step(loss, reference(batch), optimizer)                       # doctest: +SKIP
+    """
+    if hasattr(policy.model, "disable_adapter"):
+        return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)
+    frozen = load_model(path, device=policy.device).requires_grad_(False)
+    scorer = TransformersWrapper(
+        frozen,
+        temperature=policy.temperature,
+        token_budget=policy.token_budget,
+        bin_length=policy.bin_length,
+        chunk_size=policy.chunk_size,
+        autocast_dtype=policy.autocast_dtype,
+        head_kernel=policy.head_kernel,
+        tokens_key=policy.tokens_key,
+        mask_key=policy.mask_key,
+        log_probs_key=policy.log_probs_key,
+    )
+    return partial(write_log_probs, scorer, key=REF_LOG_PROBS)

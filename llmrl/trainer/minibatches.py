@@ -1,0 +1,80 @@
+"""Several updates on one batch: epochs over it, in mini-batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Iterator
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.data.ragged import flat_batch
+from llmrl.objectives.base import LLMLoss
+from llmrl.objectives.grouping import GroupKeys, stack_rows
+from llmrl.trainer.scoring import write_log_probs
+
+
+def minibatches(
+    batch: TensorDictBase,
+    loss_module: LLMLoss,
+    *,
+    num_epochs: int = 1,
+    num_minibatches: int = 1,
+    seed: int,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> Iterator[TensorDictBase]:
+    """The batches of `num_epochs * num_minibatches` updates on one batch of rollouts; of one update, the batch itself.
+
+    Before the first of several updates the policy's own log-probs are written into the batch, once, where the loss
+    reads them (`old_log_prob`), so that its ratio is to the policy before these updates and its clip bounds all of
+    them together (PPO, arXiv:1707.06347, algorithm 1). A loss that knows no old policy (`SFTLoss`) has no such entry.
+
+    All rows of a rollout are in one mini-batch. Each epoch has an order of its own, in which groups stay together as
+    far as mini-batches of equally many rollouts allow: rows of a group share their prompt's computation.
+
+    Args:
+        batch: training rows with advantages; changed in place.
+        loss_module: that the updates are on; its `actor_network` is the policy.
+        num_epochs: how often each rollout is learned from.
+        num_minibatches: updates an epoch; fewer where there are fewer rollouts.
+        seed: of the order; the same seed gives the same mini-batches, whatever other random numbers were drawn.
+        process_group: of the ranks that the model is sharded over, see `write_log_probs`.
+
+    Raises:
+        ValueError: for a number below 1.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> from llmrl.objectives import SFTLoss
+        >>> rows = [TensorDict({"rollout": {"rollout_id": name, "group_id": "g"}}) for name in "aabc"]
+        >>> parts = minibatches(lazy_stack(rows), SFTLoss(None), num_minibatches=3, seed=0)
+        >>> sorted(sorted(part["rollout", "rollout_id"]) for part in parts)
+        [['a', 'a'], ['b'], ['c']]
+    """
+    for name, value in (("num_epochs", num_epochs), ("num_minibatches", num_minibatches)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    rows = flat_batch(batch)
+    if num_epochs * num_minibatches == 1 or not rows.batch_size.numel():
+        return iter([batch])
+    old_log_probs = getattr(loss_module.tensor_keys, "old_log_prob", None)
+    if old_log_probs is not None:
+        write_log_probs(loss_module.actor_network, rows, old_log_probs, process_group=process_group)
+    return _parts(rows, num_epochs, num_minibatches, seed)
+
+
+def _parts(rows: TensorDictBase, num_epochs: int, num_minibatches: int, seed: int) -> Iterator[TensorDictBase]:
+    keys, elements = GroupKeys(), rows.unbind(0)
+    groups: dict[Hashable, dict[Hashable, list[TensorDictBase]]] = {}
+    for row, group_id in zip(elements, keys.group_ids(rows), strict=True):
+        groups.setdefault(group_id, {}).setdefault(keys.rollout_id(row), []).append(row)
+    for epoch in range(num_epochs):
+        order, generator = [list(group.values()) for group in groups.values()], random.Random(f"{seed}/{epoch}")
+        generator.shuffle(order)
+        for group in order:
+            generator.shuffle(group)
+        rollouts = [rollout for group in order for rollout in group]
+        num_parts = min(num_minibatches, len(rollouts))
+        for part in range(num_parts):
+            start, stop = (len(rollouts) * bound // num_parts for bound in (part, part + 1))
+            yield stack_rows([row for rollout in rollouts[start:stop] for row in rollout])

@@ -1,0 +1,136 @@
+"""The optimizer of a model, and its learning rate step by step: warm-up, then constant, linear or cosine."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+
+
+def make_optimizer(
+    model: torch.nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float = 0.0,
+    schedule: ScheduleName = "constant",
+    warmup_steps: int = 0,
+    num_steps: int | None = None,
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """AdamW (arXiv:1711.05101) over what of a model is trained, and the schedule of its learning rate.
+
+    Call `schedule.step()` once a batch, after its updates. Both are resumed by their state dicts, which bring moments
+    and the number of steps; learning rate, weight decay and schedule stay those that were given here, so that a resumed
+    run follows its configuration.
+
+    Args:
+        model: parameters that need no gradient (LoRA's base model) are left out.
+        learning_rate: the highest.
+        weight_decay: of matrices; vectors (norms, biases) have none.
+        schedule: after the warm-up `constant`, or `linear` or `cosine` decay to 0 after `num_steps`.
+        warmup_steps: batches over which the learning rate rises from `learning_rate / (warmup_steps + 1)`.
+        num_steps: batches of the whole training, the warm-up among them; needed for a decay.
+
+    Raises:
+        ValueError: for an unknown schedule, numbers that do not fit, or a model without trained parameters.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer, schedule = make_optimizer(
+        ...     model, learning_rate=1.0, schedule="linear", warmup_steps=1, num_steps=3)
+        >>> rates = []
+        >>> for _ in range(3):
+        ...     optimizer.step()
+        ...     rates += schedule.get_last_lr()[:1]
+        ...     schedule.step()
+        >>> rates
+        [0.5, 1.0, 0.5]
+    """
+    if not 0 < learning_rate < math.inf:
+        raise ValueError(f"learning_rate must be a positive number, got {learning_rate}.")
+    for name, value in (("weight_decay", weight_decay), ("warmup_steps", warmup_steps)):
+        if not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}.")
+    if schedule not in get_args(ScheduleName):
+        raise ValueError(f"schedule must be one of {list(get_args(ScheduleName))}, got {schedule!r}.")
+    if schedule != "constant" and num_steps is None:
+        raise ValueError(f"schedule={schedule!r} decays to 0 at the end of training: give num_steps.")
+    if num_steps is not None and schedule != "constant" and warmup_steps >= num_steps:
+        raise ValueError(f"warmup_steps={warmup_steps} leaves nothing of num_steps={num_steps} to train in.")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError(f"no parameter of {type(model).__name__} needs a gradient; there is nothing to train.")
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if parameters
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+    return optimizer, WarmupSchedule(optimizer, schedule, warmup_steps=warmup_steps, num_steps=num_steps)
+
+
+class WarmupSchedule(LRScheduler):
+    """Learning rates as a function of the number of steps alone; see `make_optimizer`.
+
+    Step `s`, from 0, has the learning rate of the optimizer times
+
+    - `(s + 1) / (warmup_steps + 1)` while `s < warmup_steps`: no step has a learning rate of 0;
+    - then, with `t = (s - warmup_steps) / (num_steps - warmup_steps)`: 1, `1 - t`, or `(1 + cos(pi t)) / 2` (SGDR,
+      arXiv:1608.03983, equation 5, without restarts).
+
+    A state that is loaded, the optimizer's or this one's, does not change learning rates and weight decays.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: ScheduleName, *, warmup_steps: int, num_steps: int | None
+    ) -> None:
+        self.schedule, self.warmup_steps, self.num_steps = schedule, warmup_steps, num_steps
+        self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
+        super().__init__(optimizer)
+        optimizer.register_load_state_dict_post_hook(lambda _: self._write_rates())
+
+    def factor(self, step: int) -> float:
+        """What the learning rate is multiplied by at a step, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.schedule == "constant" or self.num_steps is None:
+            return 1.0
+        part = min(1.0, (step - self.warmup_steps) / (self.num_steps - self.warmup_steps))
+        return 1.0 - part if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """The learning rate of each parameter group at the current step."""
+        return [rate * self.factor(self.last_epoch) for rate in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Go on to the next step, also where the optimizer skipped this one.
+
+        Raises:
+            ValueError: for an `epoch`, which a schedule by steps has none of, or after the end of a decay, where
+                training would go on without learning anything.
+        """
+        if epoch is not None:
+            raise ValueError(f"the schedule counts steps itself: call step() without epoch={epoch!r}.")
+        if self.schedule != "constant" and self.num_steps is not None and self.last_epoch >= self.num_steps:
+            raise ValueError(f"the schedule has ended: its learning rate is 0 after num_steps={self.num_steps} steps.")
+        self.last_epoch += 1
+        self._write_rates()
+
+    def _write_rates(self) -> None:
+        groups = zip(self.optimizer.param_groups, self.base_lrs, self.get_lr(), self._weight_decays, strict=True)
+        for group, base_rate, rate, weight_decay in groups:
+            group.update(initial_lr=base_rate, lr=rate, weight_decay=weight_decay)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of steps."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on after so many steps."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._write_rates()
