@@ -242,7 +242,7 @@ def test_a_model_is_loaded_in_float32_and_may_checkpoint(saved_model: str) -> No
 
 def test_with_adapters_only_they_are_trained(saved_model: str) -> None:
     pytest.importorskip("peft")
-    model = load_model(saved_model, lora=LoRAConfig(rank=2, alpha=8.0, target_modules=("q_proj", "down_proj")))
+    model = load_model(saved_model, lora=LoRAConfig(rank=2, alpha=8, target_modules=("q_proj", "down_proj")))
     optimizer, _ = make_optimizer(model, learning_rate=1e-2, weight_decay=0.1)
     trained_names = {name.split(".")[-4] for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained_names == {"q_proj", "down_proj"}
@@ -251,7 +251,7 @@ def test_with_adapters_only_they_are_trained(saved_model: str) -> None:
     assert model.base_model.model.model.layers[0].self_attn.q_proj.scaling == {"default": 4.0}
 
 
-@pytest.mark.parametrize("arguments", [{"rank": 0}, {"alpha": 0.0}])
+@pytest.mark.parametrize("arguments", [{"rank": 0}, {"alpha": 0}])
 def test_adapters_that_change_nothing_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         LoRAConfig(**arguments)

@@ -29,12 +29,12 @@ class LoRAConfig:
     Without dropout: the trainer's distribution is to be the sampler's.
 
     Raises:
-        ValueError: for a rank below 1 or an alpha that is not positive.
+        ValueError: for a rank or an alpha below 1.
     """
 
     rank: int = 16
     """Of the update of each weight."""
-    alpha: float = 32.0
+    alpha: int = 32
     """The update is multiplied by `alpha / rank`."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of layers that are adapted, or `all-linear`: all but the output head."""
@@ -42,8 +42,8 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}.")
-        if not self.alpha > 0:
-            raise ValueError(f"alpha must be positive, got {self.alpha}.")
+        if self.alpha < 1:
+            raise ValueError(f"alpha must be at least 1, got {self.alpha}.")
 
 
 def load_model(
