@@ -34,8 +34,7 @@ def run() -> dict[str, Any]:
     from llmrl.collectors import LLMCollector
     from llmrl.policies import LLMWrapperBase
     from llmrl.rendering import make_renderer
-    from llmrl.testing import ScriptedEngine
-    from llmrl.testing.distributions import log_normal, with_stragglers
+    from llmrl.testing import ScriptedEngine, log_normal, with_stragglers
     from llmrl.testing.embedded_model import ensure_embedded_model
 
     renderer = make_renderer(AutoTokenizer.from_pretrained(str(ensure_embedded_model())))

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmrl.testing import virtual_time
+from llmrl.testing import run_in_virtual_time
 
 NUM_REPLICAS = 512
 SEQUENCES_PER_REPLICA = 196
@@ -91,8 +91,7 @@ async def simulate() -> dict[str, float]:
     from llmrl.collectors.scheduler import RolloutScheduler
     from llmrl.collectors.staleness import StalenessGate
     from llmrl.engines import EngineReplicas, SamplingConfig
-    from llmrl.testing import ScriptedEngine
-    from llmrl.testing.distributions import log_normal
+    from llmrl.testing import ScriptedEngine, log_normal
 
     draw = log_normal(MEDIAN_S, SIGMA)
     engines = [
@@ -143,7 +142,7 @@ def run() -> dict[str, Any]:
     """Simulate, and time the simulation: what it costs beside the clock is the scheduler, the router and the books."""
     gc.freeze()
     started = time.perf_counter()
-    medians: dict[str, float] = virtual_time.run(simulate())
+    medians: dict[str, float] = run_in_virtual_time(simulate())
     seconds = time.perf_counter() - started
     medians |= {"wall_s": seconds, "us_per_turn": seconds / medians["num_turns"] * 1e6}
     table = Table(title=f"{NUM_REPLICAS} replicas, {NUM_BATCHES} batches of {GROUPS_PER_BATCH * GROUP_SIZE:,} rollouts")

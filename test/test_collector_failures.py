@@ -24,8 +24,7 @@ from llmrl.data import ChatHistory, Rollout, RolloutStatus, StopReason
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
-from llmrl.testing import ScriptedEngine
-from llmrl.testing.virtual_time import run as run_virtually
+from llmrl.testing import ScriptedEngine, run_in_virtual_time
 from llmrl.transforms import RubricReward, ToolTransform
 
 ESCAPING = [RuntimeError, SystemExit, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, StopIteration]
@@ -659,7 +658,7 @@ def test_a_group_that_was_dropped_is_in_the_state_until_that_is_told():
         await scheduler.stop()
         return states, [rollout.rollout_id for rollout, _ in (await asking).dropped]
 
-    states, dropped = run_virtually(collect())
+    states, dropped = run_in_virtual_time(collect())
     assert dropped == ["g0/0"]
     assert [state for index, state in enumerate(states) if not index or state != states[index - 1]][-3:] == [
         [0, 1],
@@ -692,7 +691,7 @@ def test_a_member_that_was_dropped_is_told_with_its_group():
         await scheduler.stop()
         return deliveries
 
-    for delivery in run_virtually(collect()):
+    for delivery in run_in_virtual_time(collect()):
         delivered = {rollout.group_id for group in delivery.groups for rollout in group}
         assert {rollout.group_id for rollout, _ in delivery.dropped} == delivered
 
@@ -720,7 +719,7 @@ def test_every_rollout_of_a_scheduler_is_accounted_for_once(seed):
         await scheduler.stop()
         return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    assert run_virtually(collect()) == []
+    assert run_in_virtual_time(collect()) == []
     size = source.group_size
     assert seen == Counter(f"g{group}/{index}" for group in range(source.num_opened) for index in range(size))
 

@@ -113,6 +113,13 @@ def test_every_metric_that_a_run_logs_is_in_the_table():
     assert not logged - documented, f"docs/metrics.md lacks {sorted(logged - documented)}"
 
 
+def test_the_page_of_names_has_every_public_name():
+    import llmrl
+
+    rows = re.findall(r"^\| \[`(\w+)`\]\(", (ROOT / "docs/api/index.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted({*llmrl.__all__} - {"__version__"})
+
+
 def test_the_first_page_names_every_example():
     files = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert set(re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "docs/index.md").read_text(), re.MULTILINE)) == files

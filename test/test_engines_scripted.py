@@ -9,8 +9,7 @@ import statistics
 import pytest
 
 from llmrl.engines import Engine, EngineError, SamplingConfig
-from llmrl.testing import ScriptedEngine, virtual_time
-from llmrl.testing.distributions import answers_of_length, log_normal, with_stragglers
+from llmrl.testing import ScriptedEngine, answers_of_length, log_normal, run_in_virtual_time, with_stragglers
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 
@@ -154,7 +153,7 @@ def test_hours_of_latency_pass_at_once_in_virtual_time():
         await asyncio.gather(*(engine.generate([1], SAMPLING.with_changes(max_new_tokens=n)) for n in (1, 2, 4)))
         return asyncio.get_running_loop().time(), engine.busy_s
 
-    assert virtual_time.run(run()) == (pytest.approx(4 * 3600.0), pytest.approx(7 * 3600.0))
+    assert run_in_virtual_time(run()) == (pytest.approx(4 * 3600.0), pytest.approx(7 * 3600.0))
 
 
 def test_no_more_than_max_num_seqs_are_served_at_once_and_in_order():
@@ -169,7 +168,7 @@ def test_no_more_than_max_num_seqs_are_served_at_once_and_in_order():
         await asyncio.gather(*(one(name) for name in "abcde"))
         return ends
 
-    ends = virtual_time.run(run())
+    ends = run_in_virtual_time(run())
     assert [name for name, _ in ends] == list("abcde")
     assert [end for _, end in ends] == pytest.approx([1, 1, 2, 2, 3])
 
@@ -187,7 +186,7 @@ def test_aborted_and_cancelled_requests_leave_their_place():
         results = await asyncio.gather(running, queued, aborted, last, return_exceptions=True)
         return results, asyncio.get_running_loop().time(), engine.num_in_flight
 
-    (running, queued, aborted, last), now_s, num_in_flight = virtual_time.run(run())
+    (running, queued, aborted, last), now_s, num_in_flight = run_in_virtual_time(run())
     assert isinstance(running, asyncio.CancelledError)
     assert isinstance(queued, asyncio.CancelledError)
     assert (aborted.finish_reason, aborted.token_ids, last.token_ids) == ("abort", [], [1])
@@ -207,7 +206,7 @@ def test_versions_and_aborted_tokens_follow_the_virtual_clock():
         await engine.abort("a")
         return await asyncio.gather(*tasks)
 
-    aborted, whole = virtual_time.run(run())
+    aborted, whole = run_in_virtual_time(run())
     assert aborted.versions == [0] * 4 + [1] * 3
     assert whole.versions == [0] * 4 + [1] * 6
 
@@ -229,7 +228,7 @@ def test_a_pause_holds_or_ends_what_is_in_flight(mode, num_tokens, end_s):
         await late
         return len((await task).token_ids), ends, loop.time()
 
-    done, ends, now_s = virtual_time.run(run())
+    done, ends, now_s = run_in_virtual_time(run())
     assert (done, ends, now_s) == (num_tokens, [pytest.approx(end_s)], pytest.approx(114.5))
 
 
@@ -255,7 +254,7 @@ def test_a_hanging_request_ends_when_it_is_aborted_or_cancelled():
         await engine.abort("a")
         return await task, await engine.generate([1], SAMPLING), engine.num_in_flight
 
-    aborted, served, num_in_flight = virtual_time.run(run())
+    aborted, served, num_in_flight = run_in_virtual_time(run())
     assert (aborted.finish_reason, aborted.token_ids, served.token_ids, num_in_flight) == ("abort", [], [1, 2], 0)
 
 

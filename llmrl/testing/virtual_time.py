@@ -21,7 +21,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and moves only by sleeping."""
+    """An event loop whose `time()`, in seconds, starts at 0 and moves only by sleeping."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -31,7 +31,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._clock.now_s
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """`asyncio.run` in virtual time."""
+def run_in_virtual_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine as `asyncio.run` does, on a `VirtualTimeLoop`: an hour's sleep returns at once.
+
+    Raises:
+        RuntimeError: when everything waits for something else: a deadlock.
+
+    Example:
+        >>> run_in_virtual_time(asyncio.sleep(3600.0, "an hour later"))
+        'an hour later'
+    """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(coroutine)
