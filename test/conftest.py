@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import hypothesis
 import pytest
+
+# How long an example takes is the machine's business.
+hypothesis.settings.register_profile("llmrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("llmrl")
 
 # Before torch is imported: its idle threads would otherwise spin on the cores that the engine's process needs.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")

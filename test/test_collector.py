@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
 
 import pytest
@@ -169,11 +171,15 @@ def test_a_step_that_hangs_times_out_and_others_go_on(make_policy):
 
 def test_a_rollout_past_its_time_is_truncated_with_what_it_had(make_policy):
     env = MessageChatEnv(Asking, [{"num_turns": 100}])
-    limits = RolloutLimits(rollout_timeout_seconds=0.3)
-    with LLMCollector(env, policy=make_policy(latency_s=0.02), groups_per_batch=1, limits=limits) as collector:
+    limits, num_requests = RolloutLimits(rollout_timeout_seconds=2.0), itertools.count()
+
+    def latency_s(prompt_ids, token_ids):
+        return 0.0 if next(num_requests) < 2 else math.inf
+
+    with LLMCollector(env, policy=make_policy(latency_s=latency_s), groups_per_batch=1, limits=limits) as collector:
         rollout = collector.play(1)[0]
     assert (rollout.status, rollout.reason) == (RolloutStatus.TRUNCATED, StopReason.TIMEOUT)
-    assert 2 <= rollout.num_turns < 50 and rollout.conversation.num_turns == rollout.num_turns
+    assert rollout.num_turns == 2 and rollout.conversation.num_turns == rollout.num_turns
 
 
 def test_engine_faults_are_retried_and_then_settle_as_errors(make_policy):

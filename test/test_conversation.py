@@ -59,7 +59,7 @@ said = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_s
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("mode", ["token", "message"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_after_every_append_held_is_prompt_and_completion(model_path, family, mode, data):
     renderer = family_renderer(model_path, family)

@@ -75,7 +75,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 def test_links_to_files_lead_somewhere():
     broken = []
-    for page in PAGES:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             if not (page.parent / target).exists():
                 broken.append(f"{page.relative_to(ROOT)} links to {target}")

@@ -8,12 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from waiting import wait_until
 
 from llmrl.testing import embedded_model
 from llmrl.testing.embedded_model import (
@@ -24,12 +24,25 @@ from llmrl.testing.embedded_model import (
     model_folder,
 )
 
-COMMAND = [sys.executable, "-m", "llmrl.testing.embedded_model"]
+# The conversion is a stand-in, as slow as its argument says: what is tested is what surrounds it.
+PROGRAM = """
+import sys, time
+from llmrl.testing import embedded_model
+
+def convert(source, target):
+    (target / "config.json").write_text("{}")
+    time.sleep(float(sys.argv[1]))
+    print("converted", file=sys.stderr)
+    (target / "model.safetensors").write_bytes(b"weights")
+
+embedded_model._convert = convert
+print(embedded_model.ensure_embedded_model())
+"""
 
 
-def start(home: Path) -> subprocess.Popen[str]:
-    environ = {**os.environ, "LLMRL_HOME": str(home)}
-    return subprocess.Popen(COMMAND, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(home: Path, seconds: float) -> subprocess.Popen[str]:
+    environ, command = {**os.environ, "LLMRL_HOME": str(home)}, [sys.executable, "-c", PROGRAM, str(seconds)]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_converted_model_is_whole_and_speaks(model_path):
@@ -54,11 +67,8 @@ def test_the_converted_model_is_whole_and_speaks(model_path):
 
 def test_a_killed_conversion_leaves_nothing_broken_and_two_callers_convert_once(tmp_path):
     folder = model_folder(tmp_path)
-    process = start(tmp_path)
-    deadline = time.monotonic() + 120
-    while not list(folder.parent.glob(".converting-*/config.json")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.001)
+    process = start(tmp_path, 600.0)
+    wait_until(lambda: list(folder.parent.glob(".converting-*/config.json")) or process.poll() is not None, 240)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -66,9 +76,10 @@ def test_a_killed_conversion_leaves_nothing_broken_and_two_callers_convert_once(
     assert not folder.exists() and not is_intact(folder)
 
     # Two at once: one converts, the other waits for it; both see the whole model, and the leftover is gone.
-    both = [start(tmp_path), start(tmp_path)]
+    both = [start(tmp_path, 2.0), start(tmp_path, 2.0)]
     outputs = [process.communicate(timeout=240) for process in both]
     assert [out.strip() for out, _ in outputs] == [str(folder)] * 2, outputs
+    assert sum(err.count("converted") for _, err in outputs) == 1
     assert is_intact(folder, check_content=True)
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == [folder.name]
 

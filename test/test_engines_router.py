@@ -99,7 +99,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouter = RouterMachine.TestCase
-TestRouter.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestRouter.settings = settings(max_examples=60, stateful_step_count=50)
 
 
 def test_a_thousand_choices_among_many_replicas_spread_evenly():

@@ -23,7 +23,7 @@ def conversation(texts, *, has_system=False):
 
 
 @pytest.mark.parametrize("family", [*APPENDING, "mistral"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(texts=st.lists(contents, min_size=2, max_size=6))
 def test_a_templated_conversation_is_read_back(model_path, family, texts):
     chat = conversation(texts)
@@ -59,7 +59,7 @@ def test_batches_of_texts_and_what_is_refused():
 
 @pytest.mark.parametrize("family", APPENDING)
 @pytest.mark.parametrize("has_system", [False, True])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(texts=st.lists(contents, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
 def test_masks_hold_what_the_assistant_wrote_and_its_end(model_path, family, has_system, texts):
     if family == "gemma" and has_system:

@@ -41,7 +41,7 @@ def test_std_advantages_are_those_of_the_definition() -> None:
     assert batch[0]["advantage"].shape == (1, 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=9))
 def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others(rewards: list[float]) -> None:
     total, num = sum(rewards), len(rewards)

@@ -177,7 +177,7 @@ def cast(batch: TensorDictBase, dtype: torch.dtype) -> TensorDictBase:
     return batch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(CLAMPING)),
     st.sampled_from(["token_mean", "sequence_mean", "group_mean"]),

@@ -149,7 +149,7 @@ def test_a_component_that_is_not_there_is_named() -> None:
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-5, 5, width=16), min_size=2, max_size=8), st.data())
 def test_max_variance_finds_the_best_of_all_subsets(returns: list[float], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, len(returns)))

@@ -40,7 +40,7 @@ def _paths(packed: PackedRows) -> dict[int, list[int]]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_batches())
 def test_unpacking_gives_back_every_row_that_has_a_scored_token(batch: tuple) -> None:
     rows, masks, bin_length, token_budget = batch
@@ -51,7 +51,7 @@ def test_unpacking_gives_back_every_row_that_has_a_scored_token(batch: tuple) ->
     assert all(unpacked[index].tolist() == rows[index].tolist() for index in unpacked)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_batches())
 def test_every_scored_token_is_scored_once_from_its_own_path(batch: tuple) -> None:
     rows, masks, bin_length, token_budget = batch
@@ -72,7 +72,7 @@ def test_every_scored_token_is_scored_once_from_its_own_path(batch: tuple) -> No
     assert set(seen) == _wanted(rows, masks)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_batches(), st.one_of(st.none(), st.integers(1, 5)))
 def test_the_mask_allows_exactly_the_ancestors_on_the_path(batch: tuple, window: int | None) -> None:
     rows, masks, bin_length, token_budget = batch
@@ -93,7 +93,7 @@ def test_the_mask_allows_exactly_the_ancestors_on_the_path(batch: tuple, window:
         assert torch.equal(mask.flatten(0, 2)[~computed].sum(-1), torch.ones(int((~computed).sum())))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_batches())
 def test_positions_are_depths_and_shared_prefixes_are_laid_out_once(batch: tuple) -> None:
     rows, masks, _, _ = batch
@@ -107,7 +107,7 @@ def test_positions_are_depths_and_shared_prefixes_are_laid_out_once(batch: tuple
         assert len(set(prefixes.values())) == len(prefixes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_batches())
 def test_micro_batches_keep_to_the_budget_unless_one_row_alone_exceeds_it(batch: tuple) -> None:
     rows, masks, bin_length, token_budget = batch

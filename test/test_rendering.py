@@ -43,7 +43,7 @@ def test_rewriting_templates_are_recognised(model_path, family, is_rewritten):
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(contents=st.lists(texts, min_size=3, max_size=7).filter(lambda c: len(c) % 2 == 1), is_closed=st.booleans())
 def test_bridging_equals_full_rendering(model_path, family, contents, is_closed):
     renderer = family_renderer(model_path, family)
@@ -176,7 +176,7 @@ def test_text_cut_inside_a_character_is_parsed(model_path):
     assert renderer.parse(ids).message["content"] == "a🦜"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_parse_never_raises(model_path, data):
     renderer = family_renderer(model_path, data.draw(st.sampled_from(FAMILY_NAMES)))
