@@ -9,19 +9,15 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from llmrl.cli.app import app
 from llmrl.cli.chat import ChatSession, make_env, talk
 from llmrl.cli.doctor import check_requirements
-from llmrl.cli.evaluate import results_of
-from llmrl.data import Rollout, RolloutStatus
+from llmrl.data import Rollout
 from llmrl.envs import task_environments
 from llmrl.policies import LLMWrapperBase
-from llmrl.runs.evaluation import interval_of_mean, pass_at_k
 from llmrl.runs.run_folder import RunFolder
 from llmrl.testing import ScriptedEngine
 
@@ -169,60 +165,6 @@ def test_a_chat_keeps_its_tokens_from_turn_to_turn(renderer):
     assert answers == ["a", "b"] and renderer.decode([token_id for token_id, _ in session.tokens()]) == "b<|im_end|>"
     with pytest.raises(ValueError, match="must be 'python'"):
         make_env(system_prompt=None, tools=["pyton"])
-
-
-@given(num_samples=st.integers(1, 12), data=st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(num_samples, data):
-    from itertools import combinations
-
-    num_right = data.draw(st.integers(0, num_samples))
-    k = data.draw(st.integers(1, num_samples))
-    subsets = list(combinations([True] * num_right + [False] * (num_samples - num_right), k))
-    assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
-def test_an_interval_holds_its_mean_and_stays_in_bounds(means):
-    low, high = interval_of_mean(means)
-    assert 0 <= low <= sum(means) / len(means) + 1e-9 and sum(means) / len(means) - 1e-9 <= high <= 1
-    assert high > low
-
-
-def test_an_interval_covers_what_it_should():
-    # Problems with a difficulty of their own, several answers each: the case in which counting answers is too sure.
-    import random
-
-    rng, num_covered = random.Random(0), 0
-    for _ in range(400):
-        difficulties = [rng.random() for _ in range(40)]
-        means = [sum(rng.random() < p for _ in range(8)) / 8 for p in difficulties]
-        low, high = interval_of_mean(means)
-        num_covered += low <= 0.5 <= high
-    assert 0.92 <= num_covered / 400 <= 0.98
-
-
-def test_bad_counts_are_refused():
-    with pytest.raises(ValueError, match="k must be between"):
-        pass_at_k(4, 2, 5)
-    with pytest.raises(ValueError, match="num_right"):
-        pass_at_k(4, 5, 1)
-    with pytest.raises(ValueError, match="empty"):
-        interval_of_mean([])
-    with pytest.raises(ValueError, match=r"scores in \[0, 1\]"):
-        interval_of_mean([1.5])
-
-
-def test_an_unscored_rollout_counts_as_wrong_and_keeps_its_status():
-    def rollout(group, reward, is_scored=True, status=RolloutStatus.COMPLETED):
-        return Rollout(
-            rollout_id=f"{group}{reward}", group_id=group, sample_index=0, group_size=2, reward=reward,
-            breakdown={"right": reward}, is_scored=is_scored, status=status,
-        )  # fmt: skip
-
-    failed = rollout("b", 0.0, is_scored=False, status=RolloutStatus.ERROR)
-    results = results_of([rollout("a", 1.0), rollout("a", 0.0), rollout("b", 1.0), failed])
-    assert results["pass@1"]["mean"] == 0.5 and results["pass@2"]["mean"] == 1.0
-    assert results["reward"] == pytest.approx(2 / 3) and results["num_by_status"] == {"completed": 3, "error": 1}
 
 
 @pytest.mark.timeout(300)

@@ -94,6 +94,7 @@ def test_every_metric_that_a_run_logs_is_in_the_table():
     from llmrl.collectors import CollectionReport
     from llmrl.data import Rollout
     from llmrl.objectives import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
+    from llmrl.runs.evaluation import EvaluationReport, metrics_of_evaluation
     from llmrl.trainer import TrainStepReport
 
     text = (ROOT / "docs/metrics.md").read_text()
@@ -103,6 +104,7 @@ def test_every_metric_that_a_run_logs_is_in_the_table():
     rollout = Rollout(rollout_id="a", group_id="g", sample_index=0, group_size=1, is_scored=True)
     logged = {*CollectionReport.of([rollout], seconds=1.0).to_metrics()}
     logged |= {*TrainStepReport(loss=0.0, grad_norm=0.0).to_metrics()}
+    logged |= {*metrics_of_evaluation({"NAME": EvaluationReport.of([rollout])})}
     for output in (GRPOLossOutput, SFTLossOutput, DistillationLossOutput):
         logged |= set(output.__dataclass_fields__)
     for source in (ROOT / "llmrl/runs/training_run.py", *(ROOT / "sota-implementations").rglob("*.py")):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torchrl.envs import EnvBase
 
-from llmrl.data import Rollout
 from llmrl.envs import task_environments
-from llmrl.runs.evaluation import interval_of_mean, pass_at_k
+from llmrl.runs.evaluation import EvaluationReport, Evaluator
 from llmrl.runs.run_folder import RunFolder, holds_run
 
 
@@ -47,79 +43,44 @@ class EvaluationSettings:
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
 
 
-def run(settings: EvaluationSettings, env: Any, console: Console) -> dict[str, Any]:
-    """Generate, score, print, save; gives the results."""
-    from llmrl.collectors import LLMCollector
+def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> EvaluationReport:
+    """Generate, score, print, save; gives the report."""
     from llmrl.engines import AsyncVLLM
     from llmrl.policies import vLLMWrapper
 
-    num_problems = len(env.base_env.prompts.items)
-    num_problems = min(num_problems, settings.limit or num_problems)
     engine = AsyncVLLM.from_pretrained(settings.model, max_model_len=settings.max_model_len, seed=settings.seed)
     try:
         sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
         policy = vLLMWrapper(engine, generate_kwargs=sampling)
-        with LLMCollector(env, policy=policy, yield_completed_trajectories=True) as collector:
-            started = time.perf_counter()
-            with console.status(f"{num_problems} problems × {settings.num_samples} answers"):
-                rollouts = collector.play(num_problems * settings.num_samples)
+        with Evaluator({settings.env: env}, policy, num_problems=settings.limit) as evaluator:
+            with console.status(f"{evaluator.num_rollouts[settings.env]} answers"):
+                report = evaluator.evaluate()[settings.env]
     finally:
         engine.shutdown()
-    results = results_of(rollouts)
-    print_results(results, console)
-    console.print(f"{len(rollouts)} answers in {time.perf_counter() - started:.0f} s", highlight=False)
+    console.print(table_of(report))
+    console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s", highlight=False)
     if settings.out is not None:
-        _save(settings.out, rollouts, results, console)
-    return results
+        _save(settings.out, report, console)
+    return report
 
 
-def results_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Mean reward and parts, pass@1 and pass@k with 95 % intervals, statuses. An unscored rollout counts as wrong."""
-    problems: dict[str, list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        problems[rollout.group_id].append(rollout)
-    num_samples = min(len(group) for group in problems.values())
-    rights = {
-        group_id: [float(rollout.is_scored and rollout.reward >= 1.0) for rollout in group[:num_samples]]
-        for group_id, group in problems.items()
-    }
-    results: dict[str, Any] = {"num_problems": len(problems), "num_samples": num_samples}
-    for k in sorted({1, num_samples}):
-        values = [pass_at_k(num_samples, round(sum(right)), k) for right in rights.values()]
-        results[f"pass@{k}"] = {"mean": sum(values) / len(values), "interval": interval_of_mean(values)}
-    scored = [rollout for rollout in rollouts if rollout.is_scored]
-    results["reward"] = sum(rollout.reward for rollout in scored) / len(scored) if scored else None
-    names = sorted({name for rollout in scored for name in rollout.breakdown})
-    results["reward_breakdown"] = {
-        name: sum(rollout.breakdown.get(name, 0.0) for rollout in scored) / len(scored) for name in names
-    }
-    statuses: dict[str, int] = defaultdict(int)
-    for rollout in rollouts:
-        statuses[f"{rollout.status.name.lower()} {rollout.reason}".strip()] += 1
-    results["num_by_status"] = dict(statuses)
-    results["completion_tokens"] = sum(rollout.num_completion_tokens for rollout in rollouts) / len(rollouts)
-    return results
-
-
-def print_results(results: dict[str, Any], console: Console) -> None:
-    """A table."""
-    title = f"{results['num_problems']} problems, {results['num_samples']} answers each"
+def table_of(report: EvaluationReport) -> Table:
+    """What was measured, as people read it."""
+    title = f"{report.num_problems} problems, {report.num_samples} answers each"
     table = Table("", "mean", "95 % interval", title=title)
-    for name, value in results.items():
-        if name.startswith("pass@"):
-            low, high = value["interval"]
-            table.add_row(name, f"{value['mean']:.3f}", f"{low:.3f} … {high:.3f}")
-    for name, value in {"reward": results["reward"], **results["reward_breakdown"]}.items():
+    for k, estimate in report.pass_at.items():
+        table.add_row(f"pass@{k}", f"{estimate.mean:.3f}", f"{estimate.low:.3f} … {estimate.high:.3f}")
+    for name, value in {"reward": report.reward, **report.reward_breakdown}.items():
         table.add_row(name, "–" if value is None else f"{value:.3f}", "")
-    table.add_row("completion tokens", f"{results['completion_tokens']:.1f}", "")
-    for status, count in sorted(results["num_by_status"].items()):
-        table.add_row(status, f"{count / sum(results['num_by_status'].values()):.3f}", "")
-    console.print(table)
+    table.add_row("completion tokens", f"{report.completion_tokens:.1f}", "")
+    for status, count in sorted(report.num_by_status.items()):
+        table.add_row(status, f"{count / len(report.rollouts):.3f}", "")
+    return table
 
 
-def _save(out: Path, rollouts: Sequence[Rollout], results: dict[str, Any], console: Console) -> None:
+def _save(out: Path, report: EvaluationReport, console: Console) -> None:
     folder = RunFolder(out, trackers=())
-    folder.log_rollouts(0, "eval", [rollout.to_record() for rollout in rollouts])
-    folder.write_summary({"evaluation": results})
+    folder.log_rollouts(0, "eval", [rollout.to_record() for rollout in report.rollouts])
+    folder.write_summary({"evaluation": report.to_summary()})
     folder.close()
     console.print(f"saved: [bold]llmrl view {out}[/bold]", highlight=False, soft_wrap=True)

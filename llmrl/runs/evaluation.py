@@ -1,63 +1,262 @@
-"""What an evaluation says: pass@k, and how sure one can be."""
+"""`Evaluator`: what a policy is worth on problems that are not trained on, while it is trained or by itself."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl.envs import EnvBase
+
+from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.collectors.source import dataset_env_of
+from llmrl.data import Rollout
+from llmrl.policies import LLMWrapperBase
+from llmrl.runs.estimates import Estimate, estimate_of_mean, pass_at_k
 
 
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that at least one of `k` answers is right, unbiased, from `num_samples` answers to one problem.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """Results in one environment. An answer is right where its reward is 1 at least; one that was not scored is not."""
 
-    `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
+    policy_version: int
+    """Of the weights that were measured."""
+    num_problems: int
+    num_samples: int
+    """Answers to each problem."""
+    pass_at: dict[int, Estimate]
+    """pass@k for `k` of 1 (which is avg@k: the share of right answers) and of all answers to a problem."""
+    reward: float | None
+    """Mean over scored answers; None without any."""
+    reward_breakdown: dict[str, float]
+    """Of each reward function, the mean over scored answers."""
+    completion_tokens: float
+    """Mean of an answer."""
+    num_by_status: dict[str, int]
+    """Answers by status and reason."""
+    seconds: float
+    rollouts: list[Rollout] = field(repr=False)
 
-    Raises:
-        ValueError: unless `1 <= k <= num_samples` and `0 <= num_right <= num_samples`.
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], *, policy_version: int = 0, seconds: float = 0.0) -> EvaluationReport:
+        """Judge rollouts, all answers to a problem in one group.
 
-    Example:
-        >>> pass_at_k(4, 2, 1), pass_at_k(4, 2, 4)
-        (0.5, 1.0)
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k must be between 1 and num_samples={num_samples}, got {k}.")
-    if not 0 <= num_right <= num_samples:
-        raise ValueError(f"num_right must be between 0 and num_samples={num_samples}, got {num_right}.")
-    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+        Raises:
+            ValueError: without rollouts.
+
+        Example:
+            >>> def answer(group_id, reward):
+            ...     return Rollout(rollout_id="", group_id=group_id, sample_index=0, group_size=2, reward=reward,
+            ...                    is_scored=True)
+            >>> report = EvaluationReport.of([answer("a", 1.0), answer("a", 0.0), answer("b", 0.0), answer("b", 0.0)])
+            >>> report.pass_at[1].mean, report.pass_at[2].mean
+            (0.25, 0.5)
+        """
+        if not rollouts:
+            raise ValueError("rollouts is empty; there is nothing to evaluate.")
+        problems: dict[str, list[Rollout]] = defaultdict(list)
+        for rollout in rollouts:
+            problems[rollout.group_id].append(rollout)
+        num_samples = min(len(group) for group in problems.values())
+        num_right = [
+            sum(rollout.is_scored and rollout.reward >= 1.0 for rollout in group[:num_samples])
+            for group in problems.values()
+        ]
+        scored = [rollout for rollout in rollouts if rollout.is_scored]
+        names = sorted({name for rollout in scored for name in rollout.breakdown})
+        return cls(
+            policy_version=policy_version,
+            num_problems=len(problems),
+            num_samples=num_samples,
+            pass_at={
+                k: estimate_of_mean([pass_at_k(num_samples, right, k) for right in num_right])
+                for k in sorted({1, num_samples})
+            },
+            reward=sum(rollout.reward for rollout in scored) / len(scored) if scored else None,
+            reward_breakdown={
+                name: sum(rollout.breakdown.get(name, 0.0) for rollout in scored) / len(scored) for name in names
+            },
+            completion_tokens=sum(rollout.num_completion_tokens for rollout in rollouts) / len(rollouts),
+            num_by_status=dict(Counter(f"{one.status.name.lower()} {one.reason}".strip() for one in rollouts)),
+            seconds=seconds,
+            rollouts=list(rollouts),
+        )
+
+    def to_metrics(self) -> dict[str, float]:
+        """What is worth a curve: `pass@1` and the ends of its 95 % interval, `reward`, `completion_tokens`, …."""
+        metrics = {"completion_tokens": self.completion_tokens, "seconds": self.seconds}
+        for k, estimate in self.pass_at.items():
+            metrics |= {f"pass@{k}": estimate.mean, f"pass@{k}_low": estimate.low, f"pass@{k}_high": estimate.high}
+        return metrics if self.reward is None else {**metrics, "reward": self.reward}
+
+    def to_summary(self) -> dict[str, Any]:
+        """Everything but the rollouts, as JSON has it."""
+        return {
+            "num_problems": self.num_problems,
+            "num_samples": self.num_samples,
+            **{
+                f"pass@{k}": {"mean": estimate.mean, "interval": [estimate.low, estimate.high]}
+                for k, estimate in self.pass_at.items()
+            },
+            "reward": self.reward,
+            "reward_breakdown": self.reward_breakdown,
+            "num_by_status": self.num_by_status,
+            "completion_tokens": self.completion_tokens,
+        }
 
 
-def interval_of_mean(problem_means: Sequence[float], *, z: float = 1.96) -> tuple[float, float]:
-    """Confidence interval of a mean score in [0, 1]; 95 % at `z = 1.96`.
+class Evaluator:
+    """Plays every problem of named environments, on the engine that also collects. A context manager.
 
-    Answers to one problem are alike, so the problem is the unit (Miller 2024, "Adding Error Bars to Evals", section
-    2.2); the interval is Wilson's (1927) at the sample size that this standard error amounts to, so that it is right
-    near 0 and 1, too, where the usual one has no width.
+    Collection is not paused: where it runs beside training its requests and these are served side by side. What must
+    not happen meanwhile is an update of the weights, for results would be of a mixture; that is warned of.
 
     Args:
-        problem_means: mean score of each problem's answers.
-        z: standard errors.
+        envs: a `DatasetChatEnv`, usually transformed, under each name; its `repeats` are the answers to each problem.
+        policy: answers; with a temperature of its own, if it is to be measured so.
+        limits: turn, prompt and time limits of a rollout.
+        num_problems: of each environment the first so many; all by default.
+        max_concurrent_rollouts: conversations in flight in one environment; all by default.
 
     Raises:
-        ValueError: without problems, or for a score outside [0, 1].
+        ValueError: without an environment, for one without a dataset, or a number of problems below 1.
 
     Example:
-        >>> low, high = interval_of_mean([1.0] * 25)
-        >>> round(low, 3), round(high, 3)
-        (0.867, 1.0)
+        >>> with Evaluator({"sums": env}, policy) as evaluator:                      # doctest: +SKIP
+        ...     evaluator.evaluate()["sums"].pass_at[1]
+        Estimate(mean=0.5, low=0.3, high=0.7)
     """
-    num_problems = len(problem_means)
-    if not num_problems:
-        raise ValueError("problem_means is empty; a mean needs at least one problem.")
-    if min(problem_means) < 0 or max(problem_means) > 1:
-        raise ValueError(
-            f"problem_means go from {min(problem_means)} to {max(problem_means)}; "
-            "this interval is for scores in [0, 1]."
-        )
-    mean = sum(problem_means) / num_problems
-    squares = sum((value - mean) ** 2 for value in problem_means)
-    size = float(num_problems)
-    if squares and num_problems > 1:
-        error_squared = squares / (num_problems - 1) / num_problems
-        size = max(size, mean * (1 - mean) / error_squared)
-    centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
-    half = z / (1 + z * z / size) * math.sqrt(mean * (1 - mean) / size + z * z / (4 * size * size))
-    return max(0.0, centre - half), min(1.0, centre + half)
+
+    def __init__(
+        self,
+        envs: Mapping[str, EnvBase],
+        policy: LLMWrapperBase,
+        *,
+        limits: RolloutLimits | None = None,
+        num_problems: int | None = None,
+        max_concurrent_rollouts: int | None = None,
+    ) -> None:
+        if not envs:
+            raise ValueError("envs is empty; an evaluation needs one environment at least.")
+        if num_problems is not None and num_problems < 1:
+            raise ValueError(f"num_problems must be at least 1, got {num_problems}.")
+        self.policy = policy
+        self.num_rollouts: dict[str, int] = {}
+        """Answers of an evaluation, by environment."""
+        for name, env in envs.items():
+            dataset_env = dataset_env_of(env)
+            if dataset_env is None:
+                raise ValueError(f"the environment {name!r} has no dataset whose problems could be played, each once.")
+            prompts = dataset_env.prompts
+            if num_problems is not None and num_problems < len(prompts.items):
+                prompts.items = [prompts.items[index] for index in range(num_problems)]
+            self.num_rollouts[name] = len(prompts.items) * prompts.num_samples
+        self._collectors = {
+            name: LLMCollector(
+                env,
+                policy=policy,
+                yield_completed_trajectories=True,
+                limits=limits,
+                max_concurrent_rollouts=max_concurrent_rollouts,
+            )
+            for name, env in envs.items()
+        }
+
+    def evaluate(self) -> dict[str, EvaluationReport]:
+        """Play all environments, side by side; the report of each, by name.
+
+        Raises:
+            EndOfData: where an environment's `num_epochs` are over.
+        """
+        with ThreadPoolExecutor(len(self._collectors), thread_name_prefix="llmrl-evaluation") as pool:
+            return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
+
+    def _play(self, name: str) -> EvaluationReport:
+        started, version = time.perf_counter(), self.policy.engine.policy_version
+        rollouts = self._collectors[name].play(self.num_rollouts[name])
+        if (now := self.policy.engine.policy_version) != version:
+            warnings.warn(
+                f"The weights were updated from version {version} to {now} while {name!r} was evaluated: its results "
+                "are of a mixture. Update them after the evaluation.",
+                stacklevel=2,
+            )
+        return EvaluationReport.of(rollouts, policy_version=version, seconds=time.perf_counter() - started)
+
+    def shutdown(self) -> None:
+        """End the threads; environments and engine are their owner's to end."""
+        for collector in self._collectors.values():
+            collector.shutdown()
+
+    def __enter__(self) -> Evaluator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+def metrics_of_evaluation(reports: Mapping[str, EvaluationReport]) -> dict[str, float]:
+    """All environments' metrics, as `eval/NAME/METRIC`."""
+    named = ((name, report.to_metrics()) for name, report in reports.items())
+    return {f"eval/{name}/{metric}": value for name, metrics in named for metric, value in metrics.items()}
+
+
+@dataclass(slots=True)
+class BestEvaluation:
+    """Which evaluation was the best so far by one metric, and whether it is time to stop.
+
+    What is seen twice, as by a run that was killed and resumed, counts once.
+
+    Args:
+        metric: such as `eval/addition/pass@1`; higher is better.
+        patience: evaluations in a row without a better one, after which training should stop; None is never.
+
+    Example:
+        >>> best = BestEvaluation("eval/sums/pass@1", patience=2)
+        >>> [best.see(step, {"eval/sums/pass@1": value}) for step, value in ((5, 0.2), (10, 0.6), (15, 0.5), (20, 0.6))]
+        [True, True, False, False]
+        >>> best.step, best.is_over
+        (10, True)
+    """
+
+    metric: str
+    patience: int | None = None
+    values: dict[int, float] = field(default_factory=dict)
+    """By step."""
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(f"patience must be at least 1, got {self.patience}.")
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Take an evaluation into account; whether it is the best so far.
+
+        Raises:
+            KeyError: when it has no such metric, naming those that there are.
+        """
+        if self.metric not in metrics:
+            raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")
+        self.values[step] = metrics[self.metric]
+        return self.step == step
+
+    @property
+    def step(self) -> int | None:
+        """Of the best, the first of equals; None before any."""
+        return min(self.values, key=lambda step: (-self.values[step], step), default=None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last `patience` evaluations were no better than the one before them."""
+        num_since = sum(1 for step in self.values if self.step is not None and step > self.step)
+        return self.patience is not None and num_since >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen."""
+        return {"values": dict(self.values)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what was seen."""
+        self.values = dict(state_dict["values"])

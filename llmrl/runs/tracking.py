@@ -67,10 +67,13 @@ class CSVTracker:
         write_atomically(self.path, write)
 
     def read(self) -> list[dict[str, float]]:
-        """All steps' metrics; of a step logged twice (before and after a kill) the last."""
-        rows, _ = self._read_rows()
-        numbers = [{name: float(value) for name, value in row.items() if value} for row in rows]
-        return list({int(row["step"]): row for row in numbers if "step" in row}.values())
+        """All steps' metrics; of a metric that was logged twice (before and after a kill) the last."""
+        steps: dict[int, dict[str, float]] = {}
+        for row in self._read_rows()[0]:
+            numbers = {name: float(value) for name, value in row.items() if value}
+            if "step" in numbers:
+                steps.setdefault(int(numbers["step"]), {}).update(numbers)
+        return list(steps.values())
 
     def close(self) -> None:
         """Nothing: every row is written at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -51,45 +51,6 @@ class TrainStepReport:
         left_out = ("skip_reason", "measurements", "log_probs")
         named = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out}
         return {name: float(value) for name, value in (named | self.measurements).items() if math.isfinite(value)}
-
-    @classmethod
-    def of_updates(cls, reports: Sequence[TrainStepReport]) -> TrainStepReport:
-        """Several updates on a batch as one step: sums of counts and seconds, means of the rest over updates made.
-
-        Log-probs are left out, for each update had its own; the batch has those before the first (`minibatches`).
-
-        Raises:
-            ValueError: without a report.
-
-        Example:
-            >>> reports = [TrainStepReport(loss=loss, num_rows=4) for loss in (1.0, 2.0)]
-            >>> TrainStepReport.of_updates(reports).loss, TrainStepReport.of_updates(reports).num_rows
-            (1.5, 8)
-        """
-        if not reports:
-            raise ValueError("reports is empty; a step needs one update at least.")
-        if len(reports) == 1:
-            return reports[0]
-        made = [report for report in reports if not report.is_skipped]
-        names = dict.fromkeys(name for report in made for name in report.measurements)
-        return cls(
-            is_skipped=not made,
-            skip_reason="" if made else reports[0].skip_reason,
-            loss=_mean([report.loss for report in made]),
-            grad_norm=_mean([report.grad_norm for report in made]),
-            num_rows=sum(report.num_rows for report in reports),
-            num_trained_tokens=sum(report.num_trained_tokens for report in reports),
-            num_row_tokens=sum(report.num_row_tokens for report in reports),
-            num_micro_batches=sum(report.num_micro_batches for report in reports),
-            seconds=sum(report.seconds for report in reports),
-            measurements={name: _mean([report.measurements.get(name, math.nan) for report in made]) for name in names},
-        )
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Over what is finite; NaN of nothing."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 def train_step(

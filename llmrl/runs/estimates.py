@@ -1,0 +1,83 @@
+"""The arithmetic of an evaluation: pass@k, and how sure one can be of a mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The chance that at least one of `k` answers is right, unbiased, from `num_samples` answers to one problem.
+
+    `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
+
+    Raises:
+        ValueError: unless `1 <= k <= num_samples` and `0 <= num_right <= num_samples`.
+
+    Example:
+        >>> pass_at_k(4, 2, 1), pass_at_k(4, 2, 4)
+        (0.5, 1.0)
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must be between 1 and num_samples={num_samples}, got {k}.")
+    if not 0 <= num_right <= num_samples:
+        raise ValueError(f"num_right must be between 0 and num_samples={num_samples}, got {num_right}.")
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def interval_of_mean(problem_means: Sequence[float], *, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a mean score in [0, 1]; 95 % at `z = 1.96`.
+
+    Answers to one problem are alike, so the problem is the unit (Miller 2024, "Adding Error Bars to Evals", section
+    2.2); the interval is Wilson's (1927) at the sample size that this standard error amounts to, so that it is right
+    near 0 and 1, too, where the usual one has no width.
+
+    Args:
+        problem_means: mean score of each problem's answers.
+        z: standard errors.
+
+    Raises:
+        ValueError: without problems, or for a score outside [0, 1].
+
+    Example:
+        >>> low, high = interval_of_mean([1.0] * 25)
+        >>> round(low, 3), round(high, 3)
+        (0.867, 1.0)
+    """
+    num_problems = len(problem_means)
+    if not num_problems:
+        raise ValueError("problem_means is empty; a mean needs at least one problem.")
+    if min(problem_means) < 0 or max(problem_means) > 1:
+        raise ValueError(
+            f"problem_means go from {min(problem_means)} to {max(problem_means)}; "
+            "this interval is for scores in [0, 1]."
+        )
+    mean = sum(problem_means) / num_problems
+    squares = sum((value - mean) ** 2 for value in problem_means)
+    size = float(num_problems)
+    if squares and num_problems > 1:
+        error_squared = squares / (num_problems - 1) / num_problems
+        size = max(size, mean * (1 - mean) / error_squared)
+    centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
+    half = z / (1 + z * z / size) * math.sqrt(mean * (1 - mean) / size + z * z / (4 * size * size))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean, and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def estimate_of_mean(problem_means: Sequence[float]) -> Estimate:
+    """The mean of scores in [0, 1], one a problem, with `interval_of_mean`.
+
+    Example:
+        >>> estimate_of_mean([0.5, 0.5]).mean
+        0.5
+    """
+    return Estimate(sum(problem_means) / len(problem_means), *interval_of_mean(problem_means))
