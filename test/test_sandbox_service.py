@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from llmrl.sandbox import launch
+from llmrl.sandbox import frames, launch
 from llmrl.sandbox.launch import IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService
 
@@ -102,6 +106,102 @@ def test_what_starts_interpreters_is_started_again_when_it_dies(service):
     os.kill(zygote.pid, signal.SIGKILL)
     zygote.wait()
     assert [service.execute(f"print({n})")["stdout"] for n in range(6)] == [f"{n}\n" for n in range(6)]
+
+
+@pytest.mark.parametrize(("greeting", "said"), [(b"", "is out of order"), (frames.encode({}), "lost this interpreter")])
+def test_a_dead_service_process_is_not_blamed_on_the_code(monkeypatch, greeting, said):
+    service = PythonExecutorService(num_ready=1, isolation="process")
+
+    def start():
+        ours, theirs = socket.socketpair()
+        theirs.sendall(greeting)
+        theirs.close()
+        return ours
+
+    while service._ready:
+        service._ready.pop().close()
+    monkeypatch.setattr(service._launcher, "start", start)
+    result = service.execute("print(1)")
+    service.close()
+    assert not result["success"] and said in result["stderr"] and "the code" not in result["stderr"].lower()
+
+
+AS_USER = """
+import json, logging, sys
+from llmrl.sandbox.launch import IsolationError
+from llmrl.sandbox.service import PythonExecutorService
+logging.disable()
+results = {}
+for level in ("namespaces", "bubblewrap", "process"):
+    try:
+        service = PythonExecutorService(isolation=level, num_ready=1, timeout=20)
+    except IsolationError as error:
+        results[level] = str(error)
+        continue
+    results[level] = [service.execute(code, session="chat")["stdout"] for code in json.loads(sys.argv[1])]
+    service.close()
+print(json.dumps(results))
+"""
+
+
+def test_an_ordinary_user_is_confined_as_root_is():
+    # By Debian's Python, since this one may lie where root alone can read it.
+    python = shutil.which("python3", path="/usr/bin")
+    if os.getuid() or python is None:
+        pytest.skip("needs root, and a Python in /usr/bin")
+    if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
+        pytest.skip("Python in /usr/bin is too old")
+    package = Path(launch.__file__).parent.parent
+    stop = "import os, signal\ntry: os.kill(os.getppid(), signal.SIGSTOP)\nexcept OSError: pass\nprint('stopped')"
+    codes = [
+        "import socket\ntry: socket.socket()\nexcept PermissionError: print('refused')",
+        "import ctypes; print(ctypes.CDLL(None).memfd_create(b'x', 0))",
+        "try: print(open('SECRET').read())\nexcept OSError: print('hidden')",
+        stop,
+        "print('serves on')",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        secret = Path(folder, "secret.txt")
+        secret.write_text("hunter2")
+        codes = [code.replace("SECRET", str(secret)) for code in codes]
+        for name in ("sandbox", "_utils"):
+            shutil.copytree(package / name, f"{folder}/llmrl/{name}", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(package / "__init__.py", f"{folder}/llmrl/__init__.py")
+        for path in Path(folder).rglob("*"):
+            path.chmod(0o755)
+        result = subprocess.run(
+            [python, "-c", AS_USER, json.dumps(codes)],
+            env={"PYTHONPATH": folder, "PATH": os.environ["PATH"]},
+            user=54321, group=54321, extra_groups=[], cwd="/", capture_output=True, text=True,
+        )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    confined = {level: said for level, said in json.loads(result.stdout).items() if isinstance(said, list)}
+    assert confined
+    for said in confined.values():
+        assert said == ["refused\n", "-1\n", "hidden\n", "stopped\n", "serves on\n"]
+
+
+@pytest.mark.parametrize(
+    ("version", "user", "gaps"), [(0, 0, "files"), (0, 1000, "files and signals"), (4, 1000, "signals")]
+)
+def test_a_level_that_leaves_something_open_is_taken_only_when_asked_for(monkeypatch, version, user, gaps):
+    start = launch.Launcher._start_zygote
+
+    def refuse(self):
+        if self.level == "namespaces":
+            raise IsolationError("namespaces cannot be had here.")
+        start(self)
+
+    monkeypatch.setattr(launch.Launcher, "_start_zygote", refuse)
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(launch.kernel, "landlock_version", lambda: version)
+    monkeypatch.setattr(launch, "is_python_hidden", lambda prefixes: False)
+    monkeypatch.setattr(launch.os, "getuid", lambda: user)
+    with pytest.raises(IsolationError, match=f"would leave {gaps} open"):
+        PythonExecutorService(num_ready=1)
+    if user == os.geteuid():
+        PythonExecutorService(isolation="process", num_ready=1).close()
 
 
 def test_nothing_outlives_the_program_however_it_ends():

@@ -188,7 +188,7 @@ def _isolation() -> Finding:
     try:
         service = PythonExecutorService(1, num_ready=1)
     except IsolationError as error:
-        return Finding("Python tool", "note", str(error), mend)
+        return Finding("Python tool", "wrong", str(error), mend)
     finally:
         logger.setLevel(level)
     try:

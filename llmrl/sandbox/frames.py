@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 HEADER = struct.Struct("<I")
@@ -37,6 +38,40 @@ def receive(channel: socket.socket) -> Any:
     if body is None and size:
         raise BrokenFrame("the stream ended")
     return decode(body or b"")
+
+
+class FrameBuffer:
+    """Messages out of pieces of a stream, however it was cut; never waits.
+
+    Args:
+        max_bytes: of one message.
+
+    Example:
+        >>> buffer, stream = FrameBuffer(100), encode([1]) + encode([2])
+        >>> list(buffer.add(stream[:9])), list(buffer.add(stream[9:]))
+        ([[1]], [[2]])
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held = bytearray()
+
+    def add(self, data: bytes) -> Iterator[Any]:
+        """The messages that are whole now.
+
+        Raises:
+            BrokenFrame: for one that is too long or no JSON.
+        """
+        self._held += data
+        while len(self._held) >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._held)
+            if size > self._max_bytes:
+                raise BrokenFrame(f"a message of {size} bytes")
+            if len(self._held) < HEADER.size + size:
+                return
+            body = bytes(self._held[HEADER.size : HEADER.size + size])
+            del self._held[: HEADER.size + size]
+            yield decode(body)
 
 
 def decode(body: bytes) -> Any:

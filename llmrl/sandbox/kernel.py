@@ -60,8 +60,10 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def mount_private_tmp(target: str, num_bytes: int, owner: int) -> None:
-    """An empty file system in memory, of limited size, that belongs to one user."""
-    mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={num_bytes},mode=700,uid={owner},gid={owner}")
+    """An empty file system in memory, of limited size and number of files, that belongs to one user."""
+    # An empty file takes no block and a kilobyte of the kernel's memory.
+    options = f"size={num_bytes},nr_inodes={max(1024, num_bytes >> 12)},mode=700,uid={owner},gid={owner}"
+    mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def mount_own_proc() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,10 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
+
+
+# Landlock's version that keeps signals to processes outside of it back.
+_LANDLOCK_OF_SIGNALS = 6
 
 
 class IsolationError(RuntimeError):
@@ -71,6 +76,24 @@ class PythonLimits:
                 raise ValueError(f"{name} must be positive, got {value}.")
 
 
+def outermost(paths: Iterable[str]) -> list[str]:
+    """The paths that lie in none of the others, nor in the system's folders.
+
+    Example:
+        >>> outermost(["/opt/python", "/opt/python/lib", "/usr/lib/python3", "/opt/other"])
+        ['/opt/other', '/opt/python']
+    """
+    kept: list[str] = []
+    for path in sorted(set(paths), key=len):
+        if not _is_below(path, [*_SYSTEM, *kept]):
+            kept.append(path)
+    return sorted(kept)
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
 class Launcher:
     """Makes interpreters of one level of isolation.
 
@@ -87,7 +110,7 @@ class Launcher:
         self.folder = tempfile.mkdtemp(prefix="llmrl-python-")
         # Each interpreter may be its own user, and has its folder in this one.
         os.chmod(self.folder, 0o711)  # noqa: PTH101
-        prefixes = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()})
+        prefixes = outermost({sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()})
         self._settings: dict[str, Any] = {
             "level": level,
             "folder": self.folder,
@@ -118,15 +141,24 @@ class Launcher:
         """What holds at this level, in a sentence."""
         if self.level != "process":
             return f"{self.level}: no network, no files but Python's and the system's (read-only), own processes"
+        user = "the user that runs this program" if os.getuid() else "its own user"
+        confined = {
+            "files": "writes only in its folder, reads only Python and the system",
+            "signals": "no signals to others",
+        }
+        parts = [f"{name} NOT confined" if name in self.gaps else said for name, said in confined.items()]
+        return f"process: resource limits, no sockets, {user}, {', '.join(parts)}"
+
+    @property
+    def gaps(self) -> list[str]:
+        """What this level leaves open on this machine: any of `files`, `signals`."""
+        if self.level != "process":
+            return []
         version = kernel.landlock_version()
-        parts = [
-            "resource limits",
-            "its own user" if not os.getuid() else "the user that runs this program",
-            "writes only in its folder, reads only Python and the system" if version else "files NOT confined",
-            "no TCP" if version >= 4 else "network NOT confined",
-            "no signals to others" if version >= 6 or not os.getuid() else "signals NOT confined",
-        ]
-        return f"process: {', '.join(parts)}"
+        gaps = ["files"] if version == 0 else []
+        if version < _LANDLOCK_OF_SIGNALS and os.getuid():
+            gaps.append("signals")
+        return gaps
 
     def start(self) -> socket.socket:
         """A new interpreter: the socket that it is served through.
@@ -172,14 +204,16 @@ class Launcher:
     def _start_bubblewrap(self, theirs: socket.socket) -> None:
         self._num_started += 1
         package = str(Path(llmrl.__file__).parent)
-        command = ["bwrap", "--die-with-parent", "--new-session", "--dev", "/dev", "--proc", "/proc"]
+        command = ["bwrap", "--die-with-parent", "--new-session", "--as-pid-1", "--dev", "/dev", "--proc", "/proc"]
         if os.getuid():
             command += ["--unshare-all"]
         else:  # no user namespace, so that each interpreter can become a user of its own
             command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
             for name in ("SETUID", "SETGID", "SETPCAP", "CHOWN", "KILL", "SYS_RESOURCE"):
                 command += ["--cap-add", f"CAP_{name}"]
-        for path in [*self._settings["readable"], f"{package}/sandbox", f"{package}/__init__.py"]:
+        readable = self._settings["readable"]
+        own = [path for path in (f"{package}/sandbox", f"{package}/__init__.py") if not _is_below(path, readable)]
+        for path in [*readable, *own]:
             for parent in reversed(Path(path).parents[:-1]):
                 command += ["--perms", "0755", "--dir", str(parent)]
             if Path(path).is_symlink():

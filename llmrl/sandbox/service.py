@@ -17,6 +17,10 @@ from llmrl.sandbox.launch import LEVELS, Isolation, IsolationError, Launcher, Py
 _logger = logging.getLogger("llmrl")
 # The supervisor keeps the time; past this its silence is taken for its end.
 _GRACE_SECONDS = 5.0
+# A supervisor is there in milliseconds, where each starts Python in tenths of a second; on a machine under load longer.
+_START_SECONDS = 30.0
+# Interpreters that are tried before the service calls itself out of order.
+_NUM_STARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,19 @@ class _Interpreter:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
+    async def is_started(self) -> bool:
+        """Whether there is a supervisor; waits until it says so, or its end is seen. Asked once."""
+        return await self._answer(_START_SECONDS) is not None
+
     async def run(self, code: str, timeout: float) -> dict[str, Any] | None:
         """What the supervisor answers; None when it is gone."""
+        with contextlib.suppress(OSError):
+            self._writer.write(frames.encode({"code": code, "timeout": timeout}))
+        return await self._answer(timeout + _GRACE_SECONDS)
+
+    async def _answer(self, timeout: float) -> dict[str, Any] | None:
         try:
-            async with asyncio.timeout(timeout + _GRACE_SECONDS):
-                self._writer.write(frames.encode({"code": code, "timeout": timeout}))
+            async with asyncio.timeout(timeout):
                 header = await self._reader.readexactly(frames.HEADER.size)
                 return frames.decode(await self._reader.readexactly(*frames.HEADER.unpack(header)))
         except (OSError, TimeoutError, asyncio.IncompleteReadError, frames.BrokenFrame):
@@ -62,6 +74,8 @@ class _Session:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.interpreter: _Interpreter | None = None
+        """That keeps its variables, while no call runs."""
+        self.running: _Interpreter | None = None
 
 
 class PythonExecutorService:
@@ -141,6 +155,11 @@ class PythonExecutorService:
             launcher = None
             try:
                 launcher = Launcher(level, self.limits)
+                if isolation == "auto" and launcher.gaps:
+                    raise IsolationError(
+                        f"it would leave {' and '.join(launcher.gaps)} open, so that code could reach this program's. "
+                        "Install bubblewrap, or allow user namespaces; or accept it with isolation='process'."
+                    )
                 self._loop.run(self._try(launcher))
                 return launcher
             except IsolationError as error:
@@ -151,10 +170,11 @@ class PythonExecutorService:
 
     async def _try(self, launcher: Launcher) -> None:
         interpreter = await self._open(launcher)
-        answer = await interpreter.run("import os, json", 20)
+        answer = await interpreter.run("import os, json", 20) if await interpreter.is_started() else None
         if answer is None or answer["returncode"] != 0:
             interpreter.close()
-            raise IsolationError(f"an interpreter does not start: {(answer or {}).get('stderr', 'it died')}.")
+            reason = (answer or {}).get("stderr", "").strip() or "the process that watches it ended"
+            raise IsolationError(f"an interpreter does not start: {reason}.")
         self._ready.append(interpreter)
 
     @staticmethod
@@ -189,7 +209,7 @@ class PythonExecutorService:
                 interpreter = session.interpreter or await self._take()
             except IsolationError as error:
                 return PythonResult(False, "", f"The Python service is out of order: {error}", -1, "died")
-            session.interpreter = None
+            session.interpreter, session.running = None, interpreter
             is_kept = False
             limit = self.timeout if timeout is None else timeout
             try:
@@ -198,6 +218,7 @@ class PythonExecutorService:
                 is_kept = answer is not None and answer["is_alive"] and name is not None and not is_released
             finally:
                 # A call that is cancelled leaves code running: its interpreter ends with its socket.
+                session.running = None
                 if is_kept:
                     session.interpreter = interpreter
                 else:
@@ -205,11 +226,14 @@ class PythonExecutorService:
         return self._result(answer, limit, is_session=name is not None)
 
     def _result(self, answer: dict[str, Any] | None, timeout: float, *, is_session: bool) -> PythonResult:
+        is_lost = answer is None
         if answer is None:
             answer = {"returncode": -9, "reason": "died", "stdout": "", "stderr": "", "num_left_processes": 0}
         returncode, reason = answer["returncode"], answer["reason"]
         notes = []
-        if reason == "timeout":
+        if is_lost:
+            notes.append("The Python service lost this interpreter: it was released, or its supervisor was ended.")
+        elif reason == "timeout":
             notes.append(f"The code ran longer than {timeout:g} s and was stopped.")
         elif reason == "died":
             notes.append(self._describe_end(returncode))
@@ -233,15 +257,27 @@ class PythonExecutorService:
         return f"The interpreter was ended by signal {name}; perhaps the code used too much memory or stack."
 
     async def _take(self) -> _Interpreter:
-        interpreter = self._ready.popleft() if self._ready else await self._open(self._launcher)
-        if self._filling is None or self._filling.done():
-            self._filling = asyncio.create_task(self._fill())
-        return interpreter
+        for _ in range(_NUM_STARTS):
+            interpreter = self._ready.popleft() if self._ready else await self._start()
+            if self._filling is None or self._filling.done():
+                self._filling = asyncio.create_task(self._fill())
+            if interpreter is not None:
+                return interpreter
+        raise IsolationError("what starts interpreters ended before it had started one.")
+
+    async def _start(self) -> _Interpreter | None:
+        interpreter, is_started = await self._open(self._launcher), False
+        try:
+            is_started = await interpreter.is_started()
+        finally:
+            if not is_started:
+                interpreter.close()
+        return interpreter if is_started else None
 
     async def _fill(self) -> None:
         with contextlib.suppress(IsolationError, OSError):
-            while len(self._ready) < self.num_ready:
-                self._ready.append(await self._open(self._launcher))
+            while len(self._ready) < self.num_ready and (interpreter := await self._start()) is not None:
+                self._ready.append(interpreter)
 
     @property
     def num_sessions(self) -> int:
@@ -249,15 +285,18 @@ class PythonExecutorService:
         return len(self._sessions)
 
     def release(self, session: str) -> None:
-        """End a session: its interpreter and all it started. Unknown ones are none."""
+        """End a session: its interpreter and all it started, a call that runs included. Unknown ones are none."""
         if not self._is_closed:
             self._loop.loop.call_soon_threadsafe(self._release, session)
 
     def _release(self, name: str) -> None:
         session = self._sessions.pop(name, None)
-        if session is not None and session.interpreter is not None:
-            session.interpreter.close()
-            session.interpreter = None
+        if session is None:
+            return
+        for interpreter in (session.interpreter, session.running):
+            if interpreter is not None:
+                interpreter.close()
+        session.interpreter = None
 
     def close(self) -> None:
         """End every interpreter. May be called twice."""
@@ -271,6 +310,7 @@ class PythonExecutorService:
     async def _close(self) -> None:
         if self._filling is not None:
             self._filling.cancel()
+            await asyncio.wait([self._filling])
         for name in list(self._sessions):
             self._release(name)
         while self._ready:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmrl.sandbox import frames, interpreter, kernel
+from llmrl.sandbox import frames, interpreter, kernel, system_calls
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Confinement:
     num_open_files: int
     cpu_seconds: float
     output_bytes: int
+
+
+# An answer says how code ended; what it printed comes another way.
+_MAX_ANSWER_BYTES = 1 << 10
 
 
 class KeptOutput:
@@ -80,15 +84,19 @@ class Supervisor:
     def __init__(self, service: socket.socket, confinement: Confinement) -> None:
         self.service, self.confinement = service, confinement
         self._number = 0
+        """Of the request that runs: random, so that code cannot answer the next one ahead of time."""
         self._start_interpreter()
 
     def _start_interpreter(self) -> None:
         self._channel, theirs = socket.socketpair()
+        self._incoming = frames.FrameBuffer(_MAX_ANSWER_BYTES)
         self._outputs = [os.pipe(), os.pipe()]
         self._process = os.fork()
         if not self._process:
             try:
                 self._become_interpreter(theirs)
+            except BaseException as error:
+                os.write(2, f"The interpreter could not be confined: {error}\n".encode(errors="replace"))
             finally:
                 os._exit(70)
         theirs.close()
@@ -118,6 +126,7 @@ class Supervisor:
     def serve(self) -> None:
         """Run requests until the service closes its end or the interpreter is gone; nothing is left running."""
         try:
+            self.service.sendall(frames.encode({"is_started": True}))
             while (request := self._next_request()) is not None:
                 answer = self._run(request["code"], request["timeout"])
                 self.service.sendall(frames.encode(answer))
@@ -144,7 +153,7 @@ class Supervisor:
             os.kill(self._process, number)
 
     def _run(self, code: str, timeout: float) -> dict[str, Any]:
-        self._number += 1
+        self._number = int.from_bytes(os.urandom(6))
         kept = [KeptOutput(self.confinement.output_bytes) for _ in self._outputs]
         reason, answer = "", None
         try:
@@ -161,8 +170,8 @@ class Supervisor:
         self._drain(kept)
         (stdout, _), (stderr, _) = (output.text() for output in kept)
         return {
-            "returncode": returncode if answer is None else answer.get("returncode"),
-            "is_exit": bool(answer and answer.get("is_exit")),
+            "returncode": returncode if answer is None else answer["returncode"],
+            "is_exit": answer is not None and answer["is_exit"],
             "reason": reason,
             "num_left_processes": num_left,
             "is_alive": not reason,
@@ -184,12 +193,12 @@ class Supervisor:
                 if ready == service:
                     raise OSError("the service is gone")
                 if ready == channel:
-                    self._channel.settimeout(max(0.01, deadline - time.monotonic()))
-                    answer = frames.receive(self._channel)
-                    if answer is None:
+                    data = self._channel.recv(1 << 16)
+                    if not data:
                         return None, "died"
-                    if isinstance(answer, dict) and answer.get("number") == self._number:
-                        return answer, ""
+                    for answer in self._incoming.add(data):
+                        if is_answer(answer) and answer["number"] == self._number:
+                            return answer, ""
                 elif ready in outputs:
                     data = _read(ready)
                     outputs[ready].add(data)
@@ -270,6 +279,17 @@ class Supervisor:
             time.sleep(0.001)
 
 
+def is_answer(message: Any) -> bool:
+    """Whether what came from the interpreter, which code may have written, is what ours writes.
+
+    Example:
+        >>> is_answer({"number": 1, "returncode": 0, "is_exit": False}), is_answer({"number": 1, "returncode": "0"})
+        (True, False)
+    """
+    kinds = {"number": int, "returncode": int, "is_exit": bool}
+    return isinstance(message, dict) and all(type(message.get(name)) is kind for name, kind in kinds.items())
+
+
 def confine(confinement: Confinement) -> None:
     """Give up, for good, what the confinement does not grant."""
     limits = {
@@ -287,14 +307,22 @@ def confine(confinement: Confinement) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     os.umask(0o077)
+    with contextlib.suppress(OSError):  # where there is no /proc
+        # What the limits leave is not bounded in sum: when memory runs out, the kernel takes this process first.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if confinement.user is not None:
         can_read = confinement.is_python_hidden and confinement.is_landlocked
-        kernel.become_user(confinement.user, keep=kernel.READ_EVERYTHING if can_read else None)
+        try:
+            kernel.become_user(confinement.user, keep=kernel.READ_EVERYTHING if can_read else None)
+        except OSError as error:
+            where = " and Python lies where only root can read it" if can_read else ""
+            raise OSError(error.errno, f"root may not become another user here{where}: {error.strerror}") from None
     elif confinement.has_own_processes:
         kernel.drop_capabilities()
     kernel.forbid_new_privileges()
     if confinement.is_landlocked:
         kernel.restrict(readable=confinement.readable, writable=(confinement.folder,))
+    system_calls.filter_system_calls()
 
 
 def descendants(process: int) -> set[int]:
