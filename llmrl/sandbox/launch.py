@@ -80,8 +80,8 @@ def outermost(paths: Iterable[str]) -> list[str]:
     """The paths that lie in none of the others, nor in the system's folders.
 
     Example:
-        >>> outermost(["/opt/python", "/opt/python/lib", "/usr/lib/python3", "/opt/other"])
-        ['/opt/other', '/opt/python']
+        >>> outermost(["/srv/python", "/srv/python/lib", "/usr/lib/python3", "/srv/other"])
+        ['/srv/other', '/srv/python']
     """
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
