@@ -1,8 +1,8 @@
-"""The scheduler: keeps rollouts in flight, counts groups, forms batches. One rollout is the unit; nothing waits for a
-turn of another.
+"""The scheduler: keeps rollouts in flight, counts groups, forms batches.
 
-It runs on whatever event loop calls it and reads no clock but that loop's, so that the same code schedules real
-engines and, on a loop of virtual time, a cluster that does not exist.
+One rollout is the unit; nothing waits for a turn of another. The scheduler runs on whatever event loop calls it and
+reads no clock but that loop's, so that the same code schedules real engines and, on a loop of virtual time, a cluster
+that does not exist.
 """
 
 from __future__ import annotations

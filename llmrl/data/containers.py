@@ -111,13 +111,13 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         return _each(self, convert)
 
     def to_history(self, *, family: str | None = None) -> ChatHistory:
-        """The messages that a chat template wrote, see `History.from_text`; the response is what follows the prompt.
+        r"""The messages that a chat template wrote, see `History.from_text`; the response is what follows the prompt.
 
         Raises:
             ValueError: for an unknown family, or a text without its marks.
 
         Example:
-            >>> prompt = "<|im_start|>user\\n7 + 8 =<|im_end|>\\n<|im_start|>assistant\\n"
+            >>> prompt = "<|im_start|>user\n7 + 8 =<|im_end|>\n<|im_start|>assistant\n"
             >>> Text(prompt=prompt, full=prompt + "15<|im_end|>").to_history().response.content
             ['15']
         """

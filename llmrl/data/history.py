@@ -85,7 +85,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @classmethod
     def from_text(cls, text: str | Sequence[Any], *, family: str | None = None) -> History:
-        """Read back what a chat template wrote: one text, or any nesting of lists of texts.
+        r"""Read back what a chat template wrote: one text, or any nesting of lists of texts.
 
         Args:
             text: special tokens included; see `parse_templated`. A last turn that was cut says `is_complete: False`.
@@ -95,7 +95,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             ValueError: for an unknown family, or a text without its marks.
 
         Example:
-            >>> History.from_text("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n").to_chats()
+            >>> History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").to_chats()
             [{'role': 'user', 'content': 'Hi'}]
         """
         if isinstance(text, str):

@@ -40,7 +40,7 @@ _MISTRAL_END = "</s>"
 
 
 def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Message], list[bool]]:
-    """Messages of a templated text, and of each whether its turn was ended.
+    r"""Messages of a templated text, and of each whether its turn was ended.
 
     A generation prompt at the end, a turn that has begun and says nothing, is left out. Contents come back as they
     stand in the text; what a template wrote into them (tool schemas, calls, reasoning) stays text.
@@ -53,7 +53,7 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
         ValueError: for an unknown family, or a text that has none of its marks.
 
     Example:
-        >>> parse_templated("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHel")
+        >>> parse_templated("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel")
         ([{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hel'}], [True, False])
     """
     known = sorted([*FAMILIES, "mistral"])

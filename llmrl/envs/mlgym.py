@@ -22,10 +22,10 @@ _folder_lock = threading.Lock()
 
 
 def find_command(reply: str) -> str | None:
-    """The last fenced block of a reply, without the name of its language; None without one.
+    r"""The last fenced block of a reply, without the name of its language; None without one.
 
     Example:
-        >>> find_command("I look around.\\n```bash\\nls -l\\n```"), find_command("I look around.")
+        >>> find_command("I look around.\n```bash\nls -l\n```"), find_command("I look around.")
         ('ls -l', None)
     """
     parts = reply.split("```")

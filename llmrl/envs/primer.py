@@ -137,6 +137,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         return tensordict_reset.update(tensordict.select(*self.columns, "rollout", strict=False))
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Add what it reads at a reset: the group and its counts."""
         shape = input_spec.shape
         rollout: dict[str, Any] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
         rollout |= {key: Unbounded(shape, dtype=torch.int64) for key in _COUNTS}

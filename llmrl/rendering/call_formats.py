@@ -67,12 +67,12 @@ def _lines_of_name_and_json(name: str, arguments: Mapping[str, Any]) -> str:
 
 @register_tool_call_parser("glm4", write=_lines_of_name_and_json)
 def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """The whole text is a name and, on the next line, a JSON object; several, perhaps after `<|assistant|>`.
+    r"""The whole text is a name and, on the next line, a JSON object; several, perhaps after `<|assistant|>`.
 
     What looks like one and is no JSON is a malformed call where a tool has that name, and content otherwise.
 
     Example:
-        >>> parse_glm4('add\\n{"a": 1}').tool_calls[0]["function"]
+        >>> parse_glm4('add\n{"a": 1}').tool_calls[0]["function"]
         {'name': 'add', 'arguments': {'a': 1}}
     """
     calls: list[dict[str, Any]] = []
@@ -186,10 +186,10 @@ def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("fenced")
 def parse_fenced(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Fenced blocks marked `tool_call` with a JSON call in each, or marked `json` where the JSON is a call.
+    r"""Fenced blocks marked `tool_call` with a JSON call in each, or marked `json` where the JSON is a call.
 
     Example:
-        >>> text = '```tool_call\\n{"name": "add", "arguments": {"a": 1}}\\n```'
+        >>> text = '```tool_call\n{"name": "add", "arguments": {"a": 1}}\n```'
         >>> parse_fenced(text).tool_calls[0]["function"]["name"]
         'add'
     """

@@ -38,10 +38,10 @@ def boxed_answer(text: str) -> str | None:
 
 
 class MathVerifier:
-    """Compares answers in a child process that is started when first needed and restarted when it hangs.
+    r"""Compares answers in a child process that is started when first needed and restarted when it hangs.
 
     Example:
-        >>> MathVerifier().is_equal("0.5", r"\\frac{1}{2}")
+        >>> MathVerifier().is_equal("0.5", r"\frac{1}{2}")
         True
     """
 

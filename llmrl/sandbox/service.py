@@ -79,7 +79,7 @@ class _Session:
 
 
 class PythonExecutorService:
-    """Runs Python that nobody has read.
+    r"""Runs Python that nobody has read.
 
     Each interpreter is a process of its own with limits, an empty environment, and a temporary home and working
     directory. What else confines it is a *level*: `namespaces` (no network, only Python's and the system's files and
@@ -104,9 +104,9 @@ class PythonExecutorService:
     Example:
         >>> service = PythonExecutorService(num_ready=1)
         >>> service.execute("a = 7 * 6; print(a)")["stdout"]
-        '42\\n'
+        '42\n'
         >>> service.execute("x = 1", session="chat")["success"], service.execute("print(x)", session="chat")["stdout"]
-        (True, '1\\n')
+        (True, '1\n')
         >>> service.close()
     """
 

@@ -210,6 +210,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
+    """Silence transformers' and gguf's progress bars and warnings meanwhile."""
     from transformers.utils import logging
 
     was_enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

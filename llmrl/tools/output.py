@@ -9,14 +9,14 @@ TruncateSide = Literal["start", "middle", "end"]
 
 
 def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
-    """The text, or what fits of it with a mark where the rest was: at its start, in its middle, or at its end.
+    r"""The text, or what fits of it with a mark where the rest was: at its start, in its middle, or at its end.
 
     Raises:
         ValueError: for an unknown side, or a limit below one.
 
     Example:
         >>> truncate("abcdefghij", 4, "end"), truncate("abcdefghij", 4, "middle")
-        ('abcd\\n[… 6 characters left out …]', 'ab\\n[… 6 characters left out …]\\nij')
+        ('abcd\n[… 6 characters left out …]', 'ab\n[… 6 characters left out …]\nij')
     """
     if side not in get_args(TruncateSide):
         raise ValueError(f"side must be one of {get_args(TruncateSide)}, got {side!r}.")
@@ -51,10 +51,10 @@ def as_text(value: Any) -> str:
 
 
 def encodable(text: str) -> str:
-    """The text without lone surrogates, which no tokenizer takes.
+    r"""The text without lone surrogates, which no tokenizer takes.
 
     Example:
-        >>> encodable("a\\ud800b")
+        >>> encodable("a\ud800b")
         'a?b'
     """
     return text.encode("utf-8", "replace").decode()

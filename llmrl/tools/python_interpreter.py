@@ -24,7 +24,7 @@ _PARAMETERS = {
 
 
 class PythonInterpreter(ToolTransform):
-    """Runs the Python that the model writes, in fenced blocks or in calls of the tool `python`, and answers.
+    r"""Runs the Python that the model writes, in fenced blocks or in calls of the tool `python`, and answers.
 
     Code runs in a `PythonExecutorService`: confined, with limits, in a process of its own that a time-out kills with
     all it started.
@@ -50,11 +50,11 @@ class PythonInterpreter(ToolTransform):
         >>> interpreter = PythonInterpreter()
         >>> env = ChatEnv().append_transform(interpreter)
         >>> data = env.reset(TensorDict({"query": "What is 7 squared?"}))
-        >>> block = "Let me compute that.\\n```python\\nprint(7 ** 2)\\n```"
+        >>> block = "Let me compute that.\n```python\nprint(7 ** 2)\n```"
         >>> full = data["history"].prompt.append({"role": "assistant", "content": block})
         >>> data["history"] = ChatHistory(full=full, batch_size=())
         >>> env.step(data)["next", "history"].prompt.chats[-1]
-        {'role': 'tool', 'content': 'Code block 1 executed successfully:\\n49\\n'}
+        {'role': 'tool', 'content': 'Code block 1 executed successfully:\n49\n'}
         >>> interpreter.close()
     """
 

@@ -176,6 +176,7 @@ class ToolTransform(Transform):
             session.release()
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: the tools, and their session."""
         shape = tuple(observation_spec.shape)
         observation_spec["tools"] = NonTensor(shape=shape, example_data=())
         session = NonTensor(shape=shape, example_data=None)

@@ -16,7 +16,7 @@ from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Rendere
 
 
 class IncrementalTokenizer(KnownArguments, Transform):
-    """Writes `("tokens", "prompt")` `[num_tokens]` and `"conversation"` at reset and step.
+    r"""Writes `("tokens", "prompt")` `[num_tokens]` and `"conversation"` at reset and step.
 
     A policy renders prompts by itself; append this transform, last, where something else needs them in the
     environment's output. Both use the same `Conversation`, so nothing is rendered twice, and only the messages that
@@ -37,7 +37,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
         >>> renderer = TemplateRenderer.from_pretrained(str(ensure_embedded_model()))
         >>> data = DatasetChatEnv(["Hi"]).append_transform(IncrementalTokenizer(renderer=renderer)).reset()
         >>> renderer.decode(data["tokens", "prompt"])[-52:]
-        '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
+        '<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n'
     """
 
     explained_arguments: Mapping[str, str] = {
@@ -85,6 +85,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
         return self._tokenize(tensordict_reset, tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: the prompt's tokens and the conversation."""
         shape = observation_spec.shape
         observation_spec["tokens"] = Tokens.default_spec(shape, ("prompt",))
         observation_spec["conversation"] = NonTensor(shape=tuple(shape), example_data=None)

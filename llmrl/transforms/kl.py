@@ -110,6 +110,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: the log-probs."""
         observation_spec[self.log_probs_full_key] = Unbounded((*observation_spec.shape, -1))
         return observation_spec
 
@@ -191,10 +192,12 @@ class KLComputation(KnownArguments, Transform):
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: the KL of each token."""
         observation_spec[self.kl_key] = Unbounded((*observation_spec.shape, -1, 1))
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Make the reward one a token, where the KL is added to it."""
         if self.add_to_reward:
             reward_spec["reward"] = Unbounded((*reward_spec.shape, -1, 1))
         return reward_spec

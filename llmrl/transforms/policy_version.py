@@ -82,6 +82,7 @@ class PolicyVersion(KnownArguments, Transform):
         return self._call(tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: the version."""
         shape = observation_spec.shape
         spec = NonTensor(shape=tuple(shape), example_data="") if self.is_uuid else Unbounded(shape, dtype=torch.int64)
         observation_spec["policy_version"] = spec

@@ -59,6 +59,7 @@ class RubricReward(KnownArguments, Transform):
         self.terminate_when_answered = terminate_when_answered
 
     def set_container(self, container: Transform | EnvBase) -> None:
+        """Join an environment, and check that it has what the rewards read."""
         super().set_container(container)
         self.check_inputs()
 
@@ -122,6 +123,7 @@ class RubricReward(KnownArguments, Transform):
         return tensordict_reset
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Add the reward and its parts."""
         shape = reward_spec.shape
         names = {name: Unbounded((*shape, 1)) for name in self.rubric.names}
         reward_spec["reward_breakdown"] = Composite(names, shape=shape)

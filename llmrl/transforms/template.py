@@ -15,7 +15,7 @@ from llmrl.transforms.specs import replace_input
 
 
 class TemplateTransform(Transform):
-    """Writes `("text", "prompt")`, the conversation up to where the assistant is to speak, and reads its answer.
+    r"""Writes `("text", "prompt")`, the conversation up to where the assistant is to speak, and reads its answer.
 
     A policy writes `("text", "response")`; on the way into the environment it is parsed (reasoning, tool calls) and
     appended as the assistant's message, `("history", "full")`. Append it last. Each prompt is rendered and tokenized
@@ -38,7 +38,7 @@ class TemplateTransform(Transform):
         >>> env = DatasetChatEnv(["Hi"]).append_transform(TemplateTransform(renderer=renderer))
         >>> data = env.reset()
         >>> data["text"].prompt[-52:]
-        '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
+        '<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n'
         >>> data["text", "response"] = "Hello.<|im_end|>"
         >>> env.step(data)["next", "history"].prompt.content[-1]
         'Hello.'
@@ -80,10 +80,12 @@ class TemplateTransform(Transform):
         return restacked(elements, tensordict.batch_size)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: the prompt's text."""
         observation_spec["text"] = Text.default_spec(observation_spec.shape, ("prompt",))
         return observation_spec
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Read text where the environment reads a history."""
         shape = input_spec.shape
         response = NonTensor(shape=tuple(shape), example_data="")
         replace_input(input_spec, ("history", "full"), ("text", "response"), response)

@@ -127,6 +127,7 @@ class Tokenizer(KnownArguments, Transform):
         return Bounded(0, len(self.tokenizer) - 1, shape=(*shape, -1), dtype=torch.int64)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: tokens."""
         shape = observation_spec.shape
         for out_key in [] if self.call_before_reset else self.out_keys:
             observation_spec[out_key] = self._spec(shape)
@@ -135,6 +136,7 @@ class Tokenizer(KnownArguments, Transform):
         return observation_spec
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Read tokens where the environment reads text."""
         for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
             replace_input(input_spec, in_key, out_key, self._spec(input_spec.shape))
         return input_spec

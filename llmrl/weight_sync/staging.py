@@ -35,7 +35,7 @@ class StagedWeights(WeightSource):
 
     @property
     def buffer(self) -> torch.Tensor:
-        """[num_bytes] uint8
+        """The staged bytes, `[num_bytes]` of uint8.
 
         Raises:
             RuntimeError: before the first `stage`, or when it failed.
