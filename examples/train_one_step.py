@@ -31,7 +31,7 @@ def main(engine: AsyncVLLM) -> None:
     env = make_addition_env("train", repeats=4)
     policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 12})
     advantages = MCAdvantage(grpo_size=4)
-    with LLMCollector(env, policy=policy, groups_per_batch=2, postproc=advantages) as collector:
+    with LLMCollector(env, policy=policy, groups_per_batch=1, postproc=advantages) as collector:
         for step, batch in zip(range(2), collector, strict=False):
             report = train_step(loss, batch, optimizer)
             version = sender.update_weights()

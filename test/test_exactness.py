@@ -41,7 +41,7 @@ def rows(vllm_engine, renderer):
     policy = vLLMWrapper(vllm_engine, renderer=renderer, generate_kwargs={"max_new_tokens": 24, "stop": ["."]})
     env = MessageChatEnv(Weather, repeats=8)
     with LLMCollector(env, policy=policy, groups_per_batch=1, limits=RolloutLimits(max_turns=NUM_TURNS)) as collector:
-        rollouts = collector.play(24)
+        rollouts = collector.play(8)
         yield [rollout for rollout in rollouts if rollout.num_turns == NUM_TURNS]
 
 
