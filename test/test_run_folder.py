@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from waiting import wait_until
 
 from llmrl._utils.files import write_atomically
 from llmrl.data import Rollout, RolloutStatus
@@ -150,8 +151,9 @@ def test_wandb_continues_a_resumed_run(tmp_path, monkeypatch):
     run_id = (tmp_path / "run" / "run_id").read_text()
     [file, resumed] = sorted((tmp_path / "run").glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb"))
     for path, step in ((file, 2), (resumed, 4)):  # records of protobuf, in which numbers are text
-        data = path.read_bytes()
-        assert b"reward_mean" in data and str(step / 7).encode() in data and b"llmrl" in data
+        # Its own process writes the file, and has been seen to do so after it called the run finished.
+        words = (b"reward_mean", str(step / 7).encode(), b"llmrl")
+        wait_until(lambda path=path, words=words: all(word in path.read_bytes() for word in words))
     assert str(2 / 7).encode() not in resumed.read_bytes()
 
 
