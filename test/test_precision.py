@@ -19,7 +19,7 @@ from llmrl.objectives import GRPOLoss
 from llmrl.trainer import TrainStepReport, TransformersWrapper, train_step
 from llmrl.trainer.log_probs import chunked_log_probs
 from llmrl.trainer.trained_model import trained_model
-from llmrl.weight_sync import VLLMWeightSender, VLLMWeightSyncScheme
+from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSync
 
 
 def test_a_step_in_the_same_autocast_region_sees_the_weights_of_the_step_before() -> None:
@@ -60,7 +60,7 @@ class Trainer:
         self.engine = TakingEngine()
         self.engine.model_dtype = engine_dtype
 
-    def connect(self) -> VLLMWeightSender:
+    def connect(self) -> WeightSync:
         return make_sender(VLLMWeightSyncScheme(), self.model, self.engine)
 
     def step(self, batch: TensorDictBase) -> TrainStepReport:
@@ -105,7 +105,7 @@ def test_dtypes_that_do_not_agree_are_told_when_engine_and_trainer_meet(
     engine_dtype: torch.dtype, autocast_dtype: Any, told: str | None
 ) -> None:
     trainer = Trainer(engine_dtype, autocast_dtype)
-    senders: list[VLLMWeightSender] = []
+    senders: list[WeightSync] = []
     messages = messages_of(lambda: senders.append(trainer.connect()))
     assert len(messages) == (told is not None)
     if told is not None:
@@ -117,7 +117,7 @@ def test_dtypes_that_do_not_agree_are_told_when_engine_and_trainer_meet(
 
 def test_a_policy_that_is_made_after_the_sender_is_compared_at_the_first_update() -> None:
     model, engine = tiny_model(), TakingEngine()
-    senders: list[VLLMWeightSender] = []
+    senders: list[WeightSync] = []
     assert messages_of(lambda: senders.append(make_sender(VLLMWeightSyncScheme(), model, engine))) == []
     TransformersWrapper(model)
     assert len(messages_of(senders[0].update_weights)) == 1

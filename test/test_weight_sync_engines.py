@@ -20,7 +20,7 @@ from weight_sync_tools import (
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines import AsyncVLLM
 from llmrl.engines.vllm_args import build_engine_args
-from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
+from llmrl.weight_sync import EngineGroup, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 
 pytest.importorskip("vllm")
 
@@ -163,6 +163,6 @@ def test_a_quantised_engine_is_refused(tiny_model_path, tmp_path, engine_args, i
     engine = AsyncVLLM(llm, background, weight_transfer="llmrl", start_s=0.0)
     try:
         with pytest.raises(ValueError, match=r"an engine is quantised .*start the engine without quantization"):
-            VLLMWeightSyncScheme().create_receiver(engine)
+            EngineGroup(engine)
     finally:
         background.close()

@@ -1,4 +1,4 @@
-"""The parts of weight sync that need no engine: packing, shared memory, names, the receivers' fan-out."""
+"""The parts of weight sync that need no engine: packing, shared memory, names, the fan-out of a group of engines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from weight_sync_tools import FakeEngine, TakingEngine, make_sender
 from llmrl.engines import EngineReplicas
 from llmrl.engines.base import EngineError
 from llmrl.engines.vllm_args import require_vllm_version
-from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError, get_model_metadata, receiver
-from llmrl.weight_sync.link import EngineLink, LinkGroup
-from llmrl.weight_sync.packing import ALIGNMENT, PackedLayout, read_tag, write_tag
-from llmrl.weight_sync.shared_memory import SharedBuffer, open_shared
-from llmrl.weight_sync.source import checkpoint_name, make_weight_source, named_weights
+from llmrl.weight_sync import (
+    EngineGroup,
+    MemoryChannel,
+    StreamChannel,
+    VLLMWeightSyncScheme,
+    WeightSyncError,
+    engine_group,
+    get_model_metadata,
+)
+from llmrl.weight_sync.buffers import ALIGNMENT, PackedLayout, SharedBuffer, open_shared, read_tag, write_tag
+from llmrl.weight_sync.engine_group import Member
+from llmrl.weight_sync.source import ModelWeights, checkpoint_name, named_weights
 
 
 def test_packed_tensors_come_back_and_lie_apart():
@@ -51,7 +58,7 @@ def test_another_process_reads_the_buffer_and_writes_only_its_own_copy():
     shared = SharedBuffer(256)
     shared.tensor.copy_(torch.arange(256, dtype=torch.uint8))
     code = (
-        "from llmrl.weight_sync.shared_memory import open_shared\n"
+        "from llmrl.weight_sync.buffers import open_shared\n"
         f"tensor = open_shared({shared.path!r}, 256)\n"
         "print(int(tensor.sum())); tensor.zero_()"
     )
@@ -117,25 +124,30 @@ def test_what_is_no_model_is_refused():
 
 def test_workers_of_each_engine_follow_those_of_the_one_before():
     engines = [FakeEngine(num_workers=2), FakeEngine(num_workers=1), FakeEngine(num_workers=4)]
-    receiver = VLLMWeightSyncScheme().create_receiver(engines)
-    group = LinkGroup(receiver.links(), receiver.each)
-    group.init_weight_transfer_engine({"rank_offset": 1, "world_size": 8})
+    group, num_workers = EngineGroup(engines), []
+
+    class Channel(StreamChannel):
+        def connect(self, client):
+            num_workers.append(client.num_workers)
+            client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 8})
+
+    group.connect(group.members(), Channel(ModelWeights({}), "nccl", lambda: ("", 0)))
     assert [engine.calls[0][1]["rank_offset"] for engine in engines] == [1, 3, 4]
-    assert receiver.num_workers == group.num_workers == 7
+    assert num_workers == [7]
 
 
 def test_several_engines_get_one_version():
     engines = [FakeEngine(version=3), FakeEngine(version=5)]
-    receiver = VLLMWeightSyncScheme().create_receiver(engines)
-    assert (receiver.policy_version, receiver.next_version) == (3, 6)
-    receiver.commit(receiver.links(), receiver.next_version)
+    group = EngineGroup(engines)
+    assert (group.policy_version, group.next_version) == (3, 6)
+    group.commit(group.members(), group.next_version)
     assert [engine.policy_version for engine in engines] == [6, 6]
 
 
 def test_engines_resume_after_an_error():
     engine = FakeEngine()
-    receiver = VLLMWeightSyncScheme(pause_mode="abort").create_receiver(engine)
-    with pytest.raises(KeyError), receiver.paused(receiver.links()):
+    group = EngineGroup(engine, pause_mode="abort")
+    with pytest.raises(KeyError), group.paused(group.members()):
         raise KeyError
     assert engine.names == ["pause", "resume"]
     assert engine.calls[0][1] == "abort"
@@ -143,31 +155,31 @@ def test_engines_resume_after_an_error():
 
 def test_an_engine_that_dies_is_left_out_and_one_in_its_place_comes_in():
     engines = [FakeEngine(), FakeEngine(dies_at="finish")]
-    receiver = VLLMWeightSyncScheme().create_receiver(engines)
-    links = receiver.links()
-    with receiver.paused(links):
-        receiver.commit(links, 1)
+    group = EngineGroup(engines)
+    members = group.members()
+    with group.paused(members):
+        group.commit(members, 1)
     assert engines[0].policy_version == 1
     assert engines[0].names == ["pause", "finish", "reset_prefix_cache", "resume"]
-    assert [link.engine for link in receiver.links()] == [engines[0]]
+    assert [member.engine for member in group.members()] == [engines[0]]
     engines[1] = FakeEngine()
-    assert [link.engine for link in receiver.links()] == engines
+    assert [member.engine for member in group.members()] == engines
     engines[0].is_alive = engines[1].is_alive = False
     with pytest.raises(EngineError, match="start new ones"):
-        receiver.links()
+        group.members()
 
 
 def test_an_engine_that_fails_while_loading_stays_paused_and_the_others_go_on():
     engines = [FakeEngine(), FakeEngine(fails_at="finish")]
-    receiver = VLLMWeightSyncScheme().create_receiver(engines)
-    links = receiver.links()
-    with pytest.raises(EngineError, match="finish refused"), receiver.paused(links):
-        receiver.commit(links, 1)
+    group = EngineGroup(engines)
+    members = group.members()
+    with pytest.raises(EngineError, match="finish refused"), group.paused(members):
+        group.commit(members, 1)
     assert [engine.policy_version for engine in engines] == [1, 0]
     assert ["resume" in engine.names for engine in engines] == [True, False]
     engines[1].fails_at = None
-    with receiver.paused(links):
-        receiver.commit(links, 2)
+    with group.paused(members):
+        group.commit(members, 2)
     assert engines[1].names[-1] == "resume"
 
 
@@ -200,7 +212,7 @@ def test_an_engine_that_hangs_in_an_update_is_replaced_and_the_others_go_on(phas
 
 @pytest.mark.parametrize("phase", PHASES[1:])
 def test_the_only_engine_that_hangs_in_an_update_ends_it_with_an_error(phase, monkeypatch):
-    monkeypatch.setattr(receiver, "DEFAULT_HANG_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(engine_group, "DEFAULT_HANG_TIMEOUT_SECONDS", 0.2)
     engine = TakingEngine(hangs_at=phase)
     sender = make_sender(VLLMWeightSyncScheme(), torch.nn.Linear(3, 2), engine)
     with pytest.raises((WeightSyncError, EngineError), match=r"did not answer for 0\.2 s and was ended"):
@@ -232,8 +244,6 @@ def test_an_engine_that_finishes_long_requests_before_it_pauses_does_not_hang():
 def test_a_worker_in_another_container_does_not_take_a_file_of_the_same_size_for_the_trainers_memory(tmp_path):
     """`/proc/PID/fd/N` names something there, too: whoever has that process id."""
     pytest.importorskip("vllm")
-    from llmrl.weight_sync.memory_trainer import SharedMemoryTrainerEngine, SharedMemoryTrainerInitInfo
-    from llmrl.weight_sync.staging import StagedWeights
     from llmrl.weight_sync.worker import WorkerEngine, WorkerInitInfo
 
     stranger = tmp_path / "of-another-process"
@@ -250,21 +260,21 @@ def test_a_worker_in_another_container_does_not_take_a_file_of_the_same_size_for
                 self.worker.init_transfer_engine(WorkerInitInfo(**{**info, "layout": None, "path": str(stranger)}))
             self.worker.init_transfer_engine(WorkerInitInfo(**{**info, "layout": None}))
 
-    staged = StagedWeights(make_weight_source(torch.nn.Linear(3, 2), torch.float32))
+    channel = MemoryChannel(ModelWeights(torch.nn.Linear(3, 2), torch.float32), lambda: ("", 0))
     client = Client()
     for _ in range(2):
-        SharedMemoryTrainerEngine.trainer_init(SharedMemoryTrainerInitInfo(rank=0), client=client, source=staged)
+        channel.connect(client)
     assert len(set(client.tags)) == 2 and all(client.tags)
 
 
 def test_what_an_engine_took_is_discarded_when_the_update_is_abandoned():
     engine = FakeEngine(version=4)
-    link = EngineLink(engine)
-    link.abandon(can_discard=True)
+    member = Member(engine)
+    member.abandon(can_discard=True)
     assert engine.calls == []
-    link.start_weight_update()
-    link.update_weights({"tag": "x"})
-    link.abandon(can_discard=True)
+    member.start_weight_update()
+    member.update_weights({"tag": "x"})
+    member.abandon(can_discard=True)
     assert engine.calls[-2:] == [("update", {"is_discarded": True}), ("finish", 4)]
 
 
@@ -281,12 +291,12 @@ def test_engines_that_cannot_take_the_weights_are_refused(attribute, value, mess
     odd = FakeEngine()
     setattr(odd, attribute, value)
     with pytest.raises(ValueError, match=message):
-        VLLMWeightSyncScheme().create_receiver([FakeEngine(), odd])
+        EngineGroup([FakeEngine(), odd])
 
 
 def test_no_engine_is_refused():
     with pytest.raises(ValueError, match="empty"):
-        VLLMWeightSyncScheme().create_receiver([])
+        EngineGroup([])
 
 
 def test_another_vllm_is_refused(monkeypatch):
@@ -377,11 +387,9 @@ class TestUpdatesBesideTraining:
             sender.start_update()
 
     def test_what_is_streamed_is_sent_before_it_returns(self, monkeypatch):
-        from llmrl.weight_sync.transport import VLLMCollectiveTransport
-
         model, seen = torch.nn.Linear(3, 2), []
-        monkeypatch.setattr(VLLMCollectiveTransport, "open", lambda *arguments: None)
-        monkeypatch.setattr(VLLMCollectiveTransport, "send", lambda *arguments: seen.append(model.weight.clone()))
+        monkeypatch.setattr(EngineGroup, "connect", lambda *arguments: None)
+        monkeypatch.setattr(EngineGroup, "take", lambda *arguments: seen.append(model.weight.clone()))
         sender = make_sender(VLLMWeightSyncScheme(), model, FakeEngine())
         update = sender.start_update()
         assert update.done() or seen, "training would change weights that are still to be read"

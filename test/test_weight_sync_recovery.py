@@ -25,7 +25,7 @@ from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig
 from llmrl.engines.base import EngineError
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 from llmrl.weight_sync.double_buffer import DoubleBuffer
-from llmrl.weight_sync.link import EngineLink
+from llmrl.weight_sync.engine_group import Member
 
 pytestmark = pytest.mark.usefixtures("real_vllm")
 
@@ -121,12 +121,12 @@ def test_another_model_is_refused_when_the_group_is_opened(engine):
 
 
 def test_a_broadcast_that_breaks_leaves_the_old_weights_and_can_be_retried(engine, model, monkeypatch):
-    from llmrl.weight_sync import memory_trainer
+    from llmrl.weight_sync import channels
 
     out_of_reach(monkeypatch)
     sender = make_sender(VLLMWeightSyncScheme(), model, engine)
     version = sender.update_weights()
-    old, broadcast = weights_of(model), memory_trainer.broadcast
+    old, broadcast = weights_of(model), channels.broadcast
 
     def break_off(group, buffer):
         broadcast(group, buffer[:1000])
@@ -136,7 +136,7 @@ def test_a_broadcast_that_breaks_leaves_the_old_weights_and_can_be_retried(engin
     change_every_parameter(model, seed=4, size=0.3)
     new = weights_of(model)
     with monkeypatch.context() as patch:
-        patch.setattr(memory_trainer, "broadcast", break_off)
+        patch.setattr(channels, "broadcast", break_off)
         with pytest.raises(WeightSyncError, match=f"version {version} as before"):
             sender.update_weights()
     model.load_state_dict(old)
@@ -290,7 +290,7 @@ def test_an_engine_killed_during_an_update_comes_back_with_the_current_weights(t
     version = survivor.policy_version
     change_every_parameter(model, seed=8, size=0.3)
     with monkeypatch.context() as patch:
-        patch.setattr(EngineLink, "update_weights", killing(victim, EngineLink.update_weights))
+        patch.setattr(Member, "update_weights", killing(victim, Member.update_weights))
         assert sender.update_weights() == version + 1 == survivor.policy_version
     assert log_prob_difference(model, survivor) < TOLERANCE
     wait_until(lambda: replicas.serving == {0, 1})
@@ -325,7 +325,7 @@ def test_the_only_engine_killed_during_an_update_can_be_replaced(model, pair, mo
     sender = make_sender(VLLMWeightSyncScheme(), model, engines)
     sender.update_weights()
     with monkeypatch.context() as patch:
-        patch.setattr(EngineLink, "commit", killing(engines[0], EngineLink.commit))
+        patch.setattr(Member, "commit", killing(engines[0], Member.commit))
         with pytest.raises(WeightSyncError, match="every engine died"):
             sender.update_weights()
     engines[0] = pair[1]
@@ -342,12 +342,12 @@ def process_of(engine):
 
 
 def killing(victim, original):
-    """A method of a link that kills the engine's process first, if the engine is `victim`."""
+    """A method of a member that kills the engine's process first, if the engine is `victim`."""
 
-    def kill_first(link, *arguments):
-        if link.engine is victim:
+    def kill_first(member, *arguments):
+        if member.engine is victim:
             os.kill(process_of(victim).pid, signal.SIGKILL)
-        return original(link, *arguments)
+        return original(member, *arguments)
 
     return kill_first
 

@@ -9,8 +9,7 @@ import torch
 
 from llmrl.engines import SamplingConfig
 from llmrl.engines.base import EngineError
-from llmrl.weight_sync.packing import PackedLayout
-from llmrl.weight_sync.shared_memory import open_shared
+from llmrl.weight_sync.buffers import PackedLayout, open_shared
 
 SAMPLING = SamplingConfig(max_new_tokens=24, ignore_eos=True)
 
@@ -114,15 +113,15 @@ def make_sender(scheme, model, engine):
 
 def out_of_reach(monkeypatch):
     """Make engines see the trainer's memory no more than if they ran on another host."""
-    from llmrl.weight_sync import memory_trainer
-    from llmrl.weight_sync.shared_memory import SharedBuffer
+    from llmrl.weight_sync import channels
+    from llmrl.weight_sync.buffers import SharedBuffer
 
     class FarBuffer(SharedBuffer):
         def __init__(self, num_bytes):
             super().__init__(num_bytes)
             self.path = "/memory/of/another/host"
 
-    monkeypatch.setattr(memory_trainer, "SharedBuffer", FarBuffer)
+    monkeypatch.setattr(channels, "SharedBuffer", FarBuffer)
 
 
 class FakeEngine:
@@ -152,6 +151,15 @@ class FakeEngine:
             assert self._is_ended.wait(60), f"{name} hung and nobody ended the engine"
         if name == self.fails_at or not self.is_alive:
             raise EngineError(f"{name} refused")
+
+    async def generate(self, prompt_ids, sampling, *, request_id=None, routing_key=None):
+        raise AssertionError("nobody generates with it")
+
+    async def abort(self, request_id):
+        raise AssertionError("nobody generates with it")
+
+    async def progress(self):
+        return None
 
     def shutdown(self):
         self.is_alive = False

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "wait", "abort"]
 """What a pause does to requests in flight: they stay, are finished first, or end now."""
+TransferInfo = dict[str, object]
+"""What one end of a weight transfer tells the other, in plain types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +135,88 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Release processes, threads and memory. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class ReportsProgress(Protocol):
+    """An engine of which one can tell whether it hangs."""
+
+    async def progress(self) -> int | None:
+        """A number that changes with every token that comes; None while none is due: idle, or paused.
+
+        Raises:
+            EngineError: when the engine died.
+        """
+        ...
+
+
+@runtime_checkable
+class HasTokenizer(Protocol):
+    """An engine that knows its model's tokenizer."""
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        ...
+
+
+@runtime_checkable
+class UpdatableEngine(Engine, ReportsProgress, Protocol):
+    """An engine that takes new weights while it runs: what weight sync needs of one, beside requests.
+
+    An update is `pause`, `start_weight_update`, `update_weights` (the weights are taken), `finish_weight_update` (they
+    come into use), `reset_prefix_cache`, `resume`. All of these block, and raise `EngineError` when the engine refuses
+    or died.
+    """
+
+    model_dtype: torch.dtype
+    """dtype of the weights in the engine."""
+    quantization: str | None
+    """How the weights in the engine are quantised, `None` when they are not."""
+    num_workers: int
+    """Worker processes that take weights."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that a request started now would use."""
+        ...
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Count on from `version`: for a resumed run, before its weights are sent."""
+        ...
+
+    @property
+    def weight_transfer_backend(self) -> str | None:
+        """The vLLM backend that new weights come through, `None` when started without."""
+        ...
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
+        """Stop stepping; `clear_cache` also drops the key-value blocks, those of kept requests too."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
+        """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""
+        ...
+
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
+        """Open the engine's end of a weight transfer."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Make the engine ready to take new weights; pause it first."""
+        ...
+
+    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
+        """Take weights as the backend describes them; the version does not change."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> int:
+        """Put the taken weights to use and return their version: the next one, unless given."""
         ...
 
 

@@ -14,13 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmrl._utils.background_loop import BackgroundLoop
-from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, completion_budget
+from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, TransferInfo, completion_budget
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.vllm_args import build_engine_args
-from llmrl.engines.vllm_requests import generate_one, num_unfinished_tokens, sampling_params
+from llmrl.engines.vllm_private import forget_shutdown, num_unfinished_tokens, pause_at_once, processes_of, shut_down
+from llmrl.engines.vllm_requests import generate_one, sampling_params
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from transformers import PreTrainedTokenizerBase
+
+    from llmrl.engines.vllm_private import AsyncEngineArgs, AsyncLLM
 
 
 class AsyncVLLM:
@@ -149,7 +152,7 @@ class AsyncVLLM:
         logging.getLogger("vllm").setLevel(log_level)
         with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
             try:
-                from vllm.platforms import current_platform
+                from llmrl.engines.vllm_private import current_platform
             except ImportError as error:
                 raise ImportError(
                     "AsyncVLLM needs vLLM: make setup in a checkout (CPU), or pip install 'llmrl[gpu]'."
@@ -208,7 +211,7 @@ class AsyncVLLM:
         """Requests that have not returned yet."""
         return len(self._in_flight)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
         return self._llm.get_tokenizer()
 
@@ -282,8 +285,8 @@ class AsyncVLLM:
         """
         if clear_cache:
             self._control(self._llm.pause_generation(mode=mode, clear_cache=True))
-        else:  # the same without its nap of 20 ms, which is for callers who want outputs in a nicer order
-            self._control(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        else:
+            self._control(pause_at_once(self._llm, mode))
         self._is_paused = True
 
     def resume(self) -> None:
@@ -295,13 +298,13 @@ class AsyncVLLM:
         """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""
         return self._control(self._llm.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
         """Open the engine's end of a weight transfer.
 
         Raises:
             EngineError: when the engine was started without, or its backend refuses.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from llmrl.engines.vllm_private import WeightTransferInitRequest
 
         self._require_weight_transfer()
         request = WeightTransferInitRequest(init_info=init_info)
@@ -312,13 +315,13 @@ class AsyncVLLM:
         self._require_weight_transfer()
         self._control(self._llm.start_weight_update())
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
         """Take weights as the backend describes them.
 
         Raises:
             EngineError: when the backend refuses; the version does not change.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from llmrl.engines.vllm_private import WeightTransferUpdateRequest
 
         self._control(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
 
@@ -370,8 +373,8 @@ async def _unless_it_dies(llm: AsyncLLM, coroutine: Any) -> Any:
     return task.result()
 
 
-async def _start(arguments: Any) -> AsyncLLM:
-    from vllm.v1.engine.async_llm import AsyncLLM
+async def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
+    from llmrl.engines.vllm_private import AsyncLLM
 
     return AsyncLLM.from_engine_args(arguments)
 
@@ -379,21 +382,11 @@ async def _start(arguments: Any) -> AsyncLLM:
 def _close(llm: AsyncLLM, background: BackgroundLoop) -> None:
     """End the engine. Holds no reference to `AsyncVLLM`, so that it also runs when that is collected."""
     if not background.is_closed:
-        processes = getattr(llm.engine_core.resources.engine_manager, "processes", ())
-
-        async def shut_down() -> None:
-            # Requests in flight are told first; the sockets they wait on are closed next.
-            from vllm.v1.engine.exceptions import EngineDeadError
-
-            llm.output_processor.propagate_error(EngineDeadError())
-            await asyncio.sleep(0)
-            llm.shutdown()
-
+        processes = processes_of(llm)
         try:
-            background.run(shut_down(), timeout=30)
+            background.run(shut_down(llm), timeout=30)
         finally:
             background.close()
             for process in processes:  # vLLM kills one that does not end by itself, and leaves a zombie
                 process.join(10)
-            # vLLM's finalizer would shut down once more, perhaps when the interpreter has lost half its modules.
-            llm.shutdown = lambda timeout=None: None
+            forget_shutdown(llm)

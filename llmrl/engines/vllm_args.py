@@ -9,15 +9,16 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from llmrl._utils.arguments import refuse_unknown
+from llmrl.engines.base import EngineError
+from llmrl.engines.vllm_private import EXECUTOR, PLUGIN_GROUP, VLLM_VERSION
 
 if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from llmrl.engines.vllm_private import AsyncEngineArgs
 
 LLMRL_BACKEND = "llmrl"
 """The weight-transfer backend that llmrl registers in vLLM's workers: shared memory, gloo and files."""
-VLLM_VERSION = "0.32"
-"""Whose weight-update API the tests ran with; it has no promise of stability."""
-PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "llmrl_weight_transfer"
+PLUGIN_NAME = "llmrl_weight_transfer"
+"""Of the entry point by which vLLM's processes find it."""
 
 _GIB = 1 << 30
 # They decide what a completion is, so a second way to set them could only contradict the first.
@@ -39,8 +40,6 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
             between GPUs where vLLM runs on CPU.
         ImportError: when vLLM is of another version than the tests ran with.
     """
-    from llmrl.engines.base import EngineError
-
     if weight_transfer is False:
         return None
     backend = (LLMRL_BACKEND if is_cpu else "nccl") if weight_transfer is True else weight_transfer
@@ -96,8 +95,7 @@ def build_engine_args(
     Raises:
         TypeError: for a name in `engine_args` that vLLM has not, or that has its own argument here.
     """
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from llmrl.engines.vllm_private import AsyncEngineArgs, WeightTransferConfig
 
     known = [field.name for field in fields(AsyncEngineArgs)]
     refuse_unknown("engine_args of AsyncVLLM", engine_args, known)
@@ -120,7 +118,7 @@ def build_engine_args(
     if is_cpu and num_workers == 1:
         arguments["distributed_executor_backend"] = "uni"
     elif num_workers > 1 and backend is not None and engine_args.get("nnodes", 1) == 1 and not _is_in_placement_group():
-        arguments["distributed_executor_backend"] = "llmrl.weight_sync.executor.InStepExecutor"
+        arguments["distributed_executor_backend"] = EXECUTOR
     return AsyncEngineArgs(
         model=model,
         # Of the distribution that is sampled from, so that on-policy importance ratios are 1.

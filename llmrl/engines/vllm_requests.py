@@ -8,7 +8,8 @@ from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingCo
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from llmrl.engines.vllm_private import AsyncLLM
 
 
 def sampling_params(sampling: SamplingConfig, budget: int) -> SamplingParams:
@@ -18,8 +19,8 @@ def sampling_params(sampling: SamplingConfig, budget: int) -> SamplingParams:
         ValueError: for a value that vLLM does not take, such as a temperature above 2.
     """
     from vllm import SamplingParams
-    from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind
+
+    from llmrl.engines.vllm_private import RequestOutputKind, VLLMClientError
 
     try:
         return SamplingParams(
@@ -50,8 +51,7 @@ async def generate_one(llm: AsyncLLM, prompt_ids: list[int], params: SamplingPar
         ValueError: when vLLM refuses the request.
         EngineError: when the engine died or answered with less than a completion.
     """
-    from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+    from llmrl.engines.vllm_private import EngineDeadError, EngineGenerateError, VLLMClientError
 
     final: RequestOutput | None = None
     try:
@@ -67,12 +67,6 @@ async def generate_one(llm: AsyncLLM, prompt_ids: list[int], params: SamplingPar
     if final is None or not final.finished:
         raise EngineError("vLLM ended the request without an answer; try again.")
     return read_completion(final)
-
-
-def num_unfinished_tokens(llm: AsyncLLM) -> int:
-    """Tokens that have come so far for requests in flight."""
-    states = list(llm.output_processor.request_states.values())
-    return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
 
 def read_completion(output: RequestOutput) -> Completion:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from llmrl.weight_sync.receiver import VLLMDoubleBufferWeightReceiver, VLLMWeightReceiver
-from llmrl.weight_sync.scheme import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
-from llmrl.weight_sync.sender import VLLMDoubleBufferWeightSender, VLLMWeightSender
+from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, StreamChannel
+from llmrl.weight_sync.engine_group import EngineGroup
+from llmrl.weight_sync.scheme import DoubleBufferReader, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 from llmrl.weight_sync.source import get_model_metadata
-from llmrl.weight_sync.transport import VLLMCollectiveTransport, VLLMDoubleBufferTransport
+from llmrl.weight_sync.sync import WeightSync, WeightSyncError
 
 __all__ = [
-    "VLLMCollectiveTransport",
+    "Channel",
+    "DoubleBufferReader",
+    "EngineGroup",
+    "FileChannel",
+    "MemoryChannel",
+    "StreamChannel",
     "VLLMDoubleBufferSyncScheme",
-    "VLLMDoubleBufferTransport",
-    "VLLMDoubleBufferWeightReceiver",
-    "VLLMDoubleBufferWeightSender",
-    "VLLMWeightReceiver",
-    "VLLMWeightSender",
     "VLLMWeightSyncScheme",
+    "WeightSync",
     "WeightSyncError",
     "get_model_metadata",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from llmrl._utils.files import flush_to_disk
-from llmrl.weight_sync.packing import PackedLayout
+from llmrl.weight_sync.buffers import PackedLayout
 
 POINTER_NAME = "current.json"
 FILE_NAME = "model.safetensors"

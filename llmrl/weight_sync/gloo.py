@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 CHUNK_SIZE = 1 << 26
 """Bytes broadcast at once."""
@@ -14,16 +14,16 @@ TIMEOUT = timedelta(seconds=120)
 """Of opening a group, and of each chunk. A peer that dies is noticed at once; this is for one that hangs."""
 
 
-def open_group(address: str, port: int, *, rank: int, world_size: int) -> Any:
+def open_group(address: str, port: int, *, rank: int, world_size: int) -> ProcessGroup:
     """Meet the others; rank 0 listens at `port`."""
-    from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+    from llmrl.engines.vllm_private import stateless_init_torch_distributed_process_group
 
     return stateless_init_torch_distributed_process_group(
         address, port, rank=rank, world_size=world_size, backend="gloo", timeout=TIMEOUT
     )
 
 
-def broadcast(group: Any, buffer: torch.Tensor) -> None:
+def broadcast(group: ProcessGroup, buffer: torch.Tensor) -> None:
     """From rank 0's `buffer` ([num_bytes] uint8) into everyone's.
 
     Raises:
@@ -35,7 +35,7 @@ def broadcast(group: Any, buffer: torch.Tensor) -> None:
         group.broadcast([chunk], options).wait()
 
 
-def close_group(group: Any) -> None:
+def close_group(group: ProcessGroup) -> None:
     """Leave; whoever waits for us gets an error."""
     group.shutdown()
 
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 def own_address() -> str:
     """Where other hosts reach this one; the loopback's without a network."""
-    from vllm.utils.network_utils import get_ip
+    from llmrl.engines.vllm_private import get_ip
 
     address = get_ip()
     return "127.0.0.1" if address == "0.0.0.0" else address

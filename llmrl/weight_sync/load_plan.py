@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
-from llmrl.weight_sync.packing import PackedLayout
+from llmrl.engines.vllm_private import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+    _get_original_loader,
+    get_layerwise_info,
+    is_deferred_attention_layer,
+    restore_layer_on_meta,
+)
+from llmrl.weight_sync.buffers import PackedLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import ClassVar
 
-from llmrl.engines.base import EngineError
-
-if TYPE_CHECKING:
-    from llmrl.weight_sync.receiver import VLLMDoubleBufferWeightReceiver, VLLMWeightReceiver
-    from llmrl.weight_sync.sender import VLLMDoubleBufferWeightSender, VLLMWeightSender
-    from llmrl.weight_sync.transport import WeightTransport
-
-
-class WeightSyncError(EngineError):
-    """An update failed; the message says which weights the engine holds now. It may be tried again."""
+from llmrl.engines.base import PauseMode, UpdatableEngine
+from llmrl.engines.vllm_args import LLMRL_BACKEND
+from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, StreamChannel, take_file
+from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
+from llmrl.weight_sync.engine_group import EngineGroup, Member
+from llmrl.weight_sync.gloo import free_port, own_address
+from llmrl.weight_sync.source import ModelWeights
+from llmrl.weight_sync.sync import WeightSync
 
 
 @dataclass(kw_only=True)
@@ -48,9 +46,10 @@ class VLLMWeightSyncScheme:
 
     master_address: str | None = None
     master_port: int | None = None
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    pause_mode: PauseMode = "keep"
     reset_running_requests: bool = True
     rank: int = 0
+    _needs_engine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.pause_mode not in ("keep", "wait", "abort"):
@@ -58,30 +57,23 @@ class VLLMWeightSyncScheme:
         if self.rank < 0:
             raise ValueError(f"rank must not be negative, got {self.rank}.")
 
-    def create_sender(self) -> VLLMWeightSender:
+    def create_sender(self) -> WeightSync:
         """The trainer's end."""
-        from llmrl.weight_sync.sender import VLLMWeightSender
+        return WeightSync(
+            self._open_channel,
+            pause_mode=self.pause_mode,
+            reset_running_requests=self.reset_running_requests,
+            rank=self.rank,
+            needs_engine=self._needs_engine,
+        )
 
-        return VLLMWeightSender(self)
+    def _open_channel(self, source: ModelWeights, backend: str | None) -> Channel:
+        if backend == LLMRL_BACKEND:
+            return MemoryChannel(source, lambda: self._rendezvous(self.master_address or own_address()))
+        return StreamChannel(source, backend, lambda: self._rendezvous(self.master_address or "127.0.0.1"))
 
-    def create_receiver(self, engine: Any | Sequence[Any]) -> VLLMWeightReceiver:
-        """The end of one engine, or of several that are to hold the same weights."""
-        from llmrl.weight_sync.receiver import VLLMWeightReceiver
-
-        return VLLMWeightReceiver(self, engine)
-
-    def create_transport(self, backend: str | None, source: Any) -> WeightTransport:
-        """What moves the bytes from `source` to workers with this weight-transfer backend."""
-        from llmrl.weight_sync.transport import VLLMCollectiveTransport
-
-        return VLLMCollectiveTransport(self, backend, source)
-
-    def rendezvous(self, own_address: Callable[[], str]) -> tuple[str, int]:
-        """Address and port where trainer and workers meet; `own_address` is asked when none was given."""
-        from llmrl.weight_sync.gloo import free_port
-
-        address = self.master_address if self.master_address is not None else own_address()
-        return address, self.master_port if self.master_port is not None else free_port()
+    def _rendezvous(self, address: str) -> tuple[str, int]:
+        return address, free_port() if self.master_port is None else self.master_port
 
 
 @dataclass(kw_only=True)
@@ -90,8 +82,8 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
     For engines on other hosts with a shared file system, on any device; on GPU they are started with
     `weight_transfer="llmrl"`. Sender and receiver are used as those of `VLLMWeightSyncScheme`. Where the trainer
-    cannot call the engine, its sender is given none and only writes, and a receiver beside the engine reads:
-    `scheme.create_receiver(engine).poll_and_apply()`.
+    cannot call the engine, its sender is given none, only writes, and returns the version that it wrote; a receiver
+    beside the engine reads: `scheme.create_receiver(engine).poll_and_apply()`.
 
     Args:
         remote_addr: the folder, as the trainer sees it.
@@ -100,21 +92,59 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
     remote_addr: str
     local_addr: str | None = None
+    _needs_engine: ClassVar[bool] = False
 
-    def create_sender(self) -> VLLMDoubleBufferWeightSender:
-        """The trainer's end."""
-        from llmrl.weight_sync.sender import VLLMDoubleBufferWeightSender
+    def create_receiver(self, engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
+        """The end of engines that the trainer cannot call: one, or several that are to hold the same weights."""
+        group = EngineGroup(engine, pause_mode=self.pause_mode, reset_running_requests=self.reset_running_requests)
+        return DoubleBufferReader(group, self._worker_folder)
 
-        return VLLMDoubleBufferWeightSender(self)
+    @property
+    def _worker_folder(self) -> str:
+        return self.remote_addr if self.local_addr is None else self.local_addr
 
-    def create_receiver(self, engine: Any | Sequence[Any]) -> VLLMDoubleBufferWeightReceiver:
-        """The end of one engine, or of several that are to hold the same weights."""
-        from llmrl.weight_sync.receiver import VLLMDoubleBufferWeightReceiver
+    def _open_channel(self, source: ModelWeights, backend: str | None) -> Channel:
+        if backend not in (None, LLMRL_BACKEND):
+            raise ValueError(
+                f"{type(self).__name__} needs engines started with weight_transfer={LLMRL_BACKEND!r}; "
+                f"theirs is {backend!r}."
+            )
+        return FileChannel(source, self.remote_addr, self._worker_folder)
 
-        return VLLMDoubleBufferWeightReceiver(self, engine)
 
-    def create_transport(self, backend: str | None, source: Any) -> WeightTransport:
-        """What writes `source` and tells workers with this weight-transfer backend, if there are any."""
-        from llmrl.weight_sync.transport import VLLMDoubleBufferTransport
+class DoubleBufferReader:
+    """Makes engines read a double buffer that a trainer writes which cannot call them."""
 
-        return VLLMDoubleBufferTransport(self, backend, source)
+    def __init__(self, group: EngineGroup, folder: str) -> None:
+        self._group, self._folder = group, folder
+        self._applied: BufferPointer | None = None
+
+    def poll_and_apply(self) -> int | None:
+        """Load the current buffer if it is another than at the last call; its version, or `None`.
+
+        Raises:
+            EngineError: when the buffer is not whole, or does not fit; the engines keep the weights that they have.
+        """
+        group, folder = self._group, self._folder
+        pointer = DoubleBuffer(folder).pointer()
+        if pointer is None or pointer == self._applied:
+            return None
+
+        def take(member: Member) -> None:
+            member.init_weight_transfer_engine({"folder": folder})
+            take_file(member, folder, pointer)
+
+        members = group.members()
+        with group.paused(members):
+            try:
+                group.each(members, take)
+            except Exception:
+                group.roll_back(members, are_mixed=False)
+                raise
+            group.commit(members, pointer.version)
+        self._applied = pointer
+        return pointer.version
+
+    def shutdown(self) -> None:
+        """Release threads; the engines stay."""
+        self._group.shutdown()

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,49 +55,57 @@ def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterat
         yield name, (tensor.merged() if isinstance(tensor, _AdaptedWeight) else _whole(tensor)).detach()
 
 
-def is_sharded(model: torch.nn.Module | Mapping[str, torch.Tensor] | None) -> bool:
-    """Whether weights lie in parts on several processes (FSDP2's `DTensor`)."""
-    tensors = model.parameters() if isinstance(model, torch.nn.Module) else (model or {}).values()
-    return any(_is_sharded(tensor) for tensor in tensors)
+class WeightMeta(NamedTuple):
+    """What is known of a weight before it is sent."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
-def make_weight_source(
-    model: torch.nn.Module | Mapping[str, torch.Tensor],
-    dtype: torch.dtype | None = None,
-    override: Mapping[str, torch.Tensor] | None = None,
-) -> Any:
-    """The model as vLLM's `WeightSource`, cast to `dtype` on the way; while `override` has weights, those instead."""
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+class ModelWeights:
+    """The trainer's weights, read anew at each iteration and cast to `dtype` on the way.
 
-    class CastingSource(WeightSource):
-        def __init__(self) -> None:
-            self._gathering: Iterator[tuple[str, torch.Tensor]] | None = None
+    vLLM's own transfers read it as their `WeightSource`.
+    """
 
-        def metadata(self) -> list[ParamMeta]:
-            return [
-                ParamMeta(name, _sent_dtype(tensor, dtype), tuple(tensor.shape))
-                for name, tensor in _named_weights(override or model)
-            ]
+    def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        self._model, self._dtype = model, dtype
+        self.override: Mapping[str, torch.Tensor] = {}
+        """Sent instead of the model's, while there are any."""
+        self._gathering: Iterator[tuple[str, torch.Tensor]] | None = None
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self.uncast():
-                yield name, tensor.to(_sent_dtype(tensor, dtype))
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights lie in parts on several processes (FSDP2's `DTensor`)."""
+        model = self._model
+        tensors = model.parameters() if isinstance(model, torch.nn.Module) else model.values()
+        return any(_is_sharded(tensor) for tensor in tensors)
 
-        def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
-            """For a transport that casts while it copies."""
-            self._gathering = named_weights(override or model)
-            return self._gathering
+    def metadata(self) -> list[WeightMeta]:
+        """Of each weight that an iteration yields, in its order; nothing is gathered."""
+        return [
+            WeightMeta(name, _sent_dtype(tensor, self._dtype), tuple(tensor.shape))
+            for name, tensor in _named_weights(self.override or self._model)
+        ]
 
-        def restart(self) -> None:
-            """Forget how far the last iteration came."""
-            self._gathering = None
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.uncast():
+            yield name, tensor.to(_sent_dtype(tensor, self._dtype))
 
-        def gather_the_rest(self) -> None:
-            """For other ranks, which gather everything with us, when an update ends before its last weight."""
-            for _ in self.uncast() if self._gathering is None else self._gathering:
-                pass
+    def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """For a channel that casts while it copies."""
+        self._gathering = named_weights(self.override or self._model)
+        return self._gathering
 
-    return CastingSource()
+    def restart(self) -> None:
+        """Forget how far the last iteration came."""
+        self._gathering = None
+
+    def gather_the_rest(self) -> None:
+        """For other ranks, which gather everything with us, when an update ends before its last weight."""
+        for _ in self.uncast() if self._gathering is None else self._gathering:
+            pass
 
 
 @dataclass(frozen=True)

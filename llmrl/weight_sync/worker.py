@@ -1,19 +1,39 @@
-"""vLLM's end of llmrl's weight transfers: runs inside its worker processes."""
+"""vLLM's end of llmrl's weight transfers: runs inside its worker processes.
+
+Weights are taken in two steps, so that what fails leaves the old ones in force.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
+from torch.distributed import ProcessGroup
 
+from llmrl.engines.base import TransferInfo
+from llmrl.engines.vllm_private import (
+    LinearBase,
+    ParallelLMHead,
+    VllmConfig,
+    VocabParallelEmbedding,
+    WeightTransferConfig,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    dispatch_cpu_unquantized_gemm,
+    finalize_layerwise_reload,
+    forget_loaded,
+    forget_packing_of_experts,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    is_deferred_attention_layer,
+    set_current_vllm_config,
+)
+from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
 from llmrl.weight_sync.gloo import broadcast, close_group, open_group
-from llmrl.weight_sync.packing import PackedLayout, read_tag
-from llmrl.weight_sync.reloading_worker import ReloadingUpdateInfo, ReloadingWorkerEngine
-from llmrl.weight_sync.shared_memory import UNREACHABLE, open_shared
+from llmrl.weight_sync.load_plan import LoadPlan, make_load_plan
 
 
 @dataclass
@@ -35,11 +55,13 @@ class WorkerInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class WorkerUpdateInfo(ReloadingUpdateInfo):
+class WorkerUpdateInfo(WeightTransferUpdateInfo):
     """Which weights come: those of a double buffer's `pointer`, those at `path`, or those that are broadcast now."""
 
+    is_discarded: bool = False
+    """None come: what was taken before is forgotten."""
     folder: str = ""
-    pointer: dict[str, Any] = field(default_factory=dict)
+    pointer: dict[str, int] = field(default_factory=dict)
     path: str = ""
     num_bytes: int = 0
     tag: str = ""
@@ -48,14 +70,28 @@ class WorkerUpdateInfo(ReloadingUpdateInfo):
     shapes: list[list[int]] = field(default_factory=list)
 
 
-class WorkerEngine(ReloadingWorkerEngine):
-    """Takes weights from the trainer's memory, by broadcast into its own, or from a double buffer's file."""
+class WorkerEngine(WeightTransferEngine):
+    """Takes a whole checkpoint's weights into a flat buffer and checks them; loads them when the update is finished.
+
+    The buffer is the trainer's memory, its own that a broadcast fills, or a double buffer's file. `update_weights`
+    changes nothing of the model: a transfer that breaks, weights of another model and weights that are missing are
+    found there, on every worker, before any worker loads.
+    """
 
     init_info_cls = WorkerInitInfo
     update_info_cls = WorkerUpdateInfo
-    _group: Any = None
+    _group: ProcessGroup | None = None
     _received: torch.Tensor | None = None
     _mapped: tuple[str, torch.Tensor] = ("", torch.empty(0))
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._tied_heads = find_tied_heads(model)
+        self._taken: tuple[PackedLayout, torch.Tensor, WorkerUpdateInfo] | None = None
+        self._layout: PackedLayout | None = None
+        self._plan: LoadPlan | None = None
 
     def init_transfer_engine(self, init_info: WorkerInitInfo) -> None:
         """Check that the weights will fit and try the way to the trainer.
@@ -81,6 +117,55 @@ class WorkerEngine(ReloadingWorkerEngine):
             self._group = open_group(
                 init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size
             )
+
+    def start_weight_update(self) -> None:
+        """Forget what an update before took and did not finish."""
+        self._taken = None
+
+    def update_weights(self, update_info: TransferInfo) -> None:
+        """Take all of the weights."""
+        # The base class would also wait for an accelerator, which this backend does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
+        """Take all of the weights.
+
+        Raises:
+            ValueError: when they are not those that were announced, do not fit the model, or some are missing.
+        """
+        self._taken = None
+        if update_info.is_discarded:
+            return
+        layout, buffer = self.take(update_info)
+        self.plan_for(layout)
+        self._taken = layout, buffer, update_info
+
+    def plan_for(self, layout: PackedLayout) -> None:
+        """Check that the weights fit, and find the way for them.
+
+        Raises:
+            ValueError: when they do not fit the model, or some are missing.
+        """
+        if layout != self._layout:
+            with set_current_vllm_config(self.vllm_config):
+                self._plan = make_load_plan(self.model, layout, self._tied_heads)
+            self._layout = layout
+
+    def finish_weight_update(self) -> None:
+        """Load what was taken.
+
+        Raises:
+            ValueError: when it was overwritten meanwhile; the model then holds a mixture.
+        """
+        if self._taken is None:
+            return
+        (layout, buffer, update_info), self._taken = self._taken, None
+        if self._plan is not None:
+            self._plan.load(buffer)
+        else:
+            self._reload(layout, buffer)
+        self._renew_tied_heads()
+        self.require_intact(update_info)
 
     def take(self, update_info: WorkerUpdateInfo) -> tuple[PackedLayout, torch.Tensor]:
         """Read, map or receive, and check that it is what was announced."""
@@ -123,3 +208,62 @@ class WorkerEngine(ReloadingWorkerEngine):
             self._received = torch.empty(num_bytes, dtype=torch.uint8)
         broadcast(self._group, self._received)
         return self._received
+
+    def _reload(self, layout: PackedLayout, buffer: torch.Tensor) -> None:
+        """By vLLM's layerwise reload: for any device and model."""
+        initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            forget_packing_of_experts(self.model)
+        try:
+            self.model.load_weights(layout.views(buffer))
+            self._require_complete()
+        except BaseException:
+            self._abandon()
+            raise
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def _require_complete(self) -> None:
+        heads = {id(head) for head, _ in self._tied_heads}
+        missing = []
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or is_deferred_attention_layer(layer) or id(layer) in heads:
+                continue
+            is_untouched = info.load_numel == 0 and bool(info.load_numel_total)
+            # Only vocabularies are padded; a linear layer short of elements lacks one of the weights fused in it.
+            is_partial = isinstance(layer, LinearBase) and 0 < info.load_numel < (info.load_numel_total or 0)
+            if (is_untouched or is_partial) and any(True for _ in layer.parameters(recurse=False)):
+                missing.append(name)
+        if missing:
+            raise ValueError(f"the update lacks weights for {len(missing)} layers, among them {missing[:3]}.")
+
+    def _abandon(self) -> None:
+        """Forget what waits to be loaded and put back what the layers had."""
+        forget_loaded(self.model)
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._renew_tied_heads()
+
+    def _renew_tied_heads(self) -> None:
+        """On CPU a head holds a packed copy of its weight, which a reload of the embedding does not reach."""
+        for head, embedding in self._tied_heads:
+            if head.weight is not embedding.weight:
+                head.weight = embedding.weight
+            if self.device.type == "cpu":
+                dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+                embedding.cpu_linear = head.cpu_linear
+
+
+def find_tied_heads(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Pairs of an output head and the embedding whose weight it shares."""
+    embeddings = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    ]
+    return [
+        (head, embedding)
+        for head in model.modules()
+        if isinstance(head, ParallelLMHead)
+        for embedding in embeddings
+        if head.weight is embedding.weight or head.weight.data_ptr() == embedding.weight.data_ptr() != 0
+    ]

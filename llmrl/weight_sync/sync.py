@@ -1,45 +1,57 @@
-"""`VLLMWeightSender`: the trainer's end of a weight update."""
+"""`WeightSync`: an update of weights, from the trainer's model to engines that go on generating."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.trainer.trained_model import TrainedModel, trained_model
-from llmrl.weight_sync.scheme import WeightSyncError
-from llmrl.weight_sync.source import ModelMetadata, is_sharded, make_weight_source
-
-if TYPE_CHECKING:
-    from llmrl.weight_sync.receiver import VLLMWeightReceiver
-    from llmrl.weight_sync.scheme import VLLMWeightSyncScheme
-    from llmrl.weight_sync.transport import WeightTransport
-
-logger = logging.getLogger(__name__)
+from llmrl.weight_sync.channels import Channel
+from llmrl.weight_sync.engine_group import EngineGroup
+from llmrl.weight_sync.source import ModelMetadata, ModelWeights
 
 
-class VLLMWeightSender:
+class WeightSyncError(EngineError):
+    """An update failed; the message says which weights the engine holds now. It may be tried again."""
+
+
+class WeightSync:
     """Sends a model's weights to engines: register the model, open the group once, then update at will.
 
-    In a trainer of several processes each has a sender, with its rank in the scheme: rank 0's has the engines, the
-    others call the same methods without an engine, so that sharded weights can be gathered.
+    An update stages the weights in a `Channel` while the engines of an `EngineGroup` generate, pauses them, lets them
+    take the weights, and when all have, lets them load and go on. Made by a scheme's `create_sender`.
+
+    In a trainer of several processes each has one, with its rank: rank 0's has the engines, the others call the same
+    methods without an engine, so that sharded weights can be gathered.
+
+    Args:
+        open_channel: how weights travel to engines with a weight-transfer backend, or with none to wherever engines
+            read them by themselves.
+        pause_mode, reset_running_requests, rank: see `VLLMWeightSyncScheme`.
+        needs_engine: whether somebody has to be told of the weights.
     """
 
-    _may_lack_engine = False
-
-    def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
-        self._scheme = scheme
+    def __init__(
+        self,
+        open_channel: Callable[[ModelWeights, str | None], Channel],
+        *,
+        pause_mode: PauseMode = "keep",
+        reset_running_requests: bool = True,
+        rank: int = 0,
+        needs_engine: bool = True,
+    ) -> None:
+        self._open_channel, self._rank, self._needs_engine = open_channel, rank, needs_engine
+        self._pause_mode, self._reset_running_requests = pause_mode, reset_running_requests
         self._model: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
-        self._source: Any = None
-        self._receiver: VLLMWeightReceiver | None = None
-        self._transport: WeightTransport | None = None
-        self._hooks: list[Any] | None = None
+        self._source: ModelWeights | None = None
+        self._group: EngineGroup | None = None
+        self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="llmrl-weight-update")
         self._is_copied: threading.Event | None = None
@@ -56,12 +68,13 @@ class VLLMWeightSender:
         """
         with self._lock:
             self._model = model
-            self._override: dict[str, torch.Tensor] = {}
-            if self._receiver is not None or self._transport is not None:
+            if self._source is not None:
                 self._open()
 
     def init_all_workers_group(
-        self, model_metadata: ModelMetadata | None = None, engine: Any | Sequence[Any] = None
+        self,
+        model_metadata: ModelMetadata | None = None,
+        engine: UpdatableEngine | Sequence[UpdatableEngine] | None = None,
     ) -> None:
         """Open the way to the workers of an engine, or of several that are to hold the same weights.
 
@@ -79,26 +92,30 @@ class VLLMWeightSender:
         """
         if self._model is None:
             raise RuntimeError("no model is registered; call sender.register_model(model) first.")
-        if engine is None and self._scheme.rank == 0 and not self._may_lack_engine:
+        if engine is None and self._rank == 0 and self._needs_engine:
             raise ValueError("engine must be an AsyncVLLM or a sequence of them, got None.")
-        if engine is not None and self._scheme.rank > 0:
-            raise ValueError(f"rank {self._scheme.rank} has no engine: rank 0 sends, the others help to gather.")
+        if engine is not None and self._rank > 0:
+            raise ValueError(f"rank {self._rank} has no engine: rank 0 sends, the others help to gather.")
         with self._lock:
-            self._receiver = None if engine is None else self._scheme.create_receiver(engine)
-            self._open()
+            if self._group is not None:
+                self._group.shutdown()
+                self._group = None
+            if engine is not None:
+                self._group = EngineGroup(
+                    engine, pause_mode=self._pause_mode, reset_running_requests=self._reset_running_requests
+                )
+            source = self._open()
             if model_metadata is not None:
-                self._check(model_metadata)
-            if (record := self._record()) is not None and self._receiver is not None:
-                record.engine_dtype = self._receiver.model_dtype
+                _require_same(source, model_metadata)
+            if self._group is None or self._channel is None:
+                return
+            if (record := self._record()) is not None:
+                record.engine_dtype = self._group.model_dtype
                 if record.engine_version is None:  # both hold the weights that they started with
-                    record.engine_version = self._receiver.policy_version
+                    record.engine_version = self._group.policy_version
                 self._compare_dtypes(record)
-            if self._receiver is not None and self._transport is not None:
-                self._transport.open(self._receiver, self._receiver.links())
-            hooks = getattr(engine, "before_serving", None)
-            if isinstance(hooks, list) and self.bring_up_to_date not in hooks:
-                hooks.append(self.bring_up_to_date)
-                self._hooks = hooks
+            self._group.connect(self._group.members(), self._channel)
+            self._group.call_before_serving(self.bring_up_to_date)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor] | None = None) -> int:
         """Put the model's weights (or `weights`, by checkpoint name) into the engines; return their version.
@@ -113,11 +130,8 @@ class VLLMWeightSender:
         with self._lock:
             if self._source is None:
                 raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
-            self._override.clear()
-            self._override.update(weights or {})
-            if not is_sharded(self._model):
-                return self._update()
-            return self._update_together()
+            self._source.override = weights or {}
+            return self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
         """As `update_weights`, but training may go on as soon as this returns: the engines take a copy meanwhile.
@@ -140,124 +154,115 @@ class VLLMWeightSender:
         is_copied.wait()
         return future
 
-    def bring_up_to_date(self, engine: Any) -> None:
+    def bring_up_to_date(self, engine: UpdatableEngine) -> None:
         """Give an engine that missed updates the weights that the others were sent last, with their version.
 
         Raises:
             WeightSyncError: when they are not held any more; the next update reaches the engine too.
         """
         with self._lock:
-            if self._receiver is None or self._transport is None:
+            group, channel = self._group, self._channel
+            if group is None or channel is None:
                 raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
-            version = max(one.policy_version for one in [*self._receiver.engines, engine])
+            version = max(one.policy_version for one in [*group.engines, engine])
             version = max(version, self._sent_version or 0)  # they may all have died since
             if engine.policy_version == version:
                 return
             if self._sent_version is None:  # all of them hold the weights that they started with
                 engine.policy_version = version
                 return
-            if not self._transport.can_catch_up:
+            if not channel.has_staged:
                 raise WeightSyncError(
                     f"the weights of version {version} are not held by this trainer; the engine may serve after the "
                     "next update."
                 )
-            links = [self._receiver.link_to(engine)]
-            self._transport.open(self._receiver, list(dict.fromkeys([*self._receiver.links(), *links])))
-            with self._receiver.paused(links):
-                self._transport.send(self._receiver, links)
-                self._receiver.commit(links, version)
+            members = [group.member_of(engine)]
+            group.connect(members, channel)
+            with group.paused(members):
+                group.take(members)
+                group.commit(members, version)
 
     def shutdown(self) -> None:
         """Release memory, communicators and threads; the engines stay. May be called twice."""
         self._pool.shutdown()
         with self._lock:
-            if self._hooks is not None:
-                self._hooks.remove(self.bring_up_to_date)
-            if self._transport is not None:
-                self._transport.shutdown()
-            if self._receiver is not None:
-                self._receiver.shutdown()
-            self._transport = self._receiver = self._source = self._hooks = None
+            if self._group is not None:
+                self._group.shutdown()
+            if self._channel is not None:
+                self._channel.close()
+            self._channel = self._group = self._source = None
 
-    def _open(self) -> None:
+    def _open(self) -> ModelWeights:
         assert self._model is not None
-        if self._transport is not None:
-            self._transport.shutdown()
-            self._transport = None
-        dtype = None if self._receiver is None else self._receiver.model_dtype
-        self._source = make_weight_source(self._model, dtype, override=self._override)
-        if self._scheme.rank == 0:
-            backend = None if self._receiver is None else self._receiver.backend
-            self._transport = self._scheme.create_transport(backend, self._source)
+        if self._group is not None:
+            self._group.disconnect()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        source = self._source = ModelWeights(self._model, None if self._group is None else self._group.model_dtype)
+        if self._rank == 0:
+            self._channel = self._open_channel(source, None if self._group is None else self._group.backend)
+        return source
 
-    def _check(self, model_metadata: ModelMetadata) -> None:
-        own = {meta.name: tuple(meta.shape) for meta in self._source.metadata()}
-        given = {name: tuple(shape) for name, (_, shape) in model_metadata.items()}
-        if own != given:
-            differing = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
-            raise ValueError(
-                f"model_metadata is not that of the registered model: {len(differing)} weights differ, "
-                f"among them {differing[:3]}."
-            )
-
-    def _update(self) -> int:
-        transport, receiver = self._transport, self._receiver
-        if transport is None:  # a rank above 0
-            for _ in self._source.uncast():
-                pass
+    def _update(self, source: ModelWeights) -> int:
+        group, channel = self._group, self._channel
+        if channel is None:  # a rank above 0
+            source.gather_the_rest()
             return -1
+        if group is None:
+            return channel.stage(None)
         clock = _Clock()
-        assert receiver is not None
-        version = max(receiver.next_version, (self._sent_version or 0) + 1)
         record = self._record()
         if record is not None:
             self._compare_dtypes(record)  # its policy may be younger than this sender
             record.engine_version, record.num_updates = None, 0  # what is trained from here on is not sent
-        transport.stage(version)
+        version = channel.stage(max(group.next_version, (self._sent_version or 0) + 1))
         clock.lap("stage_s")
-        if self._is_copied is not None and transport.supports_rollback and not is_sharded(self._model):
+        if self._is_copied is not None and channel.can_roll_back and not source.is_sharded:
             self._is_copied.set()
-        links = receiver.links()
+        members = group.members()
         try:
-            transport.open(receiver, links)  # those that are new
+            group.connect(members, channel)  # those that are new
         except Exception as error:
-            transport.rollback()
-            raise WeightSyncError(f"The weight update failed: {_brief(error)} {self._abandon([])}") from error
-        with receiver.paused(links):
+            channel.roll_back()
+            outcome = group.roll_back([], are_mixed=False)
+            raise WeightSyncError(f"The weight update failed: {_brief(error)} {outcome}") from error
+        with group.paused(members):
             clock.lap("pause_s")
             try:
-                transport.send(receiver, links)
+                group.take(members)
             except Exception as error:
-                transport.rollback()
-                raise WeightSyncError(f"The weight update failed: {_brief(error)} {self._abandon(links)}") from error
+                channel.roll_back()
+                outcome = group.roll_back(members, are_mixed=not channel.can_roll_back)
+                raise WeightSyncError(f"The weight update failed: {_brief(error)} {outcome}") from error
             clock.lap("send_s")
             try:
-                receiver.commit(links, version)
+                group.commit(members, version)
             except Exception as error:
-                transport.rollback()
+                channel.roll_back()
                 raise WeightSyncError(
                     f"The weight update failed while the weights were loaded: {_brief(error)} Engines that failed "
                     f"hold a mixture and stay paused until an update succeeds; the others serve version {version}."
                 ) from error
             self._sent_version = version
-            if record is not None and not self._override:
+            if record is not None and not source.override:
                 record.engine_version = version
             clock.lap("load_s")
         clock.lap("resume_s")
         self.last_timings = clock.laps
         return version
 
-    def _update_together(self) -> int:
+    def _update_together(self, source: ModelWeights) -> int:
         """On every rank: all learn what became of the update, so that none waits for a peer that has given up."""
-        outcome: list[Any] = [None]
-        self._source.restart()
+        outcome: list[int | Exception] = [0]
+        source.restart()
         try:
-            outcome[0] = self._update()
+            outcome[0] = self._update(source)
         except Exception as error:
-            if self._scheme.rank > 0:
+            if self._rank > 0:
                 raise
             outcome[0] = error
-            self._source.gather_the_rest()
+            source.gather_the_rest()
         torch.distributed.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], Exception):
             raise outcome[0]
@@ -272,32 +277,16 @@ class VLLMWeightSender:
             self._has_warned = True
             warnings.warn(f"Precision: {record.disagreement}", stacklevel=3)
 
-    def _abandon(self, links: list[Any]) -> str:
-        assert self._receiver is not None and self._transport is not None
-        supports_rollback = self._transport.supports_rollback or not links
-        version = self._receiver.policy_version
-        try:
-            self._receiver.abandon(links, are_mixed=not supports_rollback)
-        except Exception as error:
-            logger.warning("ending the failed update failed too: %s", error)
-        if supports_rollback:
-            return f"The engines hold the weights of version {version} as before; mend the cause and try again."
-        return "The engines hold a mixture of weights and stay paused until an update succeeds."
 
-
-class VLLMDoubleBufferWeightSender(VLLMWeightSender):
-    """Writes a model's weights to a double buffer and makes engines read them.
-
-    Given no engine it only writes, and returns the version that it wrote: engines read by themselves then.
-    """
-
-    _may_lack_engine = True
-
-    def _update(self) -> int:
-        if self._receiver is not None or self._transport is None:
-            return super()._update()
-        self._transport.stage(None)
-        return self._transport.staged.pointer.version
+def _require_same(source: ModelWeights, model_metadata: ModelMetadata) -> None:
+    own = {meta.name: meta.shape for meta in source.metadata()}
+    given = {name: tuple(shape) for name, (_, shape) in model_metadata.items()}
+    if own != given:
+        differing = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
+        raise ValueError(
+            f"model_metadata is not that of the registered model: {len(differing)} weights differ, "
+            f"among them {differing[:3]}."
+        )
 
 
 def _brief(error: Exception, limit: int = 400) -> str:

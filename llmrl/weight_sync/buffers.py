@@ -1,9 +1,13 @@
-"""Tensors side by side in one flat buffer of bytes."""
+"""Flat buffers of bytes: tensors side by side, in memory that another process of this host can map."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,6 +15,9 @@ ALIGNMENT = 64
 """Bytes: each tensor starts on its own cache line."""
 HEADER_SIZE = 64
 """Bytes before the first tensor; they hold the tag that says which weights the buffer holds."""
+
+UNREACHABLE = "the worker cannot open the trainer's memory"
+"""How the refusal of a worker starts that runs on another host, or as another user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +105,65 @@ def read_tag(buffer: torch.Tensor) -> str:
         'version 1'
     """
     return bytes(buffer[:HEADER_SIZE].tolist()).rstrip(b"\0").decode("ascii", errors="replace")
+
+
+class SharedBuffer:
+    """A flat buffer of bytes that other processes of the same user on this host open by `path`.
+
+    On Linux it is an anonymous file in memory: neither the size of `/dev/shm` bounds it nor does a killed process
+    leave it behind. Elsewhere it is a temporary file.
+
+    Example:
+        >>> shared = SharedBuffer(128)
+        >>> shared.tensor[:2] = torch.tensor([1, 2], dtype=torch.uint8)
+        >>> open_shared(shared.path, 128)[:2].tolist()
+        [1, 2]
+        >>> shared.close()
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("llmrl-weights", os.MFD_CLOEXEC)
+            self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            self._finalizer = weakref.finalize(self, _close, descriptor, None)
+        else:
+            descriptor, self.path = tempfile.mkstemp(prefix="llmrl-weights-")
+            self._finalizer = weakref.finalize(self, _close, descriptor, self.path)
+        os.ftruncate(descriptor, num_bytes)
+        self._tensor: torch.Tensor | None = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[num_bytes] uint8
+
+        Raises:
+            RuntimeError: after `close`.
+        """
+        if self._tensor is None:
+            raise RuntimeError("the shared buffer is closed.")
+        return self._tensor
+
+    def close(self) -> None:
+        """Give the memory back. May be called twice."""
+        self._tensor = None
+        self._finalizer()
+
+
+def open_shared(path: str, num_bytes: int) -> torch.Tensor:
+    """Map a buffer of another process for reading: [num_bytes] uint8, writes to which stay private.
+
+    Raises:
+        OSError: when it cannot be opened, because its owner is gone or on another host.
+        ValueError: when it is shorter than `num_bytes`.
+    """
+    size = Path(path).stat().st_size
+    if size < num_bytes:
+        raise ValueError(f"the shared buffer {path} has {size} bytes and {num_bytes} were announced.")
+    return torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
+
+
+def _close(descriptor: int, path: str | None) -> None:
+    os.close(descriptor)
+    if path is not None:
+        Path(path).unlink(missing_ok=True)

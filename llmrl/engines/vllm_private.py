@@ -1,0 +1,190 @@
+"""All that llmrl knows of vLLM beyond its top-level names: what an upgrade of vLLM has to be compared with.
+
+Names are imported from here and found when they are asked for, so that this module costs nothing and a process loads
+only what it uses. What reaches into vLLM's objects, or mends them, is a function or class here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from llmrl.engines.base import PauseMode
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    import torch
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+VLLM_VERSION = "0.32"
+"""Whose weight-update API the tests ran with; it has no promise of stability."""
+PLUGIN_GROUP = "vllm.general_plugins"
+"""Entry points that vLLM calls in each of its processes."""
+EXECUTOR = f"{__name__}.InStepExecutor"
+"""As vLLM is told which executor to use."""
+
+# Module of vLLM -> its names that llmrl uses.
+_NAMES = {
+    "config": ("VllmConfig", "WeightTransferConfig", "set_current_vllm_config"),
+    "distributed.utils": ("stateless_init_torch_distributed_process_group",),
+    "distributed.weight_transfer.base": (
+        "WeightTransferEngine",
+        "WeightTransferInitInfo",
+        "WeightTransferInitRequest",
+        "WeightTransferUpdateInfo",
+        "WeightTransferUpdateRequest",
+    ),
+    "distributed.weight_transfer.factory": ("WeightTransferEngineFactory",),
+    "distributed.weight_transfer.ipc_engine": (
+        "DEFAULT_PACKED_BUFFER_SIZE_BYTES",
+        "IPCTrainerInitInfo",
+        "IPCTrainerWeightTransferEngine",
+    ),
+    "distributed.weight_transfer.nccl_engine": ("NCCLTrainerInitInfo", "NCCLTrainerWeightTransferEngine"),
+    "engine.arg_utils": ("AsyncEngineArgs",),
+    "exceptions": ("VLLMClientError",),
+    "model_executor.layers.attention": ("is_deferred_attention_layer",),
+    "model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
+    "model_executor.layers.linear": ("LinearBase", "UnquantizedLinearMethod"),
+    "model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    "model_executor.layers.vocab_parallel_embedding": (
+        "ParallelLMHead",
+        "UnquantizedEmbeddingMethod",
+        "VocabParallelEmbedding",
+    ),
+    "model_executor.model_loader.reload": ("finalize_layerwise_reload", "initialize_layerwise_reload"),
+    "model_executor.model_loader.reload.layerwise": ("_get_original_loader", "get_layerwise_info"),
+    "model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
+    "platforms": ("current_platform",),
+    "sampling_params": ("RequestOutputKind",),
+    "utils.network_utils": ("get_ip",),
+    "v1.engine.async_llm": ("AsyncLLM",),
+    "v1.engine.exceptions": ("EngineDeadError", "EngineGenerateError"),
+    "v1.executor.multiproc_executor": ("MultiprocExecutor",),
+}
+_MODULES = {name: f"vllm.{module}" for module, names in _NAMES.items() for name in names}
+
+
+def _find(name: str) -> Any:
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "InStepExecutor":
+        return _make_executor()
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _find(name)
+
+
+# -- the engine's process, as seen from its parent ---------------------------------------------------------------
+
+
+def pause_at_once(llm: AsyncLLM, mode: PauseMode) -> Any:
+    """As `pause_generation` without its nap of 20 ms, which is for callers who want outputs in a nicer order."""
+    return llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+
+def num_unfinished_tokens(llm: AsyncLLM) -> int:
+    """Tokens that have come so far for requests in flight."""
+    states = list(llm.output_processor.request_states.values())
+    return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+
+def processes_of(llm: AsyncLLM) -> list[BaseProcess]:
+    """The engine's processes; none where there is no such engine yet."""
+    return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
+
+
+async def shut_down(llm: AsyncLLM) -> None:
+    """End the engine; requests in flight are told first, for the sockets that they wait on are closed next."""
+    llm.output_processor.propagate_error(_find("EngineDeadError")())
+    await asyncio.sleep(0)
+    llm.shutdown()
+
+
+def forget_shutdown(llm: AsyncLLM) -> None:
+    """Keep vLLM's finalizer from shutting down once more, perhaps when the interpreter has lost half its modules."""
+    llm.shutdown = lambda timeout=None: None
+
+
+# -- inside the engine's processes -------------------------------------------------------------------------------
+
+
+def register_weight_transfer(backend: str, module: str, class_name: str) -> None:
+    """Let vLLM's workers know a weight-transfer engine; may be called again."""
+    factory = _find("WeightTransferEngineFactory")
+    if backend not in factory._registry:
+        factory.register_engine(backend, module, class_name)
+
+
+def forget_packing_of_experts(model: torch.nn.Module) -> None:
+    """Make vLLM pack a model's experts for its CPU kernel again.
+
+    It packs them only when it first makes their kernel, and would read the next ones as if packed. Without a kernel it
+    makes one, and packs.
+    """
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    for method in methods:
+        if isinstance(method, _find("FusedMoEMethodBase")):
+            method.moe_kernel = None
+
+
+def forget_loaded(model: torch.nn.Module) -> None:
+    """Let a layerwise reload forget what waits to be loaded."""
+    get_layerwise_info = _find("get_layerwise_info")
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+@functools.cache
+def _make_executor() -> type:
+    class InStepExecutor(_find("MultiprocExecutor")):  # type: ignore[misc]
+        """vLLM's executor of several worker processes, which hears every worker before it raises an error of one.
+
+        vLLM 0.32 stops at the first error and takes what the other workers answered for their answers to the next
+        call: once an update was refused, each later call fails or succeeds for what the one before it did.
+        """
+
+        response_mqs: list[Any]
+
+        def _init_executor(self) -> None:
+            super()._init_executor()
+            self.response_mqs = _AllAnswers(self.response_mqs)
+
+    # It travels to the engine's process by name.
+    InStepExecutor.__qualname__ = "InStepExecutor"
+    return InStepExecutor
+
+
+class _AllAnswers(list[Any]):
+    """Queues that are read together as soon as the first of them is, when they are gone through."""
+
+    def __iter__(self) -> Iterator[Any]:
+        queues = list(super().__iter__())
+        answers: list[Any] = []
+        for index, queue in enumerate(queues):
+            yield _Together(queue, index, queues, answers)
+
+
+class _Together:
+    """One queue of several; whatever else is asked of it goes to the queue itself."""
+
+    def __init__(self, queue: Any, index: int, queues: list[Any], answers: list[Any]) -> None:
+        self._queue, self._index, self._queues, self._answers = queue, index, queues, answers
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """This queue's answer, once all of them are there."""
+        if not self._answers:
+            self._answers += [queue.dequeue(timeout=timeout) for queue in self._queues]
+        return self._answers[self._index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)

@@ -1,0 +1,392 @@
+"""Channels: how the bytes of an update travel from the trainer to the engines' workers."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import pickle
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from llmrl.engines.base import EngineError, TransferInfo
+from llmrl.engines.vllm_args import LLMRL_BACKEND
+from llmrl.weight_sync.buffers import HEADER_SIZE, UNREACHABLE, PackedLayout, SharedBuffer, write_tag
+from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
+from llmrl.weight_sync.gloo import broadcast, close_group, open_group
+from llmrl.weight_sync.source import ModelWeights
+
+logger = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """Who takes the weights: one engine, or several whose workers form one group."""
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes that take weights."""
+        ...
+
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
+        """Open the workers' end."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Make ready."""
+        ...
+
+    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
+        """Let the workers take weights."""
+        ...
+
+
+class Connection(Protocol):
+    """The open way to one client; vLLM's trainer-side transfer engines are such."""
+
+    def send_weights(self) -> None:
+        """Let the client's workers take what is staged."""
+        ...
+
+    def shutdown(self) -> None:
+        """Close the way."""
+        ...
+
+
+class Channel(ABC):
+    """Stages the trainer's weights while engines generate, then lets each engine take them."""
+
+    is_collective = False
+    """Whether all engines are one client, which is made anew when one is replaced."""
+    can_roll_back = True
+    """Whether engines keep their old weights until they are told to load."""
+
+    @property
+    @abstractmethod
+    def has_staged(self) -> bool:
+        """Whether the weights that the engines took last are held here."""
+
+    @abstractmethod
+    def stage(self, version: int | None) -> int:
+        """Copy the weights, as they are now, to where they are sent from; return their version.
+
+        Args:
+            version: that of the engines; `None` where there are none and the channel counts by itself.
+        """
+
+    @abstractmethod
+    def roll_back(self) -> None:
+        """The staged weights did not come into use."""
+
+    @abstractmethod
+    def connect(self, client: Client) -> Connection:
+        """Reach a client.
+
+        Raises:
+            EngineError: when a worker cannot be reached, or its model is another one.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release memory."""
+
+
+class MemoryChannel(Channel):
+    """Packs the weights into one flat buffer, which the workers map where they run on this host.
+
+    The buffer is the one copy of the whole model that the trainer makes: sharded weights are gathered into it one by
+    one, and an engine that missed the update is given them from it. Workers on another host cannot map it; their
+    engine gets it by broadcast, in a gloo group of its own: a replica that dies breaks no other's.
+
+    Args:
+        rendezvous: address and port where such a group meets.
+    """
+
+    def __init__(self, source: ModelWeights, rendezvous: Callable[[], tuple[str, int]]) -> None:
+        self._source, self._rendezvous = source, rendezvous
+        self._shared: SharedBuffer | None = None
+        self._layout: PackedLayout | None = None
+        self._tag = ""
+
+    @property
+    def layout(self) -> PackedLayout:
+        """Where each weight lies."""
+        if self._layout is None:
+            self._layout = PackedLayout.of(self._source.metadata())
+        return self._layout
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether there are weights to send."""
+        return bool(self._tag)
+
+    @torch.no_grad()
+    def stage(self, version: int | None) -> int:
+        """Cast and pack the weights.
+
+        Raises:
+            ValueError: when the source yields others than it announces.
+        """
+        assert version is not None, "somebody has to read the memory"
+        self._tag, self._layout = "", None
+        layout = self.layout
+        if self._shared is None or self._shared.num_bytes != layout.num_bytes:
+            self.close()
+            self._shared = SharedBuffer(layout.num_bytes)
+        buffer = self._shared.tensor
+        write_tag(buffer, "being written")
+        views = layout.views(buffer)
+        for given_name, tensor in self._source.uncast():
+            name, view = next(views)
+            if name != given_name or view.shape != tensor.shape:
+                raise ValueError(f"the source announced {name!r} {tuple(view.shape)} and yielded {given_name!r}.")
+            view.copy_(tensor)
+        self._tag = uuid.uuid4().hex
+        write_tag(buffer, self._tag)
+        return version
+
+    def roll_back(self) -> None:
+        """Hold no weights."""
+        self._tag = ""
+
+    def staged(self) -> tuple[SharedBuffer, TransferInfo]:
+        """The weights, and what a worker needs to know of them.
+
+        Raises:
+            RuntimeError: before the first `stage`, or when it failed.
+        """
+        if self._shared is None or not self._tag:
+            raise RuntimeError("no weights are staged.")
+        return self._shared, {"num_bytes": self.layout.num_bytes, "tag": self._tag, **self.layout.to_plain()}
+
+    def connect(self, client: Client) -> Connection:
+        """By shared memory where the workers see it, else by gloo."""
+        layout = self.layout.to_plain()
+        probe = SharedBuffer(HEADER_SIZE)
+        tag = uuid.uuid4().hex
+        write_tag(probe.tensor, tag)
+        try:
+            client.init_weight_transfer_engine(
+                {"layout": layout, "path": probe.path, "num_bytes": probe.num_bytes, "tag": tag}
+            )
+            return _SharedMemory(self, client)
+        except EngineError as error:
+            if UNREACHABLE not in str(error):
+                raise
+            logger.info("an engine does not see this host's memory; its weights are broadcast: %s", error)
+        finally:
+            probe.close()
+        client.init_weight_transfer_engine({"layout": layout})  # refuses another model's weights before anyone waits
+        return _Broadcast(self, client, *self._rendezvous())
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._shared is not None:
+            self._shared.close()
+        self._shared, self._tag = None, ""
+
+
+class _SharedMemory:
+    """Tells the workers where the staged weights lie: no byte is copied on the way."""
+
+    def __init__(self, channel: MemoryChannel, client: Client) -> None:
+        self._channel, self._client = channel, client
+
+    def send_weights(self) -> None:
+        shared, described = self._channel.staged()
+        self._client.start_weight_update()
+        self._client.update_weights({"path": shared.path, **described})
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+class _Broadcast:
+    """Broadcasts the staged weights to the workers of one client."""
+
+    def __init__(self, channel: MemoryChannel, client: Client, address: str, port: int) -> None:
+        self._channel, self._client = channel, client
+        world_size = 1 + client.num_workers
+        pool = ThreadPoolExecutor(1)
+        opening = pool.submit(open_group, address, port, rank=0, world_size=world_size)
+        pool.shutdown(wait=False)
+        client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
+        self._group: ProcessGroup | None = opening.result()
+
+    def send_weights(self) -> None:
+        shared, described = self._channel.staged()
+        group = self._group
+        assert group is not None, "a way that was closed is opened anew"
+        self._client.start_weight_update()
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(broadcast, group, shared.tensor)
+            try:
+                self._client.update_weights(described)
+            except BaseException:
+                self.shutdown()  # ends the broadcast, which nobody waits for any more
+                raise
+            sending.result()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            close_group(self._group)
+        self._group = None
+
+
+class FileChannel(Channel):
+    """Writes the weights into two files of a folder by turns, of which one is always whole.
+
+    Args:
+        folder: as the trainer sees it.
+        worker_folder: the same, as the engines' hosts see it.
+    """
+
+    def __init__(self, source: ModelWeights, folder: str, worker_folder: str) -> None:
+        self._source, self.worker_folder = source, worker_folder
+        self._buffer = DoubleBuffer(folder)
+        self._before: tuple[BufferPointer | None, BufferPointer | None] = None, None
+        self.pointer: BufferPointer | None = None
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether there are weights to send."""
+        return self.pointer is not None
+
+    def stage(self, version: int | None) -> int:
+        """Write the weights into the buffer that is not current, and make it the current one."""
+        self._buffer.folder.mkdir(parents=True, exist_ok=True)
+        self._before, self.pointer = (self._buffer.pointer(), self.pointer), None
+        self.pointer = self._buffer.write(self._source, version)
+        return self.pointer.version
+
+    def roll_back(self) -> None:
+        """Make the buffer before the current one again: no engine took this one."""
+        current, self.pointer = self._before
+        self._buffer.point_to(current)
+
+    def connect(self, client: Client) -> Connection:
+        """Let every worker look for the folder."""
+        self._buffer.folder.mkdir(parents=True, exist_ok=True)
+        layout = PackedLayout.of(self._source.metadata()).to_plain()
+        client.init_weight_transfer_engine({"folder": self.worker_folder, "layout": layout})
+        return _Files(self, client)
+
+    def close(self) -> None:
+        """The files stay."""
+
+
+class _Files:
+    """Tells the workers which file to read."""
+
+    def __init__(self, channel: FileChannel, client: Client) -> None:
+        self._channel, self._client = channel, client
+
+    def send_weights(self) -> None:
+        if self._channel.pointer is None:
+            raise RuntimeError("no weights are staged.")
+        take_file(self._client, self._channel.worker_folder, self._channel.pointer)
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+def take_file(client: Client, folder: str, pointer: BufferPointer) -> None:
+    """Let a client's workers read the file that `pointer` names, of a folder as they see it."""
+    client.start_weight_update()
+    client.update_weights({"folder": folder, "pointer": asdict(pointer)})
+
+
+class StreamChannel(Channel):
+    """Streams the weights between GPUs by vLLM's own transfers: half an update cannot be taken back.
+
+    Args:
+        backend: `nccl`, a packed broadcast to all engines at once, or `ipc`, CUDA's handles, for engines on the
+            trainer's own devices.
+        rendezvous: address and port where NCCL's group meets.
+
+    Raises:
+        ValueError: for another backend.
+    """
+
+    is_collective, can_roll_back, has_staged = True, False, False
+
+    def __init__(self, source: ModelWeights, backend: str | None, rendezvous: Callable[[], tuple[str, int]]) -> None:
+        if backend not in ("nccl", "ipc"):
+            raise ValueError(
+                f"the engine's weight-transfer backend is {backend!r}; VLLMWeightSyncScheme drives "
+                f"{LLMRL_BACKEND!r}, 'nccl' and 'ipc'."
+            )
+        self._source, self._backend, self._rendezvous = source, backend, rendezvous
+
+    def stage(self, version: int | None) -> int:
+        """Nothing to do before the engines are paused."""
+        assert version is not None, "somebody has to take the stream"
+        return version
+
+    def roll_back(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def connect(self, client: Client) -> Connection:
+        """Make one group of the trainer and all workers.
+
+        Raises:
+            ValueError: in a trainer without a GPU, or of several processes where the backend is `ipc`.
+        """
+        if not torch.accelerator.is_available():
+            raise ValueError(
+                f"the engine takes weights by {self._backend!r}, which moves them between GPUs, and this process has "
+                f"none; train on a GPU, or start the engine with weight_transfer={LLMRL_BACKEND!r} and send through "
+                "files (VLLMDoubleBufferSyncScheme)."
+            )
+        if self._backend == "nccl":
+            return self._open_nccl(client)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ValueError("the 'ipc' backend takes weights from a trainer of one process; use 'nccl'.")
+        return self._open_ipc(client)
+
+    def _open_nccl(self, client: Client) -> Connection:
+        from llmrl.engines.vllm_private import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        address, port = self._rendezvous()
+        info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
+        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
+
+    def _open_ipc(self, client: Client) -> Connection:
+        from llmrl.engines.vllm_private import (
+            DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            IPCTrainerInitInfo,
+            IPCTrainerWeightTransferEngine,
+        )
+
+        # Of the buffer that the workers map. Each weight must fit, the embedding of a large vocabulary too.
+        sizes = [meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._source.metadata()]
+        num_bytes = max([min(sum(sizes), DEFAULT_PACKED_BUFFER_SIZE_BYTES), *sizes])
+        info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=num_bytes)
+        return IPCTrainerWeightTransferEngine.trainer_init(info, client=_PicklingClient(client), source=self._source)
+
+
+class _PicklingClient:
+    """Makes plain types of CUDA's handles, which are Python objects: nothing else goes into an engine's process."""
+
+    def __init__(self, client: Client) -> None:
+        self.init_weight_transfer_engine = client.init_weight_transfer_engine
+        self.start_weight_update = client.start_weight_update
+        self._client = client
+
+    def update_weights(self, update_info: TransferInfo) -> None:
+        update_info = dict(update_info)
+        handles = pickle.dumps(update_info.pop("ipc_handles"))
+        update_info["ipc_handles_pickled"] = base64.b64encode(handles).decode("ascii")
+        self._client.update_weights(update_info)
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> None:
+        """The engines are told to load by their group."""

@@ -1,0 +1,395 @@
+"""`EngineGroup`: the engines of an update, which all take the weights before any loads them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from llmrl.engines.base import EngineError, PauseMode, TransferInfo, UpdatableEngine
+from llmrl.engines.replicas import DEFAULT_HANG_TIMEOUT_SECONDS, EngineReplicas
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmrl.weight_sync.channels import Channel, Connection
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 60.0
+"""For the calls of an engine that was ended to fail."""
+_PROGRESS_SECONDS = 5.0
+"""For an engine to say how far it is."""
+
+
+class Member:
+    """One engine of a group, and how far it is with an update."""
+
+    def __init__(self, engine: UpdatableEngine) -> None:
+        self.engine = engine
+        self.connection: Connection | None = None
+        self.is_mixed = False
+        """Whether its weights may be neither the old nor the new ones."""
+        self._is_updating = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine serves; one that just failed is given a moment to notice its death."""
+        for _ in range(20):
+            if not self.engine.is_alive:
+                return False
+            time.sleep(0.01)
+        return True
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes that take weights."""
+        return self.engine.num_workers
+
+    def progress(self) -> int | None:
+        """A number that changes with every token that comes; None where none is due."""
+        try:
+            return asyncio.run(asyncio.wait_for(self.engine.progress(), _PROGRESS_SECONDS))
+        except (EngineError, TimeoutError):
+            return None
+
+    def disconnect(self) -> None:
+        """Give up the way that weights take to the engine."""
+        if self.connection is not None:
+            self.connection.shutdown()
+        self.connection = None
+
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
+        """Open the engine's end."""
+        self.engine.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        """Begin; what an update before left open is ended first."""
+        self.abandon(can_discard=False)
+        self.engine.start_weight_update()
+        self._is_updating = True
+
+    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
+        """Let the engine take weights."""
+        try:
+            self.engine.update_weights(update_info)
+        except BaseException:
+            self._is_updating = False  # vLLM ends the update itself
+            raise
+
+    def commit(self, version: int) -> None:
+        """Put the taken weights to use."""
+        self.engine.finish_weight_update(version)
+        self._is_updating = False  # vLLM goes on with an update whose end failed: the next one ends it
+
+    def abandon(self, *, can_discard: bool) -> None:
+        """End an update that was begun, with the version of before; with `can_discard` what was taken is forgotten."""
+        if not self._is_updating:
+            return
+        if can_discard:
+            self.engine.update_weights({"is_discarded": True})
+        self._is_updating = False
+        self.engine.finish_weight_update(self.engine.policy_version)
+
+
+class EngineGroup:
+    """Engines that are to hold the same weights, as one.
+
+    Those that died are left out; a sequence is read again at each update, so that engines started in their place come
+    in. An engine that has not answered a call after `hang_timeout_seconds` (of `EngineReplicas`, else 300), and gives
+    no tokens either, hangs: it is ended, and left out like one that died. For one thread at a time.
+
+    Args:
+        engines: one, a sequence, or `EngineReplicas`.
+        pause_mode, reset_running_requests: see `VLLMWeightSyncScheme`.
+
+    Raises:
+        EngineError: when none of the engines lives.
+        ValueError: when there are no engines, or one cannot take the weights of the others, or none at all.
+    """
+
+    def __init__(
+        self,
+        engines: UpdatableEngine | Sequence[UpdatableEngine],
+        *,
+        pause_mode: PauseMode = "keep",
+        reset_running_requests: bool = True,
+    ) -> None:
+        self._engines = engines if isinstance(engines, Sequence) else [engines]
+        if not len(self._engines):
+            raise ValueError("engine must be an engine or a non-empty sequence of engines, got an empty sequence.")
+        self._replicas = engines if isinstance(engines, EngineReplicas) else None
+        self._pause_mode, self._reset_running_requests = pause_mode, reset_running_requests
+        self._members: dict[int, Member] = {}
+        self._shared: tuple[list[Member], Connection] | None = None
+        self._hook: Callable[[UpdatableEngine], None] | None = None
+        # One for each engine, and one to ask those that do not answer how far they are.
+        self._pool = ThreadPoolExecutor(max(4, len(self._engines) + 1), thread_name_prefix="llmrl-weight-sync")
+        self.backend = self.members()[0].engine.weight_transfer_backend
+        """vLLM's name of how the engines take weights."""
+
+    @property
+    def engines(self) -> list[UpdatableEngine]:
+        """Those that live now."""
+        return [engine for engine in self._engines if engine.is_alive]
+
+    @property
+    def policy_version(self) -> int:
+        """Version that all living engines have reached."""
+        return min(engine.policy_version for engine in self.engines or self._engines)
+
+    @property
+    def next_version(self) -> int:
+        """Version of the next update: the one after the engines' highest."""
+        return max(engine.policy_version for engine in self.engines or self._engines) + 1
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """dtype that weights are sent in."""
+        return self._engines[0].model_dtype
+
+    def members(self) -> list[Member]:
+        """The engines that live now, each the same member as before as long as it does.
+
+        Raises:
+            EngineError: when none lives.
+            ValueError: when one cannot take the weights.
+        """
+        engines = self.engines
+        if not engines:
+            raise EngineError("none of the engines is running; start new ones.")
+        members = [self.member_of(engine) for engine in engines]
+        for engine in engines:
+            _require_alike(engine, engines[0])
+        before, self._members = self._members, {id(one.engine): one for one in members}
+        for key in before.keys() - self._members.keys():
+            before[key].disconnect()
+        return members
+
+    def member_of(self, engine: UpdatableEngine) -> Member:
+        """One engine, which may be new."""
+        if id(engine) not in self._members:
+            if not isinstance(engine, UpdatableEngine):
+                raise ValueError(
+                    f"engine must be one that takes weights (AsyncVLLM, or RayEngine over one), got "
+                    f"{type(engine).__name__}."
+                )
+            # A member holds its engine, so that no other one can have its id.
+            self._members[id(engine)] = Member(engine)
+        return self._members[id(engine)]
+
+    def call_before_serving(self, hook: Callable[[UpdatableEngine], None]) -> None:
+        """Have `EngineReplicas` call `hook` with each engine that it starts in a dead one's place."""
+        if self._replicas is not None:
+            self._hook = hook
+            self._replicas.before_serving.append(hook)
+
+    def connect(self, members: list[Member], channel: Channel) -> None:
+        """Reach the engines that were not reached yet.
+
+        Raises:
+            EngineError: when a worker cannot be reached, or its model is another one.
+        """
+        if not channel.is_collective:
+
+            def reach(member: Member) -> None:
+                member.connection = channel.connect(member)
+
+            self.each([member for member in members if member.connection is None], reach)
+        elif self._shared is None or self._shared[0] != members:
+            self.disconnect()
+            self._shared = members, channel.connect(_AllWorkers(members, self.each))
+
+    def disconnect(self) -> None:
+        """Give up what `connect` opened."""
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared[1].shutdown()
+        for member in self._members.values():
+            member.disconnect()
+
+    @contextlib.contextmanager
+    def paused(self, members: list[Member]) -> Iterator[None]:
+        """Stop stepping and go on afterwards; not an engine whose weights are neither old nor new."""
+        self.each(members, lambda member: member.engine.pause(self._pause_mode, clear_cache=False))
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(EngineError):  # what went wrong before is what the caller must hear
+                self._resume(members)
+            raise
+        self._resume(members)
+
+    def take(self, members: list[Member]) -> None:
+        """Let the engines take what the channel staged; they do not use it yet, unless it is streamed.
+
+        Raises:
+            EngineError: when an engine that lives refused.
+        """
+        if self._shared is not None:
+            return self._shared[1].send_weights()
+        try:
+            self.each(members, _take)
+        except BaseException:
+            self.disconnect()  # a broadcast that broke leaves its group in an unknown state
+            raise
+
+    def commit(self, members: list[Member], version: int) -> None:
+        """Let every engine load what it took, and drop the key-value blocks of the old weights.
+
+        Raises:
+            EngineError: when an engine that lives did not: it stays paused; the others serve the new weights.
+        """
+
+        def finish(member: Member) -> None:
+            member.is_mixed = True
+            member.commit(version)
+            self._reset_prefix_cache(member.engine)
+            member.is_mixed = False
+
+        try:
+            self.each(members, finish)
+        finally:
+            if self._replicas is not None:
+                self._replicas.refresh()
+
+    def roll_back(self, members: list[Member], *, are_mixed: bool) -> str:
+        """End an update that failed before `commit`, and say what the engines hold now.
+
+        Args:
+            are_mixed: weights may have been loaded; the engines then stay paused until an update succeeds.
+        """
+        version = self.policy_version
+        try:
+            self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
+        except Exception as error:
+            logger.warning("ending the failed update failed too: %s", error)
+        if not are_mixed:
+            return f"The engines hold the weights of version {version} as before; mend the cause and try again."
+        for member in members:
+            member.is_mixed = True
+        return "The engines hold a mixture of weights and stay paused until an update succeeds."
+
+    def each(self, members: Sequence[Member], action: Callable[[Member], object]) -> None:
+        """Run `action` for all engines at once; all have ended before an error of an engine that lives is raised.
+
+        Raises:
+            EngineError: when all of them died, or hung and were ended.
+        """
+        futures = {self._pool.submit(action, member): member for member in members}
+        hanging = self._end_hanging(futures)
+        errors: list[tuple[Member, BaseException]] = [*hanging.items()]
+        for future, member in futures.items():
+            if member not in hanging and (error := future.exception()) is not None:
+                errors.append((member, error))
+        living = [error for member, error in errors if member not in hanging and member.is_alive]
+        if living:
+            raise living[0]
+        for _, error in errors:
+            logger.warning("an engine died during a weight update and is left out: %s", error)
+        if members and len(errors) == len(members):
+            raise EngineError(f"every engine died during the weight update: {errors[0][1]}") from errors[0][1]
+
+    def shutdown(self) -> None:
+        """Release threads and connections; the engines stay."""
+        if self._replicas is not None and self._hook is not None:
+            self._replicas.before_serving.remove(self._hook)
+            self._hook = None
+        self.disconnect()
+        self._pool.shutdown(wait=False)
+
+    def _end_hanging(self, calls: dict[Future[object], Member]) -> dict[Member, EngineError]:
+        """Wait for calls of engines; those that hang are ended, and their calls with them."""
+        timeout = DEFAULT_HANG_TIMEOUT_SECONDS if self._replicas is None else self._replicas.hang_timeout_seconds
+        running, hanging = set(calls), set()
+        seen: dict[Member, int | None] = {}
+        while running := wait(running, timeout).not_done:
+            for call in list(running):
+                member = calls[call]
+                progress = self._pool.submit(member.progress).result()
+                # One that finishes its requests before it pauses gives tokens meanwhile.
+                if progress is None or progress == seen.get(member):
+                    self._end(member.engine)
+                    hanging.add(call)
+                seen[member] = progress
+            running -= hanging
+        wait(hanging, _END_SECONDS)
+        return {
+            calls[call]: EngineError(f"the engine did not answer for {timeout:g} s and was ended.") for call in hanging
+        }
+
+    def _end(self, engine: UpdatableEngine) -> None:
+        if self._replicas is not None:
+            self._replicas.replace_hanging(engine)
+        else:
+            engine.shutdown()
+
+    def _resume(self, members: list[Member]) -> None:
+        self.each([member for member in members if not member.is_mixed], lambda member: member.engine.resume())
+
+    def _reset_prefix_cache(self, engine: UpdatableEngine) -> None:
+        reset = self._reset_running_requests
+        if not engine.reset_prefix_cache(reset_running_requests=reset) and reset:
+            raise EngineError("vLLM did not reset its prefix cache; key-value blocks of old weights may be used.")
+
+
+class _AllWorkers:
+    """The client of a channel that has one group of all workers; the end of an update is put off until `commit`."""
+
+    def __init__(
+        self, members: list[Member], each: Callable[[Sequence[Member], Callable[[Member], object]], None]
+    ) -> None:
+        self._members, self._each = members, each
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes that take weights, all engines together."""
+        return sum(member.num_workers for member in self._members)
+
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
+        """Open every engine's end; each engine's workers follow those of the one before."""
+        infos, offset = {}, init_info.get("rank_offset")
+        for member in self._members:
+            infos[member] = init_info
+            if isinstance(offset, int):
+                infos[member] = {**init_info, "rank_offset": offset}
+                offset += member.num_workers
+        self._each(self._members, lambda member: member.init_weight_transfer_engine(infos[member]))
+
+    def start_weight_update(self) -> None:
+        """Make every engine ready."""
+        self._each(self._members, lambda member: member.start_weight_update())
+
+    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
+        """Let every engine take the weights."""
+        self._each(self._members, lambda member: member.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> None:
+        """Every engine has taken everything; the group commits them one by one."""
+
+
+def _take(member: Member) -> None:
+    if member.connection is None:
+        raise EngineError("the engine is not reached yet.")
+    member.connection.send_weights()
+
+
+def _require_alike(engine: UpdatableEngine, first: UpdatableEngine) -> None:
+    backend = engine.weight_transfer_backend
+    if backend is None:
+        raise ValueError("an engine was started with weight_transfer=False; start it with weight_transfer=True.")
+    if engine.quantization is not None:
+        raise ValueError(
+            f"an engine is quantised ({engine.quantization}): the trainer's weights are not, and would have to be "
+            "quantised again at each update, which no test covers; start the engine without quantization."
+        )
+    for name, own, other in (
+        ("weight-transfer backend", backend, first.weight_transfer_backend),
+        ("dtype", engine.model_dtype, first.model_dtype),
+    ):
+        if own != other:
+            raise ValueError(f"engines that are to hold the same weights must share one {name}, got {own} and {other}.")
