@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from waiting import is_running, wait_until  # noqa: E402
 
 from llmrl.collectors import RayLLMCollector, RolloutLimits  # noqa: E402
-from llmrl.engines import AsyncVLLM, EngineError  # noqa: E402
+from llmrl.engines import EngineError, EngineReplicas  # noqa: E402
 from llmrl.engines.ray_cluster import connect  # noqa: E402
 from llmrl.engines.ray_registry import EngineRegistry  # noqa: E402
 from llmrl.envs import DatasetChatEnv  # noqa: E402
@@ -140,7 +140,7 @@ def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_n
     options = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "num_replicas": 1, "use_ray": True}
     cluster = {"ray_options": {"num_cpus": 0}, "ray_init_config": {"address": ray_nodes.address}}
     seen, pids = Counter(), set()
-    with AsyncVLLM.from_pretrained(tiny_model_path, **options, **cluster) as engines:
+    with EngineReplicas.from_pretrained(tiny_model_path, **options, **cluster) as engines:
         [engine] = engines
         assert engines.get_tokenizer().decode([0]) == "<|endoftext|>"
         assert engine.reset_prefix_cache()

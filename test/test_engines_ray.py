@@ -11,7 +11,7 @@ import time
 import pytest
 from waiting import is_running, wait_until
 
-from llmrl.engines import AsyncVLLM, Engine, EngineError, EngineReplicas, SamplingConfig
+from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig
 from llmrl.engines.ray_engine import RayEngine
 from llmrl.testing import ScriptedEngine
 
@@ -175,15 +175,15 @@ def test_what_cannot_start_says_why(ray_cluster, tmp_path):
     with pytest.raises(ValueError, match="script must be"):
         RayEngine.start(functools.partial(ScriptedEngine, "text"), ray_options=RAY_OPTIONS)
     with pytest.raises(ValueError, match="use_ray=True"):
-        AsyncVLLM.from_pretrained(tmp_path, ray_options=RAY_OPTIONS)
+        EngineReplicas.from_pretrained(tmp_path, ray_options=RAY_OPTIONS)
     with pytest.raises(ValueError, match="ray_init_config has no effect"):
-        AsyncVLLM.from_pretrained(tmp_path, ray_init_config={"address": "auto"})
-    with pytest.raises(ValueError, match="num_replicas, 1 or more"):
-        AsyncVLLM.from_pretrained(tmp_path, hang_timeout_seconds=60.0)
+        EngineReplicas.from_pretrained(tmp_path, ray_init_config={"address": "auto"})
     with pytest.raises(ValueError, match="num_replicas"):
-        AsyncVLLM.from_pretrained(tmp_path, num_replicas=0)
+        EngineReplicas.from_pretrained(tmp_path, num_replicas=0)
+    with pytest.raises(TypeError, match=r"no argument 'max_num_seq'.*'max_num_seqs'"):
+        EngineReplicas.from_pretrained(tmp_path, use_ray=True, max_num_seq=1)
     with pytest.raises(RuntimeError, match="connected to"):
-        AsyncVLLM.from_pretrained(tmp_path, use_ray=True, ray_init_config={"address": "192.0.2.1:6379"})
+        EngineReplicas.from_pretrained(tmp_path, use_ray=True, ray_init_config={"address": "192.0.2.1:6379"})
 
 
 def test_vllm_that_hangs_with_requests_in_flight_is_replaced_and_answers_them_all(tiny_model_path, real_vllm):
@@ -193,7 +193,7 @@ def test_vllm_that_hangs_with_requests_in_flight_is_replaced_and_answers_them_al
 
     sampling = SamplingConfig(max_new_tokens=1000, ignore_eos=True)
     options = {**VLLM_OPTIONS, "hang_timeout_seconds": 5.0}
-    with AsyncVLLM.from_pretrained(tiny_model_path, num_replicas=1, **options) as engines:
+    with EngineReplicas.from_pretrained(tiny_model_path, **options) as engines:
         first_pid = find_pid(engines)
         with pytest.raises(EngineError, match="weight_transfer=True"):
             engines[0].init_weight_transfer_engine({})

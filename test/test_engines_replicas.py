@@ -256,14 +256,6 @@ def test_a_request_that_kills_every_engine_does_not_kill_for_ever():
     assert engines.num_deaths == 2
 
 
-def test_a_cordoned_replica_gets_nothing_more():
-    engines = make(2)
-    engines.cordon(0)
-    assert asyncio.run(generate_many(engines, [None] * 4)) == [1] * 4
-    engines.uncordon(0)
-    assert set(asyncio.run(generate_many(engines, [None] * 4))) == {0, 1}
-
-
 def test_shutdown_ends_engines_that_are_being_started_too():
     started, may_start = [], threading.Event()
 

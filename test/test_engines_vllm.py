@@ -219,8 +219,14 @@ def test_unknown_engine_arguments_are_refused_with_the_nearest_name(model_path):
         AsyncVLLM.from_pretrained(model_path, engine_args={"logprobs_mode": "raw_logprobs"})
     with pytest.raises(TypeError, match="kv_cache_memory="):
         AsyncVLLM.from_pretrained(model_path, engine_args={"kv_cache_memory_bytes": 1})
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="did you mean 'max_model_len'"):
         AsyncVLLM.from_pretrained(model_path, max_model_length=5)
+
+
+@pytest.mark.parametrize("name", ["num_replicas", "use_ray", "ray_options", "hang_timeout_seconds"])
+def test_what_starts_several_engines_is_named_where_it_is_asked_for(model_path, name):
+    with pytest.raises(TypeError, match=rf"no argument '{name}': call EngineReplicas\.from_pretrained"):
+        AsyncVLLM.from_pretrained(model_path, **{name: 2})
 
 
 def test_a_model_that_does_not_exist_is_an_engine_error(tmp_path):

@@ -119,11 +119,14 @@ def test_environments_come_from_the_configuration():
 
 def test_hardware_reaches_the_engine(monkeypatch):
     given = {}
-    monkeypatch.setattr(
-        "llmrl.runs.run_setup.AsyncVLLM.from_pretrained", lambda model, **options: given.update(options)
-    )
+    for starts in ("AsyncVLLM", "EngineReplicas"):
+        monkeypatch.setattr(
+            f"llmrl.runs.run_setup.{starts}.from_pretrained",
+            lambda model, starts=starts, **options: given.update(options, starts=starts),
+        )
     start_engine(composed("grpo-async", "hardware=ray-cluster", "ray.address=10.0.0.1:6379"), "model")
-    assert given["num_replicas"] == 15 and given["weight_transfer"] is True and given["use_ray"]
+    assert given["starts"] == "EngineReplicas" and given["num_replicas"] == 15
+    assert given["weight_transfer"] is True and given["use_ray"]
     assert given["ray_options"] == {"num_cpus": 1, "num_gpus": 1} and given["ray_init_config"] == {
         "address": "10.0.0.1:6379"
     }
@@ -132,7 +135,7 @@ def test_hardware_reaches_the_engine(monkeypatch):
     assert given["num_replicas"] == 7 and given["ray_init_config"]["address"] == "local"
     start_engine(composed("grpo-sync", "hardware=gpu1", "engine.tensor_parallel_size=2"), "model")
     assert given["weight_transfer"] == "ipc" and given["gpu_memory_utilization"] == 0.4
-    assert given["engine_args"] == {"tensor_parallel_size": 2} and given["num_replicas"] is None
+    assert given["engine_args"] == {"tensor_parallel_size": 2} and given["starts"] == "AsyncVLLM"
     with pytest.raises(ValueError, match=r"sync\.transport must be one of direct, ipc, files; got 'nccl'"):
         start_engine(composed("grpo-sync", "sync.transport=nccl"), "model")
     with pytest.raises(ValueError, match=r"needs engine\.use_ray=true"):

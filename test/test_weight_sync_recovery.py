@@ -293,7 +293,7 @@ def test_an_engine_killed_during_an_update_comes_back_with_the_current_weights(t
         patch.setattr(Member, "update_weights", killing(victim, Member.update_weights))
         assert sender.update_weights() == version + 1 == survivor.policy_version
     assert log_prob_difference(model, survivor) < TOLERANCE
-    wait_until(lambda: replicas.serving == {0, 1})
+    wait_until(lambda: replicas.serving == {0, 1}, timeout_s=300)
     pair[1] = replicas[1]
     assert (replicas.serving, replicas.num_deaths) == ({0, 1}, 1)
     assert pair[1] is not victim
@@ -312,7 +312,7 @@ def test_an_engine_that_stands_still_during_an_update_is_replaced(tiny, model, p
     os.kill(process_of(victim).pid, signal.SIGSTOP)
     assert sender.update_weights() == version + 1 == survivor.policy_version
     assert log_prob_difference(model, survivor) < TOLERANCE
-    wait_until(lambda: replicas.serving == {0, 1})
+    wait_until(lambda: replicas.serving == {0, 1}, timeout_s=300)
     pair[1] = replicas[1]
     assert (replicas.num_hangs, replicas.num_restarts) == (1, 1)
     assert pair[1] is not victim and not victim.is_alive

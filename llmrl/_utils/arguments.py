@@ -59,6 +59,8 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
+            if parameter.annotation == "Never":  # it takes what is to be refused
+                continue
             try:
                 hint = get_type_hints(function).get(parameter.name)
             except NameError:  # names that only a type checker imports

@@ -105,6 +105,11 @@ class Engine(Protocol):
         """Version of the weights that a request started now would use."""
         ...
 
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Count on from `version`: for a resumed run, before its weights are sent."""
+        ...
+
     @property
     def is_alive(self) -> bool:
         """Whether requests can be served; cheap, since it is asked before each."""
@@ -175,16 +180,6 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
     """How the weights in the engine are quantised, `None` when they are not."""
     num_workers: int
     """Worker processes that take weights."""
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights that a request started now would use."""
-        ...
-
-    @policy_version.setter
-    def policy_version(self, version: int) -> None:
-        """Count on from `version`: for a resumed run, before its weights are sent."""
-        ...
 
     @property
     def weight_transfer_backend(self) -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from llmrl.engines.base import EngineError
+from llmrl.engines.base import Engine, EngineError, ReportsProgress
+
+DEFAULT_HANG_TIMEOUT_SECONDS = 300.0
+"""Longer than any prompt takes to be read, or a first batch to be compiled."""
 
 _NUM_LOOKS = 4
 """At an engine that stands still, before it is said to hang."""
@@ -15,7 +17,7 @@ _NUM_LOOKS = 4
 
 @dataclass(slots=True)
 class _Sight:
-    engine: Any
+    engine: Engine
     progress: int | None
     num_looks: int = 0
     """How often it was seen like this since."""
@@ -47,7 +49,7 @@ class HangDetector:
         """Start anew, after a time without requests."""
         self._sights = {}
 
-    async def find_hanging(self, engines: Sequence[Any]) -> list[Any]:
+    async def find_hanging(self, engines: Sequence[Engine]) -> list[Engine]:
         """Look once, an interval after the last time; the engines that stood still for as long as the time-out."""
         progresses = await asyncio.gather(*map(self._progress, range(len(engines)), engines))
         hanging = []
@@ -61,12 +63,11 @@ class HangDetector:
                 hanging.append(engine)
         return hanging
 
-    async def _progress(self, index: int, engine: Any) -> int | None:
-        ask = getattr(engine, "progress", None)
-        if ask is None:
+    async def _progress(self, index: int, engine: Engine) -> int | None:
+        if not isinstance(engine, ReportsProgress):
             return None
         try:
-            return await asyncio.wait_for(ask(), self.interval_seconds)
+            return await asyncio.wait_for(engine.progress(), self.interval_seconds)
         except TimeoutError:
             sight = self._sights.get(index)
             return -1 if sight is None or sight.progress is None else sight.progress

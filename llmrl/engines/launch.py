@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from llmrl._utils.arguments import keywords_of, refuse_unknown
+from llmrl.engines.base import UpdatableEngine
 from llmrl.engines.environment import available_cores
 from llmrl.engines.ray_cluster import connect
-from llmrl.engines.replicas import DEFAULT_HANG_TIMEOUT_SECONDS, EngineReplicas
+from llmrl.engines.ray_engine import RayEngine
+from llmrl.engines.vllm import AsyncVLLM
 
 
-def start_replicas(
-    model: str,
+def start_engines(
+    model: str | os.PathLike[str],
     num_replicas: int,
-    *,
     use_ray: bool,
     ray_options: Mapping[str, Any] | None,
     ray_init_config: Mapping[str, Any] | None,
-    hang_timeout_seconds: float | None,
     options: Mapping[str, Any],
-) -> EngineReplicas:
-    """Start `num_replicas` engines, in child processes of this one or as Ray actors; see `AsyncVLLM.from_pretrained`.
+) -> tuple[list[UpdatableEngine], Callable[[int], UpdatableEngine]]:
+    """The engines, started at once, and what starts one in the place of another; see `EngineReplicas.from_pretrained`.
 
     Raises:
-        ValueError: when `num_replicas` is below 1.
+        TypeError: for an option that `AsyncVLLM.from_pretrained` has not.
+        ValueError: when `num_replicas` is below 1, or an option of Ray's is given without it.
         EngineError: when one of them does not start; the others are ended then.
     """
+    refuse_unknown("EngineReplicas.from_pretrained", options, keywords_of(AsyncVLLM.from_pretrained) or ())
     if num_replicas < 1:
         raise ValueError(f"num_replicas must be at least 1, got {num_replicas}.")
+    for name, value in (("ray_options", ray_options), ("ray_init_config", ray_init_config)):
+        if value is not None and not use_ray:
+            raise ValueError(f"{name} has no effect without use_ray=True.")
     if use_ray:
         connect(ray_init_config)
-        start = _ray_starter(model, options, ray_options)
-    else:
-        start = _local_starter(model, options, num_replicas)
+    elif options.get("cpu_threads") is None:
+        options = {**options, "cpu_threads": max(1, available_cores() // num_replicas)}
+    make_engine = functools.partial(AsyncVLLM.from_pretrained, os.fspath(model), **options)
+
+    def start(index: int) -> UpdatableEngine:
+        return RayEngine.start(make_engine, ray_options=ray_options) if use_ray else make_engine()
+
     with ThreadPoolExecutor(num_replicas, thread_name_prefix="llmrl-start") as pool:
         futures = [pool.submit(start, index) for index in range(num_replicas)]
     errors = [error for future in futures if (error := future.exception()) is not None]
@@ -43,23 +54,4 @@ def start_replicas(
             if future.exception() is None:
                 future.result().shutdown()
         raise errors[0]
-    engines = [future.result() for future in futures]
-    timeout = DEFAULT_HANG_TIMEOUT_SECONDS if hang_timeout_seconds is None else hang_timeout_seconds
-    return EngineReplicas(engines, restart=start, hang_timeout_seconds=timeout)
-
-
-def _local_starter(model: str, options: Mapping[str, Any], num_replicas: int) -> Callable[[int], Any]:
-    from llmrl.engines.vllm import AsyncVLLM
-
-    options = dict(options)
-    if options["cpu_threads"] is None:
-        options["cpu_threads"] = max(1, available_cores() // num_replicas)
-    return lambda index: AsyncVLLM.from_pretrained(model, **options)
-
-
-def _ray_starter(model: str, options: Mapping[str, Any], ray_options: Mapping[str, Any] | None) -> Callable[[int], Any]:
-    from llmrl.engines.ray_engine import RayEngine
-    from llmrl.engines.vllm import AsyncVLLM
-
-    make_engine = functools.partial(AsyncVLLM.from_pretrained, model, **options)
-    return lambda index: RayEngine.start(make_engine, ray_options=ray_options)
+    return [future.result() for future in futures], start

@@ -10,30 +10,61 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig
+from llmrl.engines.base import (
+    Completion,
+    Engine,
+    EngineError,
+    PauseMode,
+    ReportsProgress,
+    SamplingConfig,
+    TransferInfo,
+    UpdatableEngine,
+)
 from llmrl.engines.ray_cluster import connect, import_ray
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 MAX_IN_FLIGHT = 1 << 16
 """Calls that an actor works on at once; Ray holds back what comes beyond."""
-
-_FACTS = ("max_model_len", "vocab_size", "model_dtype", "quantization", "num_workers", "weight_transfer_backend")
 
 
 class EngineDiedError(EngineError):
     """The engine in the actor is dead, though the actor lives."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What never changes about an engine; where it takes no weights, nothing is said of how."""
+
+    max_model_len: int
+    host: str
+    model_dtype: torch.dtype | None = None
+    quantization: str | None = None
+    num_workers: int = 0
+    weight_transfer_backend: str | None = None
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineFacts:
+        """Of an engine in this process."""
+        here = cls(engine.max_model_len, socket.gethostname())
+        if not isinstance(engine, UpdatableEngine):
+            return here
+        names = ("model_dtype", "quantization", "num_workers", "weight_transfer_backend")
+        return replace(here, **{name: getattr(engine, name) for name in names})
+
+
 class EngineActor:
     """What runs in the actor: the engine, and a watch over it."""
 
-    async def start(self, make_engine: Callable[[], Any]) -> dict[str, Any]:
+    async def start(self, make_engine: Callable[[], Engine]) -> EngineFacts:
         """Start the engine; what never changes about it. Not in `__init__`, whose errors arrive as text only."""
         self._engine = await asyncio.to_thread(make_engine)
-        facts = {name: getattr(self._engine, name, None) for name in _FACTS}
-        return {**facts, "host": socket.gethostname()}
+        return EngineFacts.of(self._engine)
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> Completion:
         """As the engine's."""
@@ -50,8 +81,7 @@ class EngineActor:
 
     async def progress(self) -> int | None:
         """As the engine's, which may have none."""
-        ask = getattr(self._engine, "progress", None)
-        return None if ask is None else await ask()
+        return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """A blocking method of the engine, with the version it has afterwards."""
@@ -73,7 +103,7 @@ class EngineNotice:
     """What another process needs to reach an engine's actor; it can be pickled."""
 
     actor: Any
-    facts: Mapping[str, Any]
+    facts: EngineFacts
 
 
 class RayEngine:
@@ -83,21 +113,21 @@ class RayEngine:
     one call that is left waiting, so `is_alive` asks nobody. Ray restarts nothing: `EngineReplicas` does.
     """
 
-    def __init__(self, actor: Any, facts: Mapping[str, Any], *, start_s: float) -> None:
+    def __init__(self, actor: Any, facts: EngineFacts, *, start_s: float) -> None:
         self._actor = actor
         self.start_s = start_s
         """Seconds from the call to an engine that takes requests."""
-        self.max_model_len: int = facts["max_model_len"]
+        self._facts = facts
+        self.max_model_len = facts.max_model_len
         """Prompt and completion together, in tokens."""
-        self.host: str = facts["host"]
+        self.host = facts.host
         """Name of the machine that the engine runs on."""
-        self.vocab_size: int | None = facts["vocab_size"]
-        self.model_dtype = facts["model_dtype"]
+        self.model_dtype = facts.model_dtype
         """dtype of the weights in the engine."""
-        self.quantization: str | None = facts["quantization"]
+        self.quantization = facts.quantization
         """How the weights in the engine are quantised, `None` when they are not."""
-        self.num_workers: int | None = facts["num_workers"]
-        self.weight_transfer_backend: str | None = facts["weight_transfer_backend"]
+        self.num_workers = facts.num_workers
+        self.weight_transfer_backend = facts.weight_transfer_backend
         """The vLLM backend that new weights come through, `None` when started without."""
         self._policy_version = 0
         self._in_flight: set[str] = set()
@@ -110,7 +140,7 @@ class RayEngine:
     @classmethod
     def start(
         cls,
-        make_engine: Callable[[], Any],
+        make_engine: Callable[[], Engine],
         *,
         ray_options: Mapping[str, Any] | None = None,
         ray_init_config: Mapping[str, Any] | None = None,
@@ -147,7 +177,7 @@ class RayEngine:
 
     def notice(self) -> EngineNotice:
         """How another process of the cluster reaches the same actor."""
-        return EngineNotice(self._actor, {name: getattr(self, name) for name in (*_FACTS, "host")})
+        return EngineNotice(self._actor, self._facts)
 
     @classmethod
     def reach(cls, notice: EngineNotice) -> RayEngine:
@@ -177,7 +207,7 @@ class RayEngine:
         """Requests that have not returned yet."""
         return len(self._in_flight)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
         return self._call("get_tokenizer")
 
@@ -247,7 +277,7 @@ class RayEngine:
         """As `AsyncVLLM.reset_prefix_cache`."""
         return self._call("reset_prefix_cache", reset_running_requests=reset_running_requests)
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
         """As `AsyncVLLM.init_weight_transfer_engine`."""
         self._call("init_weight_transfer_engine", init_info)
 
@@ -255,7 +285,7 @@ class RayEngine:
         """As `AsyncVLLM.start_weight_update`."""
         self._call("start_weight_update")
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
         """As `AsyncVLLM.update_weights`."""
         self._call("update_weights", update_info)
 

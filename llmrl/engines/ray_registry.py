@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from llmrl.engines.base import EngineError
+from llmrl.engines.base import Engine, EngineError
 from llmrl.engines.ray_cluster import import_ray
-from llmrl.engines.ray_engine import RayEngine
+from llmrl.engines.ray_engine import EngineNotice, RayEngine
 from llmrl.engines.replicas import EngineReplicas
 
 _LOOK_AGAIN_S = 1.0
@@ -22,13 +22,13 @@ class RegistryActor:
     """What the registry's actor holds: for each replica the engine that serves in its place, or None."""
 
     def __init__(self) -> None:
-        self._notices: list[Any] = []
+        self._notices: list[EngineNotice | None] = []
 
-    def publish(self, notices: list[Any]) -> None:
+    def publish(self, notices: list[EngineNotice | None]) -> None:
         """Replace what is registered."""
         self._notices = notices
 
-    def read(self) -> list[Any]:
+    def read(self) -> list[EngineNotice | None]:
         """What is registered."""
         return self._notices
 
@@ -129,10 +129,10 @@ class EngineRegistry:
 
         return EngineReplicas([RayEngine.reach(notice) for notice in notices], restart=successor)
 
-    def _read(self) -> list[Any]:
+    def _read(self) -> list[EngineNotice | None]:
         return import_ray().get(self.actor.read.remote())
 
 
-def _serving(replicas: EngineReplicas) -> list[Any]:
+def _serving(replicas: EngineReplicas[Engine]) -> list[Engine]:
     serving = replicas.serving
     return [engine for index, engine in enumerate(replicas) if index in serving]

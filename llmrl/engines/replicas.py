@@ -6,24 +6,28 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from llmrl.engines.base import Completion, Engine, EngineError, SamplingConfig
-from llmrl.engines.hang_detector import HangDetector
+from llmrl.engines.base import Completion, Engine, EngineError, HasTokenizer, SamplingConfig, UpdatableEngine
+from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector
+from llmrl.engines.launch import start_engines
+from llmrl.engines.pending import PendingRequest, Waiters
 from llmrl.engines.router import NoReplicaError, Router
-
-DEFAULT_HANG_TIMEOUT_SECONDS = 300.0
-"""Longer than any prompt takes to be read, or a first batch to be compiled."""
 
 _LOGGER = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.1
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-class EngineReplicas(Sequence[Any]):
+EngineT = TypeVar("EngineT", bound=Engine)
+
+
+class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
     """Sends requests to one of several engines, as a `Router` chooses, and again to another when that one fails.
 
     A replica that dies is noticed at once, its requests are tried again elsewhere under new ids, and, where `restart`
@@ -57,20 +61,19 @@ class EngineReplicas(Sequence[Any]):
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineT],
         *,
         max_imbalance: int = 32,
         num_retries: int = 2,
-        restart: Callable[[int], Engine] | None = None,
+        restart: Callable[[int], EngineT] | None = None,
         max_restarts: int = 3,
         hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
     ) -> None:
         if not engines:
             raise ValueError("engines must not be empty.")
-        for name, value in (("num_retries", num_retries), ("max_restarts", max_restarts)):
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}.")
-        self.before_serving: list[Callable[[Any], None]] = []
+        if min(num_retries, max_restarts) < 0:
+            raise ValueError(f"num_retries and max_restarts must not be negative, got {num_retries}, {max_restarts}.")
+        self.before_serving: list[Callable[[EngineT], None]] = []
         """Called, in a thread, with an engine that was started in a dead one's place, before it serves."""
         self.num_deaths = 0
         """Engines that were found dead, or hanging."""
@@ -79,7 +82,7 @@ class EngineReplicas(Sequence[Any]):
         self.num_restarts = 0
         """Engines that were started in their place."""
         self.num_retried = 0
-        """Requests that were sent again after a failure, each time counted."""
+        """How often requests were sent again after a failure."""
         self.max_model_len: int = min(engine.max_model_len for engine in engines)
         """Prompt and completion together, in tokens."""
         self._engines = list(engines)
@@ -88,27 +91,59 @@ class EngineReplicas(Sequence[Any]):
         self._restarts_in_a_row = [0] * len(engines)
         self._dead: set[int] = set()
         self._recovering: dict[int, threading.Thread] = {}
-        self._cordoned: set[int] = set()
         # Restarted, and not seen with the weights of the others yet.
         self._unproven: set[int] = set()
         self._version = max(engine.policy_version for engine in engines)
         self._are_all_open, self._looked_s = True, -_LOOK_AGAIN_S
-        self._pending: dict[str, _Pending] = {}
-        self._waiters: list[asyncio.Future[None]] = []
+        self._pending: dict[str, PendingRequest] = {}
+        self._waiters = Waiters()
         self._ids = itertools.count()
         self._lock = threading.RLock()
-        self.hang_timeout_seconds, self._is_shut_down = hang_timeout_seconds, False
+        self.hang_timeout_seconds = hang_timeout_seconds
+        self.is_shut_down = False
+        """Whether `shutdown` was called."""
         self._watch = None if hang_timeout_seconds is None else HangDetector(hang_timeout_seconds)
         self._watching: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        num_replicas: int = 1,
+        *,
+        use_ray: bool = False,
+        ray_options: Mapping[str, Any] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
+        **options: Any,
+    ) -> EngineReplicas[UpdatableEngine]:
+        """Start vLLM engines (`AsyncVLLM`) of one model, and again where one dies.
+
+        Args:
+            model: folder or hub name.
+            num_replicas: local ones share the devices and the cores that this process sees.
+            use_ray: start each in a Ray actor.
+            ray_options: of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
+            ray_init_config: of `ray.init`, where Ray does not run yet; `{"address": "auto"}` for a cluster that does.
+            options: of `AsyncVLLM.from_pretrained`.
+
+        Raises:
+            TypeError: for an option that `AsyncVLLM.from_pretrained` has not, with the nearest one.
+            ValueError: when `num_replicas` is below 1, or an option of Ray's is given without it.
+            EngineError: when one of them does not start; the others are ended then.
+        """
+        engines, start = start_engines(model, num_replicas, use_ray, ray_options, ray_init_config, options)
+        return EngineReplicas(engines, restart=start, hang_timeout_seconds=hang_timeout_seconds)
 
     def __len__(self) -> int:
         return len(self._engines)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> EngineT: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EngineT]: ...
+    def __getitem__(self, index: int | slice) -> EngineT | list[EngineT]:
         return self._engines[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(self._engines))
 
     @property
     def policy_version(self) -> int:
@@ -116,8 +151,7 @@ class EngineReplicas(Sequence[Any]):
         self.refresh()
         if self._are_all_open:
             return self._version
-        living = [engine for index, engine in enumerate(self._engines) if index not in self._dead]
-        return min((engine.policy_version for engine in living), default=self._version)
+        return min((engine.policy_version for engine in self._living()), default=self._version)
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
@@ -130,12 +164,7 @@ class EngineReplicas(Sequence[Any]):
     def is_alive(self) -> bool:
         """Whether any replica serves requests, or will when it has been restarted."""
         self.refresh()
-        return not self._is_shut_down and bool(self._router.open_replicas or self._recovering)
-
-    @property
-    def is_shut_down(self) -> bool:
-        """Whether `shutdown` was called."""
-        return self._is_shut_down
+        return not self.is_shut_down and bool(self._router.open_replicas or self._recovering)
 
     @property
     def num_in_flight(self) -> int:
@@ -171,18 +200,18 @@ class EngineReplicas(Sequence[Any]):
             request_id = f"replicas-{id(self):x}-{next(self._ids)}"
         elif request_id in self._pending:
             raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
-        pending = self._pending[request_id] = _Pending()
+        pending = self._pending[request_id] = PendingRequest()
         failed_on: set[int] = set()
         if self._watch is not None and (self._watching is None or self._watching.done()):
             self._watching = asyncio.create_task(self.watch_for_hangs(lambda: bool(self._pending)))
         try:
             for attempt in itertools.count():
                 pending.attempt_id = request_id if attempt == 0 else f"{request_id}/retry-{attempt}"
-                index = await self._assign(pending, routing_key, failed_on)
-                if index is None:
+                if (assigned := await self._assign(pending, routing_key, failed_on)) is None:
                     break
+                index, engine = assigned
                 try:
-                    completion = await pending.engine.generate(
+                    completion = await engine.generate(
                         prompt_ids, sampling, request_id=pending.attempt_id, routing_key=routing_key
                     )
                     self._restarts_in_a_row[index] = 0
@@ -190,7 +219,7 @@ class EngineReplicas(Sequence[Any]):
                 except EngineError:
                     failed_on.add(index)
                     self.refresh()
-                    if attempt == self._num_retries or self._is_shut_down:
+                    if attempt == self._num_retries or self.is_shut_down:
                         raise
                     self.num_retried += 1
                 finally:
@@ -203,30 +232,16 @@ class EngineReplicas(Sequence[Any]):
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, which is nothing while it waits to be tried again."""
-        pending = self._pending.get(request_id)
-        if pending is None:
+        if (pending := self._pending.get(request_id)) is None:
             return
         pending.is_aborted = True
         if pending.engine is not None:
             await pending.engine.abort(pending.attempt_id)
         else:
-            self._wake()
-
-    def cordon(self, index: int) -> None:
-        """Send a replica nothing more, for maintenance; what it has in flight goes on."""
-        with self._lock:
-            self._cordoned.add(index)
-            self._are_all_open = False
-            self.refresh()
-
-    def uncordon(self, index: int) -> None:
-        """Undo `cordon`."""
-        with self._lock:
-            self._cordoned.discard(index)
-            self.refresh()
+            self._waiters.wake()
 
     def refresh(self) -> None:
-        """Look at every replica: who lives, and who holds the current weights. To be called after a weight update.
+        """Look at every replica: who lives, and who holds the current weights; to be called after a weight update.
 
         Between calls the one that is chosen for a request is looked at, which costs the same however many there are.
         """
@@ -238,8 +253,7 @@ class EngineReplicas(Sequence[Any]):
                 if index not in self._dead and not engine.is_alive:
                     self._mark_dead(index)
                 elif index in self._dead and index not in self._recovering and engine.is_alive:
-                    # A server that is back.
-                    self._dead.discard(index)
+                    self._dead.discard(index)  # a server that is back
                     self._unproven.add(index)
             versions = {i: e.policy_version for i, e in enumerate(self._engines) if i not in self._dead}
             proven = [version for index, version in versions.items() if index not in self._unproven]
@@ -248,34 +262,44 @@ class EngineReplicas(Sequence[Any]):
             self._version = max((v for i, v in versions.items() if i not in self._unproven), default=version)
             for index in range(len(self._engines)):
                 is_current = versions.get(index) == self._version
-                if is_current and index not in self._cordoned and index not in self._unproven:
+                if is_current and index not in self._unproven:
                     self._router.open(index)
                 else:
                     self._router.close(index)
             self._are_all_open = len(self._router.open_replicas) == len(self._engines)
-        self._wake()
+        self._waiters.wake()
 
     def shutdown(self) -> None:
         """Shut every replica down, those that are being started too. May be called twice."""
-        self._is_shut_down = True
+        self.is_shut_down = True
         for engine in self:
             engine.shutdown()
         for thread in list(self._recovering.values()):
             thread.join(timeout=120)
-        self._wake()
+        self._waiters.wake()
 
-    def __enter__(self) -> EngineReplicas:
+    def __enter__(self) -> EngineReplicas[EngineT]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        first: Any = self._engines[0]
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer.
+
+        Raises:
+            TypeError: when the engines do not know it.
+        """
+        if not isinstance(first := self._engines[0], HasTokenizer):
+            raise TypeError(f"{type(first).__name__} has no tokenizer; pass one to the policy.")
         return first.get_tokenizer()
 
-    async def _assign(self, pending: _Pending, routing_key: str | None, avoid: set[int]) -> int | None:
+    def _living(self) -> list[EngineT]:
+        return [engine for index, engine in enumerate(self._engines) if index not in self._dead]
+
+    async def _assign(
+        self, pending: PendingRequest, routing_key: str | None, avoid: set[int]
+    ) -> tuple[int, Engine] | None:
         """Book the request on a replica that lives and is current; `None` when it was aborted meanwhile."""
         while not pending.is_aborted:
             if not self._are_all_open and time.monotonic() - self._looked_s > _LOOK_AGAIN_S:
@@ -284,15 +308,14 @@ class EngineReplicas(Sequence[Any]):
                 try:
                     index = self._router.assign(pending.attempt_id, routing_key, avoid=avoid)
                 except NoReplicaError as error:
-                    if self._is_shut_down or not self._recovering:
+                    if self.is_shut_down or not self._recovering:
                         raise EngineError(self._why_none()) from error
-                    waiter = asyncio.get_running_loop().create_future()
-                    self._waiters.append(waiter)
+                    waiter = self._waiters.add()
                 else:
                     engine = self._engines[index]
                     if engine.is_alive and engine.policy_version == self._version:
                         pending.engine = engine
-                        return index
+                        return index, engine
                     self._router.release(pending.attempt_id)
                     self.refresh()
                     continue
@@ -300,22 +323,14 @@ class EngineReplicas(Sequence[Any]):
         return None
 
     def _why_none(self) -> str:
-        if len(self._dead) == len(self._engines) or self._is_shut_down:
+        if len(self._dead) == len(self._engines) or self.is_shut_down:
             return f"None of the {len(self._engines)} engines is running; start new ones."
         return (
             f"None of the {len(self._engines)} engines may serve: {len(self._dead)} are dead, "
-            f"{len(self._cordoned)} cordoned, {len(self._unproven)} without weights of version {self._version}; "
-            "send the weights again."
+            f"{len(self._unproven)} without weights of version {self._version}; send the weights again."
         )
 
-    def _wake(self) -> None:
-        with self._lock:
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                waiter.get_loop().call_soon_threadsafe(_set, waiter)
-
-    def replace_hanging(self, engine: Any) -> None:
+    def replace_hanging(self, engine: Engine) -> None:
         """End an engine that hangs, and start another in its place, as for a dead one; does not wait for it."""
         with self._lock:
             for index, one in enumerate(self._engines):
@@ -330,41 +345,40 @@ class EngineReplicas(Sequence[Any]):
         if (watch := self._watch) is None:
             return
         watch.forget()
-        while is_needed() and not self._is_shut_down:
+        while is_needed() and not self.is_shut_down:
             await asyncio.sleep(watch.interval_seconds)
-            for engine in await watch.find_hanging([e for i, e in enumerate(self._engines) if i not in self._dead]):
+            for engine in await watch.find_hanging(self._living()):
                 self.replace_hanging(engine)
 
     def _mark_dead(self, index: int, *, is_hanging: bool = False) -> None:
-        self.num_deaths += not self._is_shut_down
+        self.num_deaths += not self.is_shut_down
         self._dead.add(index)
         self._unproven.discard(index)
         self._are_all_open = False  # or `refresh` would find nothing to do when its successor is there
         self._router.close(index)
         self._router.forget_affinity(index)
-        if self._is_shut_down:
+        if self.is_shut_down:
             return
         _LOGGER.warning("Engine replica %d died with %d requests.", index, self._router.loads[index])
         # One that hangs is to be ended, so that its requests fail and are tried elsewhere.
-        if is_hanging or (self._restart is not None and self._restarts_in_a_row[index] < self._max_restarts):
+        if is_hanging or self._may_restart(index):
             thread = threading.Thread(target=self._recover, args=(index,), name=f"llmrl-recover-{index}", daemon=True)
             self._recovering[index] = thread
             thread.start()
+
+    def _may_restart(self, index: int) -> bool:
+        is_wanted = self._restart is not None and not self.is_shut_down
+        return is_wanted and self._restarts_in_a_row[index] < self._max_restarts
 
     def _recover(self, index: int) -> None:
         """Start an engine in a dead one's place and bring it to the current weights; runs in its own thread."""
         with contextlib.suppress(Exception):  # it is dead; this only takes away what is left of it
             self._engines[index].shutdown()
-        engine, restart = None, self._restart
-        while (
-            engine is None
-            and restart is not None
-            and self._restarts_in_a_row[index] < self._max_restarts
-            and not self._is_shut_down
-        ):
+        engine = None
+        while engine is None and self._restart is not None and self._may_restart(index):
             self._restarts_in_a_row[index] += 1
             try:
-                engine = restart(index)
+                engine = self._restart(index)
             except Exception:
                 _LOGGER.exception("Engine replica %d could not be restarted.", index)
         if engine is not None:
@@ -381,20 +395,6 @@ class EngineReplicas(Sequence[Any]):
             if engine is not None:
                 self._dead.discard(index)
                 self._unproven.add(index)
-                if self._is_shut_down:
+                if self.is_shut_down:
                     engine.shutdown()
         self.refresh()
-
-
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """One request of a caller: the attempt that is under way, and where."""
-
-    attempt_id: str = ""
-    engine: Any = None
-    is_aborted: bool = False

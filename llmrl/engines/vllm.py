@@ -11,8 +11,9 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never, Self
 
+from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, TransferInfo, completion_budget
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.engines.vllm_private import AsyncEngineArgs, AsyncLLM
+
+
+_OF_REPLICAS = dict.fromkeys(
+    ("num_replicas", "use_ray", "ray_options", "ray_init_config", "hang_timeout_seconds"),
+    "call EngineReplicas.from_pretrained(model, num_replicas=...), which starts several, here or in Ray actors",
+)
 
 
 class AsyncVLLM:
@@ -75,13 +82,9 @@ class AsyncVLLM:
         cpu_threads: int | None = None,
         log_level: str = "ERROR",
         engine_args: Mapping[str, Any] | None = None,
-        num_replicas: int | None = None,
-        use_ray: bool = False,
-        ray_options: Mapping[str, Any] | None = None,
-        ray_init_config: Mapping[str, Any] | None = None,
-        hang_timeout_seconds: float | None = None,
-    ) -> Any:
-        """Start an engine, or `EngineReplicas` of as many as `num_replicas` says.
+        **unknown: Never,
+    ) -> Self:
+        """Start an engine; `EngineReplicas.from_pretrained` starts several, or in Ray actors, with the same options.
 
         Args:
             model: folder or hub name.
@@ -96,29 +99,20 @@ class AsyncVLLM:
             seed: of the engine's sampler, for requests without their own.
             enable_prefix_caching: reuse the key-value blocks of shared prefixes; emptied at each weight update.
             weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU.
-            cpu_threads: of an engine on CPU; all cores when not given (shared out among local replicas), right for
-                a loop that never generates and trains at once. Give fewer where a trainer runs beside it.
+            cpu_threads: of an engine on CPU; all cores when not given, right for a loop that never generates and
+                trains at once. Give fewer where a trainer runs beside it.
             log_level: of vLLM's logger, here and in its processes.
             engine_args: anything else that `vllm.AsyncEngineArgs` takes.
-            num_replicas: engines with the same weights behind one face; a dead one is started again. Local ones
-                share the devices that this process sees.
-            use_ray: start each replica in a Ray actor, one of them when `num_replicas` is not given.
-            ray_options: of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
-            ray_init_config: of `ray.init`, where Ray does not run yet; `{"address": "auto"}` for a cluster that does.
-            hang_timeout_seconds: replaces a replica that has requests and gives no token so long; 300 when not given.
 
         Raises:
             ImportError: when vLLM is not installed, naming the extra.
-            TypeError: for a name in `engine_args` that vLLM has not, with the nearest one.
+            TypeError: for an option that is not known, or a name in `engine_args` that vLLM has not, with the nearest
+                one or what to do instead.
             EngineError: when the engine does not start; its own log says why.
         """
+        refuse_unknown("AsyncVLLM.from_pretrained", unknown, keywords_of(cls.from_pretrained) or (), _OF_REPLICAS)
         if cpu_threads is not None and cpu_threads < 1:
             raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
-        for name, value in (("ray_options", ray_options), ("ray_init_config", ray_init_config)):
-            if value is not None and not use_ray:
-                raise ValueError(f"{name} has no effect without use_ray=True.")
-        if hang_timeout_seconds is not None and not use_ray and num_replicas is None:
-            raise ValueError("hang_timeout_seconds needs replicas that can be replaced: pass num_replicas, 1 or more.")
         options = {
             "max_model_len": max_model_len,
             "dtype": dtype,
@@ -129,25 +123,6 @@ class AsyncVLLM:
             "seed": seed,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        if use_ray or num_replicas is not None:
-            from llmrl.engines.launch import start_replicas
-
-            own = {
-                "kv_cache_memory": kv_cache_memory,
-                "weight_transfer": weight_transfer,
-                "cpu_threads": cpu_threads,
-                "log_level": log_level,
-                "engine_args": engine_args,
-            }
-            return start_replicas(
-                os.fspath(model),
-                1 if num_replicas is None else num_replicas,
-                use_ray=use_ray,
-                ray_options=ray_options,
-                ray_init_config=ray_init_config,
-                hang_timeout_seconds=hang_timeout_seconds,
-                options=options | own,
-            )
         start = time.perf_counter()
         logging.getLogger("vllm").setLevel(log_level)
         with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmrl.engines import SamplingConfig
+from llmrl.engines.base import HasTokenizer
 from llmrl.policies.base import LLMWrapperBase
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Renderer
 
@@ -41,9 +42,9 @@ class vLLMWrapper(LLMWrapperBase):
     ) -> None:
         from llmrl.engines import AsyncVLLM
 
-        engine: Any = AsyncVLLM.from_pretrained(model) if isinstance(model, (str, os.PathLike)) else model
+        engine = AsyncVLLM.from_pretrained(model) if isinstance(model, (str, os.PathLike)) else model
         if tokenizer is None and renderer is None and input_mode != "tokens":
-            if not hasattr(engine, "get_tokenizer"):
+            if not isinstance(engine, HasTokenizer):
                 raise ValueError("tokenizer or renderer is needed where model is an engine that has none, nor a name.")
             tokenizer = engine.get_tokenizer()
         super().__init__(

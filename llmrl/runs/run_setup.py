@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from llmrl.collectors import LLMCollector, RayLLMCollector, RolloutLimits
-from llmrl.engines import AsyncVLLM, EngineRegistry, SamplingConfig
+from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig
 from llmrl.engines.ray_cluster import connect
 from llmrl.envs import make_task_env
 from llmrl.policies import vLLMWrapper
@@ -88,7 +88,7 @@ def start_engine(cfg: Any, model_path: str) -> Any:
 
     Raises:
         ValueError: for an unknown `sync.transport`, or collectors on Ray whose engines are not.
-        EngineError: see `AsyncVLLM.from_pretrained`.
+        EngineError: when an engine does not start.
     """
     if cfg.sync.transport not in _WEIGHT_TRANSFER:
         raise ValueError(f"sync.transport must be one of {', '.join(_WEIGHT_TRANSFER)}; got {cfg.sync.transport!r}.")
@@ -96,23 +96,23 @@ def start_engine(cfg: Any, model_path: str) -> Any:
         raise ValueError(
             "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
         )
-    on_ray = {}
+    options: dict[str, Any] = {
+        "max_model_len": cfg.model.max_model_len,
+        "dtype": cfg.model.dtype,
+        "max_num_seqs": cfg.engine.max_num_seqs,
+        "gpu_memory_utilization": cfg.engine.gpu_memory_utilization,
+        "enforce_eager": cfg.engine.enforce_eager,
+        "cpu_threads": cfg.engine.cpu_threads,
+        "seed": cfg.seed,
+        "weight_transfer": _WEIGHT_TRANSFER[cfg.sync.transport],
+        "engine_args": {"tensor_parallel_size": cfg.engine.tensor_parallel_size},
+    }
     if cfg.engine.use_ray:
-        on_ray = {"use_ray": True, "ray_options": plain(cfg.engine.ray_options), "ray_init_config": ray_config(cfg)}
-    return AsyncVLLM.from_pretrained(
-        model_path,
-        max_model_len=cfg.model.max_model_len,
-        dtype=cfg.model.dtype,
-        max_num_seqs=cfg.engine.max_num_seqs,
-        gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
-        enforce_eager=cfg.engine.enforce_eager,
-        cpu_threads=cfg.engine.cpu_threads,
-        seed=cfg.seed,
-        weight_transfer=_WEIGHT_TRANSFER[cfg.sync.transport],
-        engine_args={"tensor_parallel_size": cfg.engine.tensor_parallel_size},
-        num_replicas=cfg.engine.num_replicas,
-        **on_ray,
-    )
+        options |= {"ray_options": plain(cfg.engine.ray_options), "ray_init_config": ray_config(cfg), "use_ray": True}
+    elif cfg.engine.num_replicas is None:
+        return AsyncVLLM.from_pretrained(model_path, **options)
+    options["num_replicas"] = 1 if cfg.engine.num_replicas is None else cfg.engine.num_replicas
+    return EngineReplicas.from_pretrained(model_path, **options)
 
 
 def sync_scheme(cfg: Any) -> VLLMWeightSyncScheme:

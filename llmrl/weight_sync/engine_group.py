@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from llmrl.engines.base import EngineError, PauseMode, TransferInfo, UpdatableEngine
-from llmrl.engines.replicas import DEFAULT_HANG_TIMEOUT_SECONDS, EngineReplicas
+from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS
+from llmrl.engines.replicas import EngineReplicas
 
 if TYPE_CHECKING:
     import torch
