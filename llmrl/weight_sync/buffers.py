@@ -135,7 +135,7 @@ class SharedBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """[num_bytes] uint8
+        """The bytes, `[num_bytes]` of uint8.
 
         Raises:
             RuntimeError: after `close`.
