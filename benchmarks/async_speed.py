@@ -44,7 +44,7 @@ def _run(script: str, num_steps: int) -> list[dict[str, float]]:
         overrides = {
             "run.path": f"{folder}/run",
             "run.checkpoint_every": num_steps + 1,
-            "env.num_eval_problems": 1,
+            "eval.num_problems": 1,
             "collect.group_size": GROUP_SIZE,
             "collect.groups_per_batch": GROUPS_PER_BATCH,
             "train.num_steps": num_steps,
@@ -52,7 +52,8 @@ def _run(script: str, num_steps: int) -> list[dict[str, float]]:
         command = [sys.executable, str(_SCRIPTS / script), *(f"{name}={value}" for name, value in overrides.items())]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with Path(folder, "run/metrics.csv").open() as file:
-            return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)][1:]
+            rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+        return [row for row in rows if "seconds" in row][1:]
 
 
 def run(*, num_steps: int = NUM_STEPS, num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def _run_ours(seed: int) -> list[dict[str, float]]:
         command.append(f"train.target_reward={TARGET_REWARD}")
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with (Path(folder) / "run" / "metrics.csv").open() as file:
-            return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+            rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        return [row for row in rows if "seconds" in row]
 
 
 def _run_plain(seed: int) -> list[dict[str, float]]:

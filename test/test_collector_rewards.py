@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from types import SimpleNamespace
-
 import pytest
 from tensordict import NonTensorData
 from torchrl.data import LazyStackStorage, NonTensor, ReplayBuffer
 from torchrl.envs import Compose, StepCounter, Transform, TransformedEnv
 
-from llmrl.collectors import CollectionReport, LLMCollector, RolloutLimits
-from llmrl.data import Rollout, StopReason
+from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.data import StopReason
 from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.objectives import MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric, Score, UnknownRewardInput
-from llmrl.runs.training_run import TrainingRun
 from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
 
@@ -157,21 +153,3 @@ def test_a_rubric_within_nested_transforms_is_found(make_policy):
     env = DatasetChatEnv(DATASET, repeats=2).append_transform(Compose(Compose(RubricReward(First(exact)))))
     with collect_groups(make_policy(), env) as collector:
         assert next(iter(collector))["next", "reward"].flatten().tolist() == [1.0, 0.0, 1.0, 0.0]
-
-
-def test_an_evaluation_tells_right_answers_from_the_mean_reward():
-    def rollout(place, reward, is_scored=True):
-        named = {"rollout_id": str(place), "group_id": "g", "sample_index": place, "group_size": 4}
-        return Rollout(reward=reward, is_scored=is_scored, **named)
-
-    rollouts = [rollout(0, 1.1), rollout(1, 0.1), rollout(2, 0.6), rollout(3, 1.0, is_scored=False)]
-    logged = []
-    run = SimpleNamespace(
-        collector=SimpleNamespace(pause=contextlib.nullcontext),
-        evaluator=SimpleNamespace(play=lambda number: rollouts, report=CollectionReport.of(rollouts, seconds=1.0)),
-        folder=SimpleNamespace(log_rollouts=lambda *arguments: logged.append(arguments)),
-        num_eval_rollouts=4,
-    )
-    results = TrainingRun.evaluate(run, 3)
-    assert results["pass@1"] == 0.25 and results["mean reward"] == pytest.approx(0.6)
-    assert len(logged) == 1 and "accuracy" not in results

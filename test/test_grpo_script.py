@@ -17,7 +17,7 @@ import pytest
 from waiting import is_running
 
 SCRIPTS = Path(__file__).parent.parent / "sota-implementations" / "grpo"
-SMALL = ("collect.groups_per_batch=2", "collect.group_size=2", "env.num_eval_samples=1", "run.checkpoint_every=2")
+SMALL = ("collect.groups_per_batch=2", "collect.group_size=2", "eval.num_samples=1", "run.checkpoint_every=2")
 
 
 def command(script, run_path, *overrides):
@@ -26,7 +26,7 @@ def command(script, run_path, *overrides):
 
 def read_csv(path):
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        return [row for row in csv.DictReader(file) if row.get("policy_version")]
 
 
 def descendants(pid):

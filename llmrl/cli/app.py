@@ -125,7 +125,7 @@ def evaluate(
             seed=seed,
             out=out,
         )
-        environment = make_task_env(env, split, data=data, repeats=samples)  # type: ignore[arg-type]
+        environment = make_task_env(env, split, data=data, repeats=samples)
     except (ValueError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
     try:

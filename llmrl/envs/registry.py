@@ -14,7 +14,7 @@ from llmrl.envs.math import make_math_env
 from llmrl.envs.reasoning_gym import make_reasoning_gym_env
 from llmrl.envs.search import make_search_env
 from llmrl.envs.sum_of_digits import make_sum_of_digits_env
-from llmrl.envs.task import Dataset, Split, TaskEnv
+from llmrl.envs.task import Dataset, TaskEnv
 
 _MAKERS: dict[str, tuple[Callable[..., TaskEnv], str]] = {
     "addition": (make_addition_env, "sums of two numbers of one digit"),
@@ -39,13 +39,13 @@ def task_environments() -> dict[str, str]:
 
 
 def make_task_env(
-    name: str, /, split: Split = "train", *, data: Dataset | None = None, repeats: int = 1, **options: Any
+    name: str, /, split: str = "train", *, data: Dataset | None = None, repeats: int = 1, **options: Any
 ) -> TaskEnv:
     """A task environment by its name.
 
     Args:
         name: one of `task_environments()`.
-        split: which of its problems.
+        split: which of its problems: `train`, `test`, or what the hub's data have, such as `train[:-100]`.
         data: problems of one's own: a hub name, a file or folder, or rows.
         repeats: conversations a problem: the group size.
         **options: the keywords of the environment's own `make_…_env`.

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
+
+from llmrl.runs.config import EngineConfig, RayConfig, RunConfig, ScriptConfig
+
+Config = TypeVar("Config", bound=ScriptConfig)
 
 NUM_STEPS = 2
 
@@ -24,39 +30,26 @@ _ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def as_dry_run(cfg: Any) -> Any:
+def as_dry_run(cfg: Config) -> Config:
     """The same configuration for two steps on CPU: a tiny model, two groups, built-in problems, a temporary folder.
 
     What was asked of hardware is replaced, of the task and the algorithm nothing but how much of it there is.
-
-    Example:
-        >>> from omegaconf import OmegaConf
-        >>> groups = dict.fromkeys(("run", "model", "env", "engine", "sync", "ray", "collect", "train"), {})
-        >>> cfg = as_dry_run(OmegaConf.create({**groups, "env": {"name": "gsm8k"}}))
-        >>> cfg.env.data[0].answer, cfg.train.num_steps
-        ('#### 12', 2)
     """
-    from omegaconf import OmegaConf
-
-    changes = {
-        "resume": False,
-        "run": {"path": str(_temporary_folder()), "trackers": [], "checkpoint_every": NUM_STEPS, "sample_every": 1},
-        "model": {"path": _tiny_model(), "max_model_len": 2048, "dtype": "float32"},
-        "env": {"data": _ROWS.get(cfg.env.name), "num_eval_problems": 2, "num_eval_samples": 1},
-        "engine": {
-            "num_replicas": None,
-            "tensor_parallel_size": 1,
-            "gpu_memory_utilization": None,
-            "enforce_eager": None,
-            "cpu_threads": None,
-            "use_ray": False,
-        },
-        "sync": {"transport": "direct"},
-        "ray": {"address": None},
-        "collect": {"groups_per_batch": 2, "max_new_tokens": 8, "num_collectors": None},
-        "train": {"num_steps": NUM_STEPS, "device": "cpu", "cpu_threads": None},
-    }
-    return OmegaConf.merge(cfg, changes)
+    cfg = copy.deepcopy(cfg)
+    cfg.resume = False
+    cfg.run = RunConfig(path=str(_temporary_folder()), trackers=[], checkpoint_every=NUM_STEPS, sample_every=1)
+    cfg.model = replace(cfg.model, path=_tiny_model(), max_model_len=2048, dtype="float32")
+    cfg.env = replace(cfg.env, data=_ROWS.get(cfg.env.name))
+    cfg.eval = replace(cfg.eval, num_problems=2, num_samples=1)
+    for env in cfg.eval.envs.values():
+        env.data = _ROWS.get(env.name)
+    cfg.engine, cfg.ray = EngineConfig(), RayConfig()
+    cfg.sync = replace(cfg.sync, transport="direct")
+    cfg.collect = replace(cfg.collect, groups_per_batch=2, max_new_tokens=8, num_collectors=None)
+    warmup_steps = min(cfg.train.warmup_steps, 1)
+    cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
+    cfg.train = replace(cfg.train, device="cpu", cpu_threads=None, head_kernel="torch")
+    return cfg
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +17,7 @@ from llmrl.runs.run_folder import RunFolder
 
 
 def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw reward, log-prob difference and time per step as a PNG.
+    """Draw reward and evaluations, log-prob difference and time per step as a PNG.
 
     Raises:
         ImportError: when matplotlib is missing, naming the extra.
@@ -34,8 +35,16 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
 
     steps = values("step")
     figure, (reward, difference, seconds) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    reward.plot(steps, values("reward_mean"), marker=".", color="#1f6f8b")
-    reward.set(title="mean reward", xlabel="step", ylim=(0, 1.02))
+    reward.plot(steps, values("reward_mean"), marker=".", color="#1f6f8b", label="mean reward")
+    names = {name for row in metrics for name in row if name.startswith("eval/") and name.endswith("/pass@1")}
+    for place, name in enumerate(sorted(names)):
+        points = [(row["step"], row[name], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if name in row]
+        evaluated, means, lows, highs = zip(*points, strict=True)
+        reward.plot(evaluated, means, marker="o", color=f"C{place + 1}", label=f"held out: {name.split('/')[1]} pass@1")
+        reward.fill_between(evaluated, lows, highs, color=f"C{place + 1}", alpha=0.2)
+    reward.set(title="mean reward, held-out pass@1" if names else "mean reward", xlabel="step", ylim=(0, 1.02))
+    if names:
+        reward.legend(loc="lower right", frameon=False)
     difference.plot(steps, values("log_prob_difference_mean"), marker=".", color="#b3541e")
     difference.set(title="engine-to-trainer log-prob difference", xlabel="step", ylim=(0, None))
     parts = {name: values(f"{name}_seconds") for name in ("generate", "train", "sync")}
@@ -48,14 +57,24 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def before_after_table(before: Mapping[str, float] | None, after: Mapping[str, float]) -> Table:
-    """Held-out results before and after training, side by side."""
+def before_after_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+    """Results of evaluations before and after training, side by side: `EvaluationReport.to_summary` by environment."""
     table = Table(title="on problems held out of training")
     for title in ("", "before", "after"):
         table.add_column(title, justify="left" if not title else "right")
-    for name, value in after.items():
-        table.add_row(name, "-" if before is None or name not in before else f"{before[name]:.3f}", f"{value:.3f}")
+    for name, results in after.items():
+        for measure, result in results.items():
+            if measure.startswith("pass@") or measure in ("reward", "completion_tokens"):
+                shown = f"{name} {measure.replace('_', ' ')}"
+                table.add_row(shown, _number(before.get(name, {}).get(measure)), _number(result))
     return table
+
+
+def _number(result: Any) -> str:
+    if isinstance(result, Mapping):
+        low, high = result["interval"]
+        return f"{result['mean']:.3f} ({low:.2f} … {high:.2f})"
+    return "–" if result is None else f"{result:.3f}"
 
 
 def resume_command(run_path: str, num_steps: int, argv: Sequence[str] | None = None) -> str:

@@ -123,18 +123,21 @@ class RunFolder:
         """`summary.json`, empty when there is none."""
         return json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
 
-    def save_model(self, model: Any, tokenizer: Any, dtype: torch.dtype) -> None:
-        """Save in Hugging Face format, in the dtype that it was served in."""
-        # A copy, so that tied weights stay tied and the trainer's float32 weights stay what they are.
-        served = copy.deepcopy(model).to(dtype)
-        served.config.dtype = dtype
-        served.save_pretrained(self.model_path)
-        tokenizer.save_pretrained(self.model_path)
-
     def close(self) -> None:
         """Write what is buffered, and end the trackers."""
         for tracker in self._trackers:
             tracker.close()
+
+
+def save_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype) -> None:
+    """Save in Hugging Face format, in the dtype that it was served in, adapters merged."""
+    # A copy, so that tied weights stay tied and the trainer's float32 weights stay what they are.
+    served = copy.deepcopy(model)
+    if hasattr(served, "merge_and_unload"):  # peft's
+        served = served.merge_and_unload()
+    served.to(dtype).config.dtype = dtype
+    served.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def random_states() -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llmrl._utils.files import write_atomically
+from llmrl.runs.config import ScriptConfig
 
 CONFIG_NAME = "config.yaml"
 
@@ -17,6 +19,7 @@ _FIXED = (
     "algorithm",
     "seed",
     "model.path",
+    "model.lora",
     "env.name",
     "env.data",
     "env.train_split",
@@ -25,27 +28,19 @@ _FIXED = (
 )
 
 
-def save_config(cfg: Any, folder: Path) -> None:
-    """Write a run's configuration, resolved, as its `config.yaml`."""
+def save_config(cfg: ScriptConfig, folder: Path) -> None:
+    """Write a run's configuration as its `config.yaml`."""
     from omegaconf import OmegaConf
 
-    write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(cfg, path, resolve=True))
+    write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(OmegaConf.create(asdict(cfg)), path))
 
 
-def own_config(cfg: Any, *, console: Any = None) -> Any:
-    """The configuration that a script's run has: `cfg` as hydra composed it, or, where it resumes, the run's own.
-
-    What the command line changes of that is printed; see `resumed_config`.
-    """
+def own_config(cfg: Any) -> Any:
+    """The configuration that a script's run has: `cfg` as hydra composed it, or, where it resumes, the run's own."""
     if not cfg.resume or cfg.dry_run:
         return cfg
-    from rich.console import Console
-
     overrides, config_folders = _command_line()
-    resumed, changes = resumed_config(cfg, overrides=overrides, config_folders=config_folders)
-    for name, (old, new) in changes.items():
-        (console or Console()).print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
-    return resumed
+    return resumed_config(cfg, overrides=overrides, config_folders=config_folders)[0]
 
 
 def resumed_config(
@@ -58,7 +53,7 @@ def resumed_config(
     configuration lacks are as in `cfg`.
 
     Args:
-        cfg: the configuration as composed, with `run.path`.
+        cfg: the configuration as composed, with `run.path`; hydra's or typed.
         overrides: of the command line, as hydra has them; None takes every entry of `cfg` as asked for.
         config_folders: where hydra found the files that it composed.
 
@@ -78,7 +73,7 @@ def resumed_config(
             "resume=true."
         )
     saved = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    composed = OmegaConf.to_container(cfg, resolve=True)
+    composed = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)
     parts = [_completed(saved, composed), *_asked(composed, overrides, config_folders)]
     # What belongs to this call, not to the run.
     parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})

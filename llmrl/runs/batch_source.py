@@ -1,0 +1,99 @@
+"""`BatchSource`: what a step trains on, with everything that it takes to train on it again after a kill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypedDict
+
+from tensordict import TensorDict, TensorDictBase
+
+from llmrl.collectors import LLMCollector
+from llmrl.runs.read_ahead import ReadAhead
+from llmrl.runs.run_folder import random_states, restore_random_states
+
+
+class Collected(TypedDict):
+    """What a step collected. It is saved before the step trains on it."""
+
+    batch: TensorDictBase
+    """Training rows."""
+    metrics: dict[str, float]
+    """Of their collection."""
+    rollouts: list[dict[str, Any]]
+    """Records of the rollouts (`Rollout.to_record`)."""
+    collector: dict[str, Any]
+    """The collector's state after it: groups in flight are in it, to be played again."""
+    random: dict[str, Any]
+    """States of the random number generators after it."""
+
+
+class BatchSource:
+    """Batches of a collector, each with the state after it.
+
+    Args:
+        collector: is iterated.
+        in_background: a thread draws batches ahead, and where none is ready `take` gives an empty one.
+        needs_batch: whether there is nothing to train on before a batch comes; asked in the background only.
+        last: what was taken before, when resumed.
+    """
+
+    def __init__(
+        self,
+        collector: LLMCollector,
+        *,
+        in_background: bool,
+        needs_batch: Callable[[], bool],
+        last: Collected | None,
+    ) -> None:
+        self._collector, self._needs_batch, self._last = collector, needs_batch, last
+        self._batches = self._draw()
+        self._ahead = ReadAhead(self._batches) if in_background else None
+
+    def _draw(self) -> Iterator[Collected]:
+        for batch in self._collector:
+            report = self._collector.report
+            assert batch is not None and report is not None
+            yield {
+                "batch": batch,
+                "metrics": report.to_metrics(),
+                "rollouts": [rollout.to_record() for rollout in self._collector.rollouts],
+                "collector": self._collector.state_dict(),
+                "random": random_states(),
+            }
+
+    def take(self) -> Collected | None:
+        """What the next step trains on; None at the end of the data.
+
+        Raises:
+            Exception: whatever the collector raised.
+        """
+        started = time.perf_counter()
+        if self._ahead is None:
+            collected = next(self._batches, None)
+        else:
+            last = self._last
+            collected = self._ahead.take(is_waited_for=last is None or self._needs_batch())
+            if collected is None and last is not None and not self._ahead.is_at_end:
+                collected = {
+                    "batch": TensorDict(batch_size=[0]),
+                    "metrics": {},
+                    "rollouts": [],
+                    "collector": last["collector"],
+                    "random": random_states(),
+                }
+        if collected is not None:
+            collected["metrics"]["generate_seconds"] = time.perf_counter() - started
+            self._last = collected
+        return collected
+
+    def close(self) -> None:
+        """Draw nothing more."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+
+def restore(collector: LLMCollector, collected: Any) -> None:
+    """Put collector and random number generators into the state after a saved batch, or of a checkpoint."""
+    collector.load_state_dict(collected["collector"])
+    restore_random_states(collected["random"])

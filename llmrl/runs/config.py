@@ -1,0 +1,328 @@
+"""What a training run can be told: one dataclass a section, with the reason of each default.
+
+`llmrl.runs.launch` composes them from YAML files and the command line with hydra; Python builds them as they are. An
+entry without a default is decided by a task or by the caller. What depends on task, hardware or algorithm stands, with
+its reason, in the YAML files of `sota-implementations/config/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    ComputeDtype = Literal["float32", "bfloat16"]
+    HeadKernel = Literal["torch", "liger"]
+    PauseMode = Literal["keep", "wait", "abort"]
+    Schedule = Literal["constant", "linear", "cosine"]
+    Transport = Literal["direct", "ipc", "files"]
+else:  # OmegaConf knows no Literal: it checks that they are strings, and `_check` which ones
+    ComputeDtype = HeadKernel = PauseMode = Schedule = Transport = str
+
+
+def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+
+
+@dataclass(slots=True, kw_only=True)
+class RunConfig:
+    """What a run leaves behind, and when."""
+
+    path: str
+    """Folder of everything that the run leaves."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`."""
+    checkpoint_every: int = 5
+    """Steps between checkpoints (12 bytes a parameter, one is kept); the steps since are recovered by replay."""
+    sample_every: int = 5
+    """Steps between sample conversations in the live view."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoRAEntries:
+    """Low-rank adapters, trained in place of the model's weights."""
+
+    rank: int | None = None
+    """Of the update of each weight; null trains all weights."""
+    alpha: int = 32
+    """The update is multiplied by `alpha / rank`."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names of the layers that are adapted; `all-linear` is all but the output head."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    """The model that is trained and generates."""
+
+    path: str
+    """A Hugging Face name or folder; `embedded` is SmolLM2-135M-Instruct from the package."""
+    max_model_len: int | None = None
+    """Tokens of a whole conversation; null is the model's own limit."""
+    dtype: ComputeDtype = "float32"
+    """That engine and trainer compute in, both, since an update below the engine's rounding never reaches it."""
+    lora: LoRAEntries = field(default_factory=LoRAEntries)
+    """Adapters; what they add is merged into the weights that the engine gets."""
+
+    def __post_init__(self) -> None:
+        _check("model.dtype", self.dtype, ("float32", "bfloat16"))
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvConfig:
+    """A task environment (`llmrl.envs.make_task_env`)."""
+
+    name: str
+    """Of the task, such as `addition` or `gsm8k`."""
+    data: Any = None
+    """A file, folder or hub name in place of the task's own problems."""
+    train_split: str = "train"
+    """Of the problems that are trained on."""
+    eval_split: str = "test"
+    """Of the problems that are held out."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the task, such as `num_digits`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineConfig:
+    """The engine that generates, or several."""
+
+    num_replicas: int | None = None
+    """Engines with the same weights; null is one, in this process's care."""
+    tensor_parallel_size: int = 1
+    """GPUs that one engine is sharded over."""
+    max_num_seqs: int | None = None
+    """Requests decoded together; null is what `AsyncVLLM` chooses."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory; null is vLLM's default."""
+    enforce_eager: bool | None = None
+    """No compilation; null is true on CPU, where it costs more than it saves in minutes."""
+    cpu_threads: int | None = None
+    """Of an engine on CPU; null is all cores."""
+    use_ray: bool = False
+    """Start engines in Ray actors."""
+    ray_options: dict[str, Any] = field(default_factory=dict)
+    """Of each engine's actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SyncConfig:
+    """How new weights reach the engines."""
+
+    transport: Transport = "direct"
+    """`direct`: shared memory on CPU, NCCL on GPU. `ipc`: one GPU for both. `files`: a double buffer."""
+    folder: str | None = None
+    """Of `files`; null is `weights` in the run's folder."""
+    pause_mode: PauseMode = "keep"
+    """Requests in flight go on with the new weights (`keep`), are waited for (`wait`) or end (`abort`)."""
+    reset_running_requests: bool = True
+    """Read kept requests again by the new weights, so that no token is computed from blocks of old ones."""
+
+    def __post_init__(self) -> None:
+        _check("sync.transport", self.transport, ("direct", "ipc", "files"))
+        _check("sync.pause_mode", self.pause_mode, ("keep", "wait", "abort"))
+
+
+@dataclass(slots=True, kw_only=True)
+class RayConfig:
+    """The Ray cluster, where engines or collectors are on one."""
+
+    address: str | None = None
+    """Of a cluster that exists (`auto`: this machine's); null starts one on this machine."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectConfig:
+    """What a batch is, and how its answers are sampled."""
+
+    groups_per_batch: int
+    """Prompts of a batch."""
+    group_size: int
+    """Answers to each prompt."""
+    max_new_tokens: int
+    """Of a turn."""
+    max_turns: int = 1
+    """Answers of one conversation; 1 is a question and its answer."""
+    temperature: float = 1.0
+    """1 samples from the policy itself, so that importance ratios are 1."""
+    max_staleness: int | None = None
+    """Versions that a group may be old when it is trained on; null generates on demand, and nothing meanwhile."""
+    num_collectors: int | None = None
+    """Collector actors on Ray; null collects in this process."""
+    cpus_per_collector: int | None = None
+    """Cores of each collector actor; null is Ray's default."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"collect.temperature must be positive, got {self.temperature}.")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainConfig:
+    """The trainer's model, its optimizer, and how long it trains."""
+
+    num_steps: int
+    """Batches of the whole run."""
+    learning_rate: float
+    """The highest of the schedule."""
+    schedule: Schedule = "constant"
+    """After the warm-up; `linear` and `cosine` decay to 0 at `num_steps`, which short runs end before."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises; AdamW's first steps are small enough for a model that is tuned."""
+    weight_decay: float = 0.0
+    """A few hundred small steps are too few for it."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to it: the first steps have norms of 5 and more."""
+    target_reward: float | None = None
+    """End the training once a batch's mean reward is this high; null: never."""
+    device: str = "cpu"
+    """Of the trainer: `cpu`, `cuda`, `cuda:1`."""
+    cpu_threads: int | None = None
+    """Of the trainer; null is all cores."""
+    token_budget: int = 8192
+    """Packed tokens of a micro-batch: bounds memory, changes no gradient."""
+    bin_length: int | None = None
+    """Tokens that are packed into one sequence; null weighs attention against shared prompts."""
+    head_kernel: HeadKernel = "torch"
+    """What makes log-probs of hidden states; `liger` is faster on a GPU, and off by 0.01 to 0.02 nats a token."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass, which saves their memory for a third of the speed."""
+
+    def __post_init__(self) -> None:
+        _check("train.schedule", self.schedule, ("constant", "linear", "cosine"))
+        _check("train.head_kernel", self.head_kernel, ("torch", "liger"))
+
+
+@dataclass(slots=True, kw_only=True)
+class EvalEnvConfig:
+    """A further environment to evaluate in."""
+
+    name: str
+    """Of the task, such as `gsm8k`."""
+    data: Any = None
+    """A file, folder or hub name in place of the task's own problems."""
+    split: str = "test"
+    """Which of its problems."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the task."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EvalConfig:
+    """What is measured on held-out problems, before, during and after training."""
+
+    every: int | None = None
+    """Steps between evaluations; null evaluates before and after training alone."""
+    num_problems: int | None = None
+    """Held-out problems that are used, of each environment; null is all."""
+    num_samples: int = 1
+    """Answers to each of them."""
+    envs: dict[str, EvalEnvConfig] = field(default_factory=dict)
+    """Environments beside the task's own, by the names that their metrics have."""
+    metric: str | None = None
+    """Decides which model is the best, which is kept in `model-best`: such as `eval/gsm8k/pass@1`; null keeps none."""
+    patience: int | None = None
+    """Evaluations in a row without a better one after which training ends; null: it goes on."""
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and self.metric is None:
+            raise ValueError("eval.patience needs eval.metric, by which an evaluation is better than another.")
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptConfig:
+    """What every training script has."""
+
+    run: RunConfig
+    """What the run leaves behind."""
+    model: ModelConfig
+    """What is trained."""
+    env: EnvConfig
+    """What it is trained on."""
+    collect: CollectConfig
+    """What a batch is."""
+    train: TrainConfig
+    """How it is trained on."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """What is measured on problems held out."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """What generates."""
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    """How weights travel."""
+    ray: RayConfig = field(default_factory=RayConfig)
+    """Where actors are."""
+    algorithm: str = ""
+    """A run is resumed by its own."""
+    seed: int = 0
+    """Of the data order, the sampling and torch."""
+    resume: bool = False
+    """Go on with the run in `run.path` where it stopped."""
+    dry_run: bool = False
+    """Try the configuration: tiny model, two groups, two steps, CPU, nothing is left."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GRPOTrainConfig(TrainConfig):
+    """Training by group-relative policy optimization (`GRPOLoss`)."""
+
+    clip_epsilon: float = 0.2
+    """Bound of the ratio to the trainer's own log-probs before the step (PPO's); it is 1 while there is one update."""
+    clip_epsilon_high: float | None = None
+    """The upper bound where it is another one (DAPO's 0.28); null is `clip_epsilon`."""
+    importance_cap: float | None = 2.0
+    """Bound of the weight that makes up for trainer and engine differing: few tokens reach 2 (Yao et al., 2025)."""
+    kl_to_ref_coeff: float | None = None
+    """Weight of the KL to the model that training began with; null, since short runs stay near it."""
+    num_epochs: int = 1
+    """Times that a batch is learned from; 1 is on-policy, answers are seldom so expensive that 2 pays."""
+    num_minibatches: int = 1
+    """Updates an epoch; 1 takes the whole batch's gradient."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GRPOConfig(ScriptConfig):
+    """Of `sota-implementations/grpo/grpo.py`."""
+
+    train: GRPOTrainConfig
+    algorithm: str = "grpo"
+
+
+@dataclass(slots=True, kw_only=True)
+class BestOfGroupConfig(CollectConfig):
+    """Collection of the best answers of each group."""
+
+    num_best: int = 2
+    """Answers kept of each group: more would be the same answer again."""
+    in_background: bool = False
+    """Draw batches in the background, and train on what was kept where none is ready."""
+
+    def __post_init__(self) -> None:
+        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        CollectConfig.__post_init__(self)
+        if self.in_background and self.max_staleness is not None:
+            # Versions that no batch was trained on would make every group too old.
+            raise ValueError("collect.in_background has no bound of staleness: leave collect.max_staleness=null.")
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertIterationTrainConfig(TrainConfig):
+    """Supervised training on a buffer of the best answers."""
+
+    num_updates: int = 4
+    """A step: supervised updates are safe to repeat, answers are expensive to come by."""
+    rows_per_update: int = 16
+    """With four updates a step, about what is kept of one."""
+    max_reuse: int = 8
+    """Times that a row is learned, on average, before new ones are waited for in the background."""
+    buffer_size: int = 512
+    """Rows: those of the last 16 steps and more, older ones are of a worse policy."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertIterationConfig(ScriptConfig):
+    """Of `sota-implementations/expert-iteration/expert_iteration.py`."""
+
+    collect: BestOfGroupConfig
+    train: ExpertIterationTrainConfig
+    algorithm: str = "expert-iteration"

@@ -1,0 +1,379 @@
+"""`Run`: the companion of a training loop that keeps what the loop need not show."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from rich.console import Console
+from tensordict import TensorDictBase
+
+from llmrl.collectors import LLMCollector, NoSignal
+from llmrl.runs.batch_source import BatchSource, Collected, restore
+from llmrl.runs.config import ScriptConfig
+from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
+from llmrl.runs.live_view import LiveView
+from llmrl.runs.report import before_after_table, plot_curve, print_how_to_go_on, resume_command
+from llmrl.runs.resumed_config import resumed_config, save_config
+from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, save_model
+from llmrl.runs.step_metrics import Learned, log_probs_before, metrics_of
+from llmrl.trainer.trained_model import trained_model
+
+Entered = TypeVar("Entered")
+
+
+class NothingLearned(RuntimeError):
+    """A run came to its end and no step of it changed the weights."""
+
+
+class Stateful(Protocol):
+    """What a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """The reverse of `state_dict`."""
+        ...
+
+
+class Run:
+    """Folder, resumption, live view, trackers, checkpoints and the report of a training loop. A context manager.
+
+    The loop is its caller's:
+
+        with Run(cfg) as run:
+            engine = run.enter(start_engine(cfg))
+            ...
+            run.track(collector, engine, tokenizer=tokenizer, model=model, optimizer=optimizer)
+            for step, batch in run.steps(cfg.train.num_steps):
+                report = train_step(loss, batch, optimizer)
+                with run.timer("sync"):
+                    version = collector.update_policy_weights_(model)
+                run.log(step, report, version=version)
+            run.finish()
+
+    A run that was killed is resumed by the same loop: `track` restores the last checkpoint, and `steps` first gives the
+    batches that were saved since, so that what a kill loses is the batch that was being collected. Where engine and
+    loop are deterministic, the weights are then those of a run that was never killed, bit by bit.
+
+    Ctrl-C ends the loop: a wait for a batch at once, a step when it is done, and what follows the loop still runs. A
+    second one is a `KeyboardInterrupt` like any other.
+
+    Args:
+        cfg: its sections `run`, `seed`, `resume` and `dry_run` say what to do; all of it is saved as `config.yaml`.
+        console: where it reports.
+
+    Raises:
+        FileExistsError, FileNotFoundError: when the folder holds a run, or none to resume.
+        ValueError: when the run to be resumed is another one, see `resumed_config`.
+    """
+
+    def __init__(self, cfg: ScriptConfig, *, console: Console | None = None) -> None:
+        from transformers.utils.logging import disable_progress_bar
+
+        self.cfg, self.console = cfg, console or Console()
+        for name, (old, new) in (resumed_config(cfg)[1] if cfg.resume else {}).items():
+            self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
+        self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=cfg.run.trackers)
+        self.summary: dict[str, Any] = self.folder.read_summary()
+        """What is written as `summary.json`."""
+        self.why_stopped = ""
+        """What ended the loop."""
+        self._logged = {int(row["step"]): row for row in self.folder.read_metrics()}
+        self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
+        self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
+        self._tracked: dict[str, Any] = {}
+        self._collector: LLMCollector | None = None
+        self._tokenizer: Any = None
+        self._num_steps = 0
+        self._step = 0  # the last that was begun, and what it trains on, until it has ended
+        self._collected: Collected | None = None
+        self._metrics: dict[str, float] = {}
+        self._begun, self._timed = 0.0, dict[str, float]()
+        self._view: LiveView | None = None
+        self._is_interrupted = False
+        torch.manual_seed(cfg.seed)
+        disable_progress_bar()  # the live view owns the terminal
+
+    # What the loop is made of
+
+    def enter(self, part: contextlib.AbstractContextManager[Entered]) -> Entered:
+        """Enter a context manager that is left at the end of the run, those entered last first."""
+        return self._exit.enter_context(part)
+
+    def track(self, collector: LLMCollector, engine: Any, *, tokenizer: Any, **objects: Stateful) -> None:
+        """Name what a checkpoint holds; of a resumed run, restore it, and give the engine the weights.
+
+        Args:
+            collector: what is drawn from; its place in the data is saved with every batch.
+            engine: whose versions count on from where they were.
+            tokenizer: is saved, for whoever looks at the run, and beside its model.
+            objects: `model`, which the engine's weights are of, and whatever else of the loop has a `state_dict`:
+                optimizer, schedule, buffer.
+
+        Raises:
+            ValueError: when the checkpoint lacks one of them.
+        """
+        self._collector, self._tokenizer, self._tracked = collector, tokenizer, dict(objects)
+        self.folder.save_tokenizer(tokenizer)
+        checkpoint = self.folder.load_checkpoint() if self.cfg.resume else None
+        if checkpoint is not None:
+            missing = [name for name in objects if name not in checkpoint["tracked"]]
+            if missing:
+                raise ValueError(
+                    f"{self.folder.checkpoint_path} has no state of {', '.join(missing)}, but of "
+                    f"{', '.join(checkpoint['tracked'])}: the run was begun by another loop."
+                )
+            for name, tracked in self._tracked.items():
+                tracked.load_state_dict(checkpoint["tracked"][name])
+            restore(collector, checkpoint)
+            self._step = checkpoint["step"]
+            engine.policy_version = self._step - 1  # versions count on from where they were
+            collector.update_policy_weights_(self._tracked["model"])
+        save_config(self.cfg, self.folder.path)  # not before: a run that cannot be resumed keeps its own
+
+    # The loop
+
+    def steps(
+        self,
+        num_steps: int,
+        *,
+        target_reward: float | None = None,
+        in_background: bool = False,
+        needs_batch: Callable[[], bool] = lambda: True,
+    ) -> Iterator[tuple[int, TensorDictBase]]:
+        """The steps to make, from 1, each with its batch, which is saved before it is given.
+
+        Of a resumed run the steps since the checkpoint come first, with the batches of then. The steps end early where
+        the data does, or nothing is left to learn from; `why_stopped` says so.
+
+        Args:
+            num_steps: of the whole run.
+            target_reward: end after a step whose batch has this mean reward.
+            in_background: draw batches in the background; where none is ready a step has an empty batch.
+            needs_batch: whether a step has nothing to train on without new rows; asked in the background only.
+
+        Raises:
+            RuntimeError: before `track`.
+        """
+        if self._collector is None:
+            raise RuntimeError("run.steps needs run.track(collector, engine, model=..., ...) before it.")
+        is_ahead = in_background or self.cfg.collect.max_staleness is not None
+        waiting, training = ("wait for a batch", "train, and generate") if is_ahead else ("generate", "train")
+        self._num_steps, first_step = num_steps, self._step
+        collected: Collected | None = None
+        with LiveView(num_steps, first_step=first_step, console=self.console) as self._view:
+            while (saved := self.folder.load_batch(self._step + 1)) is not None:
+                self._view.doing("train again on what was saved")
+                collected = cast(Collected, saved)
+                restore(self._collector, collected)
+                yield self._begin(collected)
+                self._end()
+            if self.cfg.resume:
+                self.console.print(f"resumed after step {self._step}, {self._step - first_step} of them replayed")
+            started = time.perf_counter()
+            source = BatchSource(self._collector, in_background=in_background, needs_batch=needs_batch, last=collected)
+            with contextlib.closing(source):
+                while not self.why_stopped:
+                    if self._step >= num_steps:
+                        self.why_stopped = f"all {num_steps} steps are done"
+                        break
+                    self._view.doing(waiting)
+                    if (collected := self._take(source)) is None:
+                        break
+                    self.folder.save_batch(self._step + 1, collected)
+                    self._writes.wait()  # the checkpoint being written must not see half an update
+                    self._view.doing(training)
+                    yield self._begin(collected)
+                    self._end()
+                    if target_reward is not None and self._metrics.get("reward_mean", -math.inf) >= target_reward:
+                        self.why_stopped = (
+                            f"the mean reward reached train.target_reward={target_reward:g} at step {self._step}"
+                        )
+        self.console.print(f"trained for {time.perf_counter() - started:.0f} s; {self.why_stopped}", highlight=False)
+
+    def _take(self, source: BatchSource) -> Collected | None:
+        step = self._step + 1
+        try:
+            collected = source.take()
+        except NoSignal as error:
+            self.console.print(f"[bold red]step {step} has nothing to learn from: {error}[/bold red]")
+            self.why_stopped = f"nothing was left to learn from at step {step}"
+            return None
+        except KeyboardInterrupt:
+            self.why_stopped = "interrupted; what was learned so far is kept"
+            return None
+        if collected is None:
+            self.why_stopped = f"the data ended before step {step}"
+        return collected
+
+    def _begin(self, collected: Collected) -> tuple[int, TensorDictBase]:
+        self._step, self._collected = self._step + 1, collected
+        self._metrics, self._timed, self._begun = {}, {}, time.perf_counter()
+        return self._step, collected["batch"]
+
+    def _end(self) -> None:
+        """What follows a step: a checkpoint when it is time."""
+        collected, self._collected = self._collected, None
+        assert collected is not None
+        if self._step % self.cfg.run.checkpoint_every == 0:
+            tracked = {name: tracked.state_dict() for name, tracked in self._tracked.items()}
+            state = {"collector": collected["collector"], "random": random_states(), "tracked": tracked}
+            self._writes.start(self.folder.save_checkpoint, {"step": self._step, **state})
+        if self._is_interrupted:
+            self.why_stopped = "interrupted; what was learned so far is kept"
+
+    @contextlib.contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Measure a part of a step, as its metric `NAME_seconds`; the rest of the step is `train_seconds`."""
+        if self._view is not None:
+            self._view.doing(name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._timed[name] = self._timed.get(name, 0.0) + time.perf_counter() - started
+
+    def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
+        """Record a step: metrics, conversations, tokens, live view; gives its metrics.
+
+        A replayed step that was logged before the kill is not logged again.
+
+        Args:
+            step: as `steps` gave it.
+            learned: the report of `train_step`, or those of a step's several, or metrics.
+            version: of the weights that the engine has now.
+            metrics: further ones.
+
+        Raises:
+            ValueError: for another step than the one being made.
+        """
+        if self._collected is None or step != self._step:
+            raise ValueError(f"step {step} is not being made; run.steps is at {self._step}. Log within the loop.")
+        collected, seconds = self._collected, time.perf_counter() - self._begun
+        timed = {f"{name}_seconds": part for name, part in self._timed.items()}
+        logged = {**collected["metrics"], **metrics_of(learned), **metrics, **timed, "policy_version": float(version)}
+        logged["train_seconds"] = seconds - sum(timed.values())
+        logged["seconds"] = logged["generate_seconds"] + seconds
+        self._metrics = logged
+        if "policy_version" not in self._logged.get(step, {}):
+            self.folder.log_rollouts(step, "train", collected["rollouts"])
+            if collected["batch"].shape[0]:
+                self.folder.tokens.write(step, collected["batch"], log_probs_before(learned, collected["batch"]))
+            self.folder.log_metrics(step, logged)
+        if self._view is not None:
+            self._show(self._view, step, collected["rollouts"], logged)
+        return logged
+
+    def _show(
+        self, view: LiveView, step: int, records: Sequence[Mapping[str, Any]], metrics: Mapping[str, float]
+    ) -> None:
+        view.show_step(step, metrics)
+        if metrics.get("is_skipped"):
+            self.console.print(
+                f"[bold red]step {step} changed nothing: no row, or a loss that is not finite[/bold red]"
+            )
+        if step % self.cfg.run.sample_every == 0 and records:
+            view.show_sample(max(records, key=lambda record: record["reward"]))
+
+    @staticmethod
+    def is_due(step: int, every: int | None) -> bool:
+        """Whether something is to be done after this step; None is never.
+
+        Example:
+            >>> [step for step in range(1, 7) if Run.is_due(step, 3)], Run.is_due(5, None)
+            ([3, 6], False)
+        """
+        return every is not None and step % every == 0
+
+    # Evaluation
+
+    def evaluate(self, step: int, evaluator: Evaluator) -> dict[str, float]:
+        """Evaluate after a step (0: before training) and record it; gives its metrics, such as `eval/sums/pass@1`.
+
+        It changes nothing of the training, random numbers included. A step that was evaluated before a kill is not
+        evaluated again. With `eval.metric` the best model is kept in `model-best`, and with `eval.patience` the loop
+        ends where none is better for so many evaluations.
+        """
+        metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith("eval/")}
+        is_new = not metrics
+        if is_new:
+            states = random_states()
+            if self._view is not None:
+                self._view.doing("evaluate")
+            reports = evaluator.evaluate()
+            restore_random_states(states)
+            metrics = metrics_of_evaluation(reports)
+        if self._best is not None and self._best.see(step, metrics) and is_new and step:
+            self._save_model(self.folder.path / "model-best")
+        if is_new:  # what is recorded is not done again, so this comes last
+            for name, report in reports.items():
+                self.folder.log_rollouts(step, f"eval/{name}", [rollout.to_record() for rollout in report.rollouts])
+            self.summary["after" if step else "before"] = {name: one.to_summary() for name, one in reports.items()}
+            self.folder.write_summary(self.summary)
+            self.folder.log_metrics(step, metrics)
+        if self._best is not None and self._best.is_over and step:
+            self.why_stopped = f"{self._best.metric} was best at step {self._best.step}, and eval.patience is over"
+        return metrics
+
+    # The end
+
+    def finish(self, evaluator: Evaluator | None = None) -> None:
+        """Evaluate, save the model in Hugging Face format, draw the curve, and say what there is and how to go on.
+
+        Raises:
+            NothingLearned: when no step changed the weights.
+        """
+        if self._collected is not None:  # the loop was left in the midst of a step
+            self._end()
+            self.why_stopped = self.why_stopped or f"the loop was left at step {self._step}"
+        if evaluator is not None:
+            self.evaluate(self._step, evaluator)
+        self._writes.wait()
+        self._save_model(self.folder.model_path)
+        metrics = self.folder.read_metrics()
+        plot_curve(metrics, self.folder.curve_path)
+        if "after" in self.summary:
+            self.console.print(before_after_table(self.summary.get("before", {}), self.summary["after"]))
+        if self._num_steps and all(row.get("is_skipped", 1.0) for row in metrics):
+            why = f"no step changed the weights; {self.why_stopped}"
+            self.console.print(f"[bold red]nothing was learned: {why}[/bold red]")
+            raise NothingLearned(f"{self.folder.path}: {why}.")
+        if self.cfg.dry_run:
+            self.console.print("dry run: two steps done")
+        else:
+            print_how_to_go_on(self.console, self.folder, resume_command(self.cfg.run.path, self._num_steps + 20))
+
+    def _save_model(self, path: Path) -> None:
+        model = self._tracked["model"]
+        save_model(model, self._tokenizer, path, trained_model(model).compute_dtype or torch.float32)
+
+    def __enter__(self) -> Run:
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.signal(signal.SIGINT, self._interrupt)
+            self._exit.callback(signal.signal, signal.SIGINT, previous)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._exit.close()
+        self.folder.close()
+        if self.cfg.dry_run:
+            self._writes.wait()
+            shutil.rmtree(self.folder.path)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._collected is None or self._is_interrupted:
+            raise KeyboardInterrupt
+        self._is_interrupted = True  # half an update would be neither the old weights nor the new ones
+        self.console.print("interrupted: this step is finished first; Ctrl-C again ends it now")

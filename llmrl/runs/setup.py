@@ -1,0 +1,170 @@
+"""From a script's configuration to the parts of a training run: environment, engine, weight sync, collector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from llmrl.collectors import LLMCollector, RayLLMCollector
+from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig
+from llmrl.envs import make_task_env
+from llmrl.policies import vLLMWrapper
+from llmrl.rendering import Renderer
+from llmrl.runs.config import EvalEnvConfig, GRPOConfig, ScriptConfig
+from llmrl.runs.dry_run import with_differing_rewards
+from llmrl.testing import ensure_embedded_model
+from llmrl.trainer import LoRAConfig
+from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
+from llmrl.weight_sync.gloo import own_address
+
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+
+# What engines are started with, by the way that weights take to them.
+_WEIGHT_TRANSFER: dict[str, bool | str] = {"direct": True, "ipc": "ipc", "files": "llmrl"}
+
+
+def make_env(cfg: ScriptConfig) -> EnvBase:
+    """The task environment that is trained on: a group of answers to each problem.
+
+    Raises:
+        ValueError, TypeError: see `make_task_env`.
+    """
+    group = {"repeats": cfg.collect.group_size, "seed": cfg.seed}
+    return make_task_env(cfg.env.name, cfg.env.train_split, data=cfg.env.data, **group, **cfg.env.options)
+
+
+def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
+    """What is evaluated, by name: the task's held-out problems, and `eval.envs`; `eval.num_samples` answers to each.
+
+    Raises:
+        ValueError, TypeError: see `make_task_env`.
+    """
+    held_out = {"name": cfg.env.name, "data": cfg.env.data, "split": cfg.env.eval_split, "options": cfg.env.options}
+    envs = {cfg.env.name: EvalEnvConfig(**held_out), **cfg.eval.envs}
+    samples = {"repeats": cfg.eval.num_samples, "seed": cfg.seed}
+    return {
+        name: make_task_env(env.name, env.split, data=env.data, **samples, **env.options) for name, env in envs.items()
+    }
+
+
+def model_folder(cfg: ScriptConfig) -> str:
+    """What transformers and vLLM load: `model.path`, or the folder of the embedded model."""
+    return str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
+
+
+def autocast_dtype(cfg: ScriptConfig) -> torch.dtype | None:
+    """What the trainer computes in over its float32 weights; None where that is float32, too."""
+    return None if cfg.model.dtype == "float32" else torch.bfloat16
+
+
+def clip_bounds(cfg: GRPOConfig) -> tuple[float, float]:
+    """How far below and above 1 the ratio goes before it is clipped."""
+    low, high = cfg.train.clip_epsilon, cfg.train.clip_epsilon_high
+    return low, low if high is None else high
+
+
+def lora_config(cfg: ScriptConfig) -> LoRAConfig | None:
+    """The adapters that `model.lora` describes; None where all weights are trained."""
+    lora = cfg.model.lora
+    if lora.rank is None:
+        return None
+    targets = "all-linear" if lora.target_modules == ["all-linear"] else tuple(lora.target_modules)
+    return LoRAConfig(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
+
+
+def start_engine(cfg: ScriptConfig) -> AsyncVLLM | EngineReplicas:
+    """vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
+
+    Raises:
+        ValueError: for collectors on Ray whose engines are not.
+        EngineError: when an engine does not start.
+    """
+    if cfg.collect.num_collectors is not None and not cfg.engine.use_ray:
+        raise ValueError(
+            "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
+        )
+    options: dict[str, Any] = {
+        "max_model_len": cfg.model.max_model_len,
+        "dtype": cfg.model.dtype,
+        "max_num_seqs": cfg.engine.max_num_seqs,
+        "gpu_memory_utilization": cfg.engine.gpu_memory_utilization,
+        "enforce_eager": cfg.engine.enforce_eager,
+        "cpu_threads": cfg.engine.cpu_threads,
+        "seed": cfg.seed,
+        "weight_transfer": _WEIGHT_TRANSFER[cfg.sync.transport],
+        "engine_args": {"tensor_parallel_size": cfg.engine.tensor_parallel_size},
+    }
+    if cfg.engine.use_ray:
+        options |= {"ray_options": cfg.engine.ray_options, "ray_init_config": ray_config(cfg), "use_ray": True}
+    elif cfg.engine.num_replicas is None:
+        return AsyncVLLM.from_pretrained(model_folder(cfg), **options)
+    options["num_replicas"] = 1 if cfg.engine.num_replicas is None else cfg.engine.num_replicas
+    return EngineReplicas.from_pretrained(model_folder(cfg), **options)
+
+
+def sync_scheme(cfg: ScriptConfig) -> VLLMWeightSyncScheme:
+    """How new weights reach the engines, as `sync` says."""
+    kept: dict[str, Any] = {
+        "pause_mode": cfg.sync.pause_mode,
+        "reset_running_requests": cfg.sync.reset_running_requests,
+    }
+    if cfg.sync.transport == "files":
+        folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
+        return VLLMDoubleBufferSyncScheme(remote_addr=folder, **kept)
+    # Engines on other hosts meet the trainer at an address that they can reach.
+    return VLLMWeightSyncScheme(master_address=own_address() if cfg.ray.address is not None else None, **kept)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFactory:
+    """Builds the policy of a collector actor, over the engines that a registry names."""
+
+    registry: EngineRegistry
+    renderer: Renderer | None
+    sampling: SamplingConfig
+
+    def __call__(self) -> vLLMWrapper:
+        """The policy."""
+        return vLLMWrapper(self.registry.connect(), renderer=self.renderer, generate_kwargs=self.sampling)
+
+
+def make_collector(cfg: ScriptConfig, env: EnvBase, *, policy: vLLMWrapper, **arguments: Any) -> LLMCollector:
+    """`LLMCollector(env, policy=policy, **arguments)`, or with `collect.num_collectors` the same on Ray.
+
+    There each actor builds an environment (`make_env`) and a policy of its own, over the engines that this one has. The
+    rewards of a dry run are made to differ, so that there is something to learn.
+    """
+    if cfg.dry_run:
+        arguments["postproc"] = _after(with_differing_rewards, arguments["postproc"])
+    if cfg.collect.num_collectors is None:
+        return LLMCollector(env, policy=policy, **arguments)
+    assert isinstance(policy.engine, EngineReplicas), "start_engine makes no other on Ray"
+    registry = EngineRegistry.start()
+    registry.publish(policy.engine)
+    return RayLLMCollector(
+        partial(make_env, cfg),
+        policy_factory=PolicyFactory(registry, policy.renderer, policy.sampling),
+        num_collectors=cfg.collect.num_collectors,
+        engine=policy.engine,
+        num_cpus=cfg.collect.cpus_per_collector,
+        ray_init_config=ray_config(cfg),
+        **arguments,
+    )
+
+
+def _after(first: Postproc, then: Postproc) -> Postproc:
+    return lambda batch: then(first(batch))
+
+
+def ray_config(cfg: ScriptConfig) -> dict[str, Any]:
+    """Arguments of `ray.init`: the cluster at `ray.address`, or a new one on this machine, even where one runs."""
+    if cfg.ray.address is None:
+        return {"address": "local", "include_dashboard": False}
+    return {"address": cfg.ray.address}

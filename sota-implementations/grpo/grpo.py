@@ -1,0 +1,126 @@
+"""GRPO: sample a group of answers to each prompt, and make the better ones of a group likelier (arXiv:2402.03300).
+
+With `collect.max_staleness` the engine generates the next batches while this process trains on one; without it, they
+take turns. Everything that is done to the model is below; `Run` keeps the folder, resumption and the live view.
+
+python sota-implementations/grpo/grpo-sync.py                              # the demo
+python sota-implementations/grpo/grpo-async.py                             # the demo, overlapped
+python sota-implementations/grpo/grpo-sync.py task=gsm8k hardware=gpu1     # another task on other hardware
+python sota-implementations/grpo/grpo-sync.py task=gsm8k hardware=gpu1 dry_run=true   # does it hold together?
+python sota-implementations/grpo/grpo-sync.py run.path=runs/mine resume=true
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch: idle threads that spin would take the engine's cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+from llmrl.collectors import RolloutLimits
+from llmrl.objectives import GRPOLoss, MCAdvantage
+from llmrl.policies import vLLMWrapper
+from llmrl.runs.config import GRPOConfig
+from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.launch import launch
+from llmrl.runs.run import Run
+from llmrl.runs.setup import (
+    autocast_dtype,
+    clip_bounds,
+    lora_config,
+    make_collector,
+    make_env,
+    make_eval_envs,
+    model_folder,
+    start_engine,
+    sync_scheme,
+)
+from llmrl.runs.trainer_device import TrainerDevice
+from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_reference, minibatches, train_step
+
+
+def main(cfg: GRPOConfig) -> None:
+    """Train by GRPO."""
+    with Run(cfg) as run:
+        # What is asked. For an environment of your own build a `DatasetChatEnv`, transformed, here.
+        env, eval_envs = make_env(cfg), make_eval_envs(cfg)
+
+        # What answers: vLLM, or several, on what the trainer's device leaves.
+        device = TrainerDevice(cfg)
+        engine = run.enter(start_engine(cfg))
+        tokenizer = engine.get_tokenizer()
+        sampling = {"max_new_tokens": cfg.collect.max_new_tokens, "temperature": cfg.collect.temperature}
+        policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
+
+        # What learns: float32 weights, computing in the engine's dtype.
+        model = load_model(
+            model_folder(cfg),
+            device=device.name,
+            gradient_checkpointing=cfg.train.gradient_checkpointing,
+            lora=lora_config(cfg),
+        )
+        actor = TransformersWrapper(
+            model,
+            temperature=cfg.collect.temperature,
+            token_budget=cfg.train.token_budget,
+            bin_length=cfg.train.bin_length,
+            head_kernel=cfg.train.head_kernel,
+            autocast_dtype=autocast_dtype(cfg),
+        )
+        # The ratio is to the trainer's own log-probs; what the engine computes otherwise is a truncated weight.
+        loss = GRPOLoss(
+            actor,
+            clip_epsilon=clip_bounds(cfg),
+            importance_cap=cfg.train.importance_cap,
+            kl_to_ref_coeff=cfg.train.kl_to_ref_coeff,
+        )
+        reference = make_reference(actor, model_folder(cfg)) if cfg.train.kl_to_ref_coeff is not None else None
+        optimizer, schedule = make_optimizer(
+            model,
+            learning_rate=cfg.train.learning_rate,
+            weight_decay=cfg.train.weight_decay,
+            schedule=cfg.train.schedule,
+            warmup_steps=cfg.train.warmup_steps,
+            num_steps=cfg.train.num_steps,
+        )
+
+        # What plays: groups of answers to the same prompt, compared with each other, as training rows.
+        limits = RolloutLimits(max_turns=cfg.collect.max_turns)
+        collector = run.enter(
+            make_collector(
+                cfg,
+                env,
+                policy=policy,
+                groups_per_batch=cfg.collect.groups_per_batch,
+                max_staleness=cfg.collect.max_staleness,
+                limits=limits,
+                weight_sync_schemes={"policy": sync_scheme(cfg)},
+                postproc=MCAdvantage(grpo_size=cfg.collect.group_size),
+            )
+        )
+        evaluator = run.enter(Evaluator(eval_envs, policy, limits=limits, num_problems=cfg.eval.num_problems))
+
+        run.track(collector, engine, tokenizer=tokenizer, model=model, optimizer=optimizer, schedule=schedule)
+        run.evaluate(0, evaluator)
+        for step, batch in run.steps(cfg.train.num_steps, target_reward=cfg.train.target_reward):
+            if reference is not None:
+                reference(batch)
+            updates = minibatches(
+                batch,
+                loss,
+                num_epochs=cfg.train.num_epochs,
+                num_minibatches=cfg.train.num_minibatches,
+                seed=cfg.seed + step,
+            )
+            reports = [train_step(loss, part, optimizer, max_grad_norm=cfg.train.max_grad_norm) for part in updates]
+            schedule.step()
+            with run.timer("sync"):
+                version = collector.update_policy_weights_(model)
+            run.log(step, reports, version=version)
+            if run.is_due(step, cfg.eval.every):
+                run.evaluate(step, evaluator)
+        run.finish(evaluator)
+
+
+if __name__ == "__main__":
+    launch(main, GRPOConfig, "../config/grpo.yaml")
