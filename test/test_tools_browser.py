@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -21,6 +22,14 @@ LOADING = """<title>Loading</title><body>Loads <img src='{other}/pixel.png'><scr
 .catch(() => document.body.append(' fetch failed'));
 new WebSocket('{other}/socket'.replace('http', 'ws'));</script>
 <iframe src='{other}/frame'></iframe></body>"""
+
+
+POP_UPS = """<title>Pop-ups</title><body><a id=new href='/more' target=_blank>New</a>
+<button id=many onclick="for (let i = 0; i < 20; i++) window.open('/more')">Many</button></body>"""
+WEBRTC = """<title>WebRTC</title><body>gathering<script>
+const peer = new RTCPeerConnection({{iceServers: [{{urls: 'stun:127.0.0.1:{port}'}}]}});
+peer.createDataChannel('x'); peer.createOffer().then(offer => peer.setLocalDescription(offer));
+</script></body>"""
 
 
 class Site:
@@ -47,6 +56,7 @@ class Site:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"127.0.0.1:{self.server.server_port}"
         self.other = ""
+        self.datagram_port = 0
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, path, headers):
@@ -56,6 +66,12 @@ class Site:
             return 200, f"<body>cookie: {headers.get('cookie', 'none')}</body>", {"set-cookie": "seen=1"}
         if path.startswith("/greet"):
             return 200, f"<title>Greeting</title><body>Hello {path.partition('=')[2]}</body>", {}
+        if path == "/loop":
+            return 200, "<title>Loop</title><body>loops<script>while (true) {}</script></body>", {}
+        if path == "/pop-ups":
+            return 200, POP_UPS, {}
+        if path == "/webrtc":
+            return 200, WEBRTC.format(port=self.datagram_port), {}
         page = {"/": HOME, "/loading": LOADING, "/more": "<title>More</title><body>More of it</body>"}.get(path)
         return (200, page.format(other=self.other), {}) if page else (404, "<body>none</body>", {})
 
@@ -123,7 +139,7 @@ def test_only_web_addresses_are_opened(chat, url):
 
 
 def test_failures_are_told_and_the_page_goes_on(sites):
-    transform = BrowserTransform([sites[0].address], timeout=4.0)
+    transform = BrowserTransform([sites[0].address], timeout=8.0)
     try:
         chat = Chat(transform)
         chat.call("navigate", url=f"http://{sites[0].address}/")
@@ -175,6 +191,30 @@ def test_a_browser_that_crashed_is_started_again(sites):
         transform.close()
 
 
-def test_domains_are_asked_for():
-    with pytest.raises(ValueError, match="at least one host name"):
-        BrowserTransform([])
+def test_a_page_that_never_ends_costs_its_call_and_not_the_next(sites):
+    transform = BrowserTransform([sites[0].address], timeout=4.0)
+    try:
+        chat = Chat(transform)
+        assert chat.call("navigate", url=f"http://{sites[0].address}/loop").startswith("Error: ")
+        assert "More of it" in chat.call("navigate", url=f"http://{sites[0].address}/more")
+    finally:
+        transform.close()
+
+
+def test_pop_ups_open_in_the_one_page(chat, sites, browser):
+    chat.call("navigate", url=f"http://{sites[0].address}/pop-ups")
+    [page] = [task.result() for task in browser._pages.values() if task.done()][-1:]
+    assert "More of it" in chat.call("click", selector="#new")
+    chat.call("navigate", url=f"http://{sites[0].address}/pop-ups")
+    chat.call("click", selector="#many")
+    assert len(page.context.pages) == 1
+
+
+def test_no_datagram_leaves_by_webrtc(chat, sites):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.settimeout(3)
+        sites[0].datagram_port = listening.getsockname()[1]
+        assert "gathering" in chat.call("navigate", url=f"http://{sites[0].address}/webrtc")
+        with pytest.raises(TimeoutError):
+            listening.recv(100)

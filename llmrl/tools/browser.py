@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,20 +13,39 @@ from typing import Any
 
 from llmrl._utils.imports import require
 from llmrl.tools.browser_page import PageActions, first_line
-from llmrl.tools.gateway import Gateway
+from llmrl.tools.gateway import Gateway, check_domains
 from llmrl.tools.output import TruncateSide
 from llmrl.tools.tool import Signature, Tool, ToolError
 from llmrl.tools.transform import ToolTransform
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# Of an action's time: what the page has, and what is left to ask whether it still responds.
+_ACTION_SHARE, _RESPONSE_SHARE = 0.6, 0.35
+# A page that does not let itself be closed is left to the browser's end.
+_CLOSE_SECONDS = 10.0
 # What could go around the proxy, or calls home.
 _FLAGS = (
     "--disable-quic",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--disable-background-networking",
     "--disable-dev-shm-usage",
     "--disable-gpu",
 )
+
+
+# A conversation has one page: what would open another goes there.
+_ONE_PAGE = """
+window.open = address => { if (address) location.href = address; return null; };
+addEventListener('click', event => {
+  const link = event.target.closest && event.target.closest('a[target], area[target]');
+  if (link) link.target = '_self';
+}, true);
+"""
+
+
+async def _close_pop_up(page: Any) -> None:
+    await page.close()
 
 
 def find_chromium() -> str | None:
@@ -39,7 +60,8 @@ class BrowserTransform(ToolTransform):
     browser asks for, redirects and what pages load included, goes through a gateway that knows the allowed domains.
 
     Args:
-        allowed_domains: host names, perhaps with a port; what is below one is allowed too.
+        allowed_domains: host names, perhaps with a port; what is below one is allowed too. Names that stand for an
+            address of this machine or its network are refused, unless that address is among them.
         timeout: seconds that one action may take.
         tool_name, tool_parser, max_output_chars, truncate_side: see `ToolTransform`.
         max_pages: pages open at one time; a conversation beyond that waits for one to end, as long as `timeout`.
@@ -48,7 +70,7 @@ class BrowserTransform(ToolTransform):
 
     Raises:
         MissingExtraError: without the `tools` extra.
-        ValueError: without allowed domains.
+        ValueError: without allowed domains, or for one that matches nothing, such as a pattern or an URL.
         FileNotFoundError: when there is no Chromium.
     """
 
@@ -73,11 +95,9 @@ class BrowserTransform(ToolTransform):
             truncate_side=truncate_side,
         )
         require("playwright", extra="tools")
-        if isinstance(allowed_domains, str) or not allowed_domains:
-            raise ValueError(f"allowed_domains must be a list of at least one host name, got {allowed_domains!r}.")
         if max_pages < 1:
             raise ValueError(f"max_pages must be at least 1, got {max_pages}.")
-        self.allowed_domains = tuple(allowed_domains)
+        self.allowed_domains = check_domains(allowed_domains)
         program = executable_path or find_chromium()
         if program is None:
             raise FileNotFoundError(
@@ -105,15 +125,32 @@ class BrowserTransform(ToolTransform):
 
         async def run(arguments: dict[str, Any], conversation_id: str) -> str:
             from playwright.async_api import Error
+            from playwright.async_api import TimeoutError as PageTimeout
 
             valid = signature.validate(arguments)
             page = await self._page(conversation_id)
             try:
                 return await action(PageActions(page, self.allowed_domains, self._screenshot_path), **valid)
+            except asyncio.CancelledError:
+                self._close_page(conversation_id)
+                raise
             except Error as error:
+                if isinstance(error, PageTimeout) and not await self._responds(page):
+                    self._close_page(conversation_id)
+                    raise ToolError(
+                        "the page does not respond and was closed; the next action has a new one."
+                    ) from error
                 raise ToolError(first_line(error)) from error
 
         return Tool(action.__name__, signature.description, signature.schema, run, release=self._release)
+
+    async def _responds(self, page: Any) -> bool:
+        """Whether scripts run in the page: one that never ends keeps all others, and what is done next, waiting."""
+        try:
+            await asyncio.wait_for(page.evaluate("1"), self.timeout * _RESPONSE_SHARE)
+        except Exception:
+            return False
+        return True
 
     def _screenshot_path(self) -> Path:
         assert self.screenshot_folder is not None
@@ -145,6 +182,7 @@ class BrowserTransform(ToolTransform):
         return await self._playwright.chromium.launch(
             executable_path=self._program,
             args=list(_FLAGS),
+            chromium_sandbox=os.getuid() != 0,  # as root it does not start with its own sandbox
             # Loopback too goes through the gateway.
             proxy={"server": f"http://127.0.0.1:{self._port}", "bypass": "<-loopback>"},
         )
@@ -163,8 +201,11 @@ class BrowserTransform(ToolTransform):
         await self._places.acquire()
         try:
             context = await (await self._browser()).new_context(service_workers="block", accept_downloads=False)
-            context.set_default_timeout(self.timeout * 1000)
-            return await context.new_page()
+            context.set_default_timeout(self.timeout * _ACTION_SHARE * 1000)
+            await context.add_init_script(_ONE_PAGE)
+            page = await context.new_page()
+            context.on("page", _close_pop_up)
+            return page
         except BaseException:
             self._places.release()
             raise
@@ -186,7 +227,8 @@ class BrowserTransform(ToolTransform):
         results = await asyncio.gather(opening, return_exceptions=True)
         if not isinstance(results[0], BaseException):
             self._places.release()
-            await asyncio.gather(results[0].context.close(), return_exceptions=True)
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(results[0].context.close(), _CLOSE_SECONDS)
 
     @property
     def num_pages(self) -> int:

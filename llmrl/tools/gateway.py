@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import re
+import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 REFUSED_HEADER = "x-llmrl-refused"
 _MAX_HEAD_BYTES = 64 << 10
 _CONNECT_SECONDS = 20.0
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 
 def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
@@ -29,11 +33,69 @@ def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
     return False
 
 
+def check_domains(allowed_domains: Sequence[str]) -> tuple[str, ...]:
+    """The domains, when each can match something.
+
+    Raises:
+        TypeError: for a string, which is a sequence of letters.
+        ValueError: without a domain, or for an entry that is none: an address with a scheme or path, or a pattern.
+
+    Example:
+        >>> check_domains(["python.org", "127.0.0.1:8000"])
+        ('python.org', '127.0.0.1:8000')
+        >>> check_domains(["*.python.org"])
+        Traceback (most recent call last):
+        ...
+        ValueError: allowed_domains has '*.python.org', which matches nothing; write 'python.org', which allows ...
+    """
+    if isinstance(allowed_domains, str):
+        raise TypeError(f"allowed_domains must be a list of host names, got {allowed_domains!r}; put it in a list.")
+    if not allowed_domains:
+        raise ValueError("allowed_domains must be a list of at least one host name, got an empty one.")
+    for domain in allowed_domains:
+        name, _, port = domain.partition(":")
+        if _HOST_NAME.fullmatch(name.rstrip(".")) and (not port or _is_port(port)):
+            continue
+        host = urlsplit(domain if "//" in domain else f"//{domain}").netloc.lstrip("*.") or "example.org"
+        raise ValueError(
+            f"allowed_domains has {domain!r}, which matches nothing; write {host!r}, which allows what is below it, "
+            "too: a host name or an IPv4 address, perhaps with a port, without scheme, path or pattern."
+        )
+    return tuple(allowed_domains)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16
+
+
+def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> bool:
+    """Whether the gateway connects to an address that a host's name stands for.
+
+    A name may stand for any address on the internet. One of this machine or its network is reached only where the
+    address itself, or the name `localhost`, is among the domains: whoever owns a name decides what it stands for.
+
+    Example:
+        >>> is_reachable("93.184.216.34", "example.org", ["example.org"]), is_reachable("10.0.0.1", "a.org", ["a.org"])
+        (True, False)
+        >>> is_reachable("10.0.0.1", "wiki.corp", ["wiki.corp", "10.0.0.1"])
+        True
+    """
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    parsed = parsed if mapped is None else mapped
+    if parsed.is_global and not parsed.is_multicast:
+        return True
+    named = {domain.partition(":")[0].lower().rstrip(".") for domain in allowed_domains}
+    return str(parsed) in named or (
+        parsed.is_loopback and host.lower().rstrip(".") == "localhost" and "localhost" in named
+    )
+
+
 class Gateway:
     """A forward proxy on loopback that refuses every host but the allowed ones.
 
     The browser sends everything through it: pages, what they load, redirects, web sockets. It also resolves names, so
-    the browser asks nobody.
+    the browser asks nobody, and connects to the very address that it has checked (`is_reachable`).
 
     Args:
         allowed_domains: see `is_allowed`.
@@ -79,14 +141,15 @@ class Gateway:
         address = urlsplit(f"//{target}" if is_tunnel else target)
         host, port = address.hostname or "", address.port or (443 if is_tunnel else 80)
         if not is_allowed(host, port, self.allowed_domains):
-            self.num_refused += 1
-            body = f"Refused: {host} is not an allowed domain."
-            answer = f"HTTP/1.1 403 Refused\r\n{REFUSED_HEADER}: {host}\r\ncontent-length: {len(body)}\r\n"
-            writer.write(f"{answer}content-type: text/plain\r\nconnection: close\r\n\r\n{body}".encode("latin-1"))
-            await writer.drain()
+            await self._refuse(writer, host)
             return
         async with asyncio.timeout(_CONNECT_SECONDS):
-            far_reader, far_writer = await asyncio.open_connection(host, port)
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = [str(entry[4][0]) for entry in found]
+            if not all(is_reachable(address, host, self.allowed_domains) for address in addresses):
+                await self._refuse(writer, host)
+                return
+            far_reader, far_writer = await asyncio.open_connection(addresses[0], port)
         try:
             if is_tunnel:
                 writer.write(b"HTTP/1.1 200 Connected\r\n\r\n")
@@ -96,6 +159,13 @@ class Gateway:
             await _join(reader, writer, far_reader, far_writer)
         finally:
             far_writer.close()
+
+    async def _refuse(self, writer: asyncio.StreamWriter, host: str) -> None:
+        self.num_refused += 1
+        body = f"Refused: {host} is not an allowed domain."
+        answer = f"HTTP/1.1 403 Refused\r\n{REFUSED_HEADER}: {host}\r\ncontent-length: {len(body)}\r\n"
+        writer.write(f"{answer}content-type: text/plain\r\nconnection: close\r\n\r\n{body}".encode("latin-1"))
+        await writer.drain()
 
 
 def _closing(fields: str) -> str:
