@@ -299,7 +299,7 @@ class BatchCollector:
         if len(senders) > 1:
             raise ValueError("start_update is for one scheme; with several call update_policy_weights_.")
         update: Future[int] = senders[0].start_update()
-        update.add_done_callback(lambda done: done.exception() or self._has_new_weights(done.result()))
+        update.add_done_callback(lambda done: None if done.exception() else self._has_new_weights(done.result()))
         return update
 
     def _has_new_weights(self, version: int) -> None:
