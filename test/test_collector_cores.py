@@ -39,9 +39,9 @@ rollouts = st.builds(
 rules = st.builds(
     GroupRules,
     min_survivors=st.integers(1, 4),
-    is_failure_shared=st.booleans(),
+    drop_failed_groups=st.booleans(),
     group_filter=st.sampled_from([None, MCAdvantage().has_signal]),
-    is_truncated_dropped=st.booleans(),
+    drop_truncated=st.booleans(),
     rollout_filter=st.sampled_from([None, lambda rollout: rollout.sample_index % 2 == 0]),
 )
 
@@ -59,7 +59,7 @@ def test_survivors_are_kept_unless_the_group_was_scored_together():
     group = [rollout(0), rollout(1, status=RolloutStatus.ERROR, is_scored=False, reason="engine_error"), rollout(2)]
     kept, dropped = GroupRules().judge(group)
     assert [r.sample_index for r in kept] == [0, 2] and reasons(dropped) == ["engine_error"]
-    kept, dropped = GroupRules(is_failure_shared=True).judge(group)
+    kept, dropped = GroupRules(drop_failed_groups=True).judge(group)
     assert not kept
     assert reasons(dropped) == [DropReason.FAILED_GROUP, "engine_error", DropReason.FAILED_GROUP]
     kept, dropped = GroupRules(min_survivors=3).judge(group)
@@ -74,7 +74,7 @@ def test_groups_without_signal_and_overlong_rollouts_are_dropped_when_asked():
         == [DropReason.CONSTANT_REWARDS] * 2
     )
     mixed = [rollout(0), rollout(1, status=RolloutStatus.TRUNCATED, reason="length")]
-    assert reasons(GroupRules(is_truncated_dropped=True).judge(mixed)[1]) == [DropReason.TRUNCATED]
+    assert reasons(GroupRules(drop_truncated=True).judge(mixed)[1]) == [DropReason.TRUNCATED]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.randoms())

@@ -74,19 +74,19 @@ needs_reasoning_gym = pytest.mark.skipif(
 )
 ENVS = {
     "gsm8k": lambda **options: GSM8KEnv(GSM8K, **options),
-    "gsm8k-plain": lambda **options: GSM8KEnv(GSM8K, is_reasoning=False, **options),
+    "gsm8k-plain": lambda **options: GSM8KEnv(GSM8K, reasoning=False, **options),
     "math": lambda **options: MATHEnv(MATH, **options),
-    "math-plain": lambda **options: MATHEnv(MATH, is_reasoning=False, **options),
+    "math-plain": lambda **options: MATHEnv(MATH, reasoning=False, **options),
     "ifeval": lambda **options: IFEvalEnv(IFEVAL, **options),
-    "ifeval-plain": lambda **options: IFEvalEnv(IFEVAL, is_reasoning=False, **options),
+    "ifeval-plain": lambda **options: IFEvalEnv(IFEVAL, reasoning=False, **options),
     "countdown": lambda **options: CountdownEnv(num_problems=4, **options),
-    "countdown-plain": lambda **options: CountdownEnv(num_problems=4, is_reasoning=False, **options),
+    "countdown-plain": lambda **options: CountdownEnv(num_problems=4, reasoning=False, **options),
     "reasoning-gym": lambda **options: ReasoningGymEnv("chain_sum", num_problems=4, **options),
-    "reasoning-gym-tags": lambda **options: ReasoningGymEnv("chain_sum", num_problems=4, is_reasoning=True, **options),
+    "reasoning-gym-tags": lambda **options: ReasoningGymEnv("chain_sum", num_problems=4, reasoning=True, **options),
     "sum-of-digits": lambda **options: SumOfDigitsEnv(num_problems=4, **options),
-    "sum-of-digits-tags": lambda **options: SumOfDigitsEnv(num_problems=4, is_reasoning=True, **options),
+    "sum-of-digits-tags": lambda **options: SumOfDigitsEnv(num_problems=4, reasoning=True, **options),
     "addition": lambda **options: AdditionEnv(**options),
-    "addition-tags": lambda **options: AdditionEnv(is_reasoning=True, **options),
+    "addition-tags": lambda **options: AdditionEnv(reasoning=True, **options),
     "search": lambda **options: SearchEnv(num_people=4, **options),
 }
 NAMES = [pytest.param(name, marks=needs_reasoning_gym) if name.startswith("reasoning-gym") else name for name in ENVS]
@@ -153,17 +153,17 @@ def test_an_answer_that_was_cut_gets_nothing(name):
     assert data["reward"].item() == 0.0 and not data["terminated"].item()
 
 
-@pytest.mark.parametrize("is_reasoning", [True, False])
+@pytest.mark.parametrize("reasoning", [True, False])
 @pytest.mark.parametrize("row", GSM8K)
-def test_gsm8k_reference_gets_full_reward_and_a_mutated_number_does_not(row, is_reasoning):
+def test_gsm8k_reference_gets_full_reward_and_a_mutated_number_does_not(row, reasoning):
     number = row["answer"].rpartition("#### ")[2]
-    wrap = "<think>hm</think><answer>It is ${}.</answer>" if is_reasoning else "So it is ${}."
-    env = GSM8KEnv([row], is_reasoning=is_reasoning)
+    wrap = "<think>hm</think><answer>It is ${}.</answer>" if reasoning else "So it is ${}."
+    env = GSM8KEnv([row], reasoning=reasoning)
     right = answered(env, wrap.format(number))
     wrong = answered(env, wrap.format(number + "3"))
     assert right["reward"].item() == 1.0 and right["reward_breakdown", "success"].item() == 1.0
     assert wrong["reward"].item() == pytest.approx(0.1) and wrong["reward_breakdown", "success"].item() == 0.0
-    assert right["reward_breakdown", "reward_think"].item() == is_reasoning
+    assert right["reward_breakdown", "reward_think"].item() == reasoning
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_gsm8k_reference_gets_full_reward_and_a_mutated_number_does_not(row, is_
 def test_math_answers_are_compared_as_mathematics(row, given, is_right):
     reward = answered(MATHEnv([MATH[row]]), f"<answer>{given}</answer>")["reward"].item()
     assert reward == pytest.approx(1.0 if is_right else 0.1)
-    assert answered(MATHEnv([MATH[row]], is_reasoning=False), f"So\n\\boxed{{{given}}}")[
-        "reward"
-    ].item() == pytest.approx(reward)
+    assert answered(MATHEnv([MATH[row]], reasoning=False), f"So\n\\boxed{{{given}}}")["reward"].item() == pytest.approx(
+        reward
+    )
 
 
 def test_an_endless_expression_is_wrong():
@@ -185,7 +185,7 @@ def test_an_endless_expression_is_wrong():
 def test_countdown_problems_can_be_solved_and_only_with_their_numbers():
     for problem in countdown_problems(50, seed=3):
         assert 0 < problem["target"] <= 1000
-    env = CountdownEnv(num_problems=8, is_reasoning=False, num_epochs=1)
+    env = CountdownEnv(num_problems=8, reasoning=False, num_epochs=1)
     for _ in range(8):
         data = env.reset()
         solution, target = data["solution"], data["target"]
@@ -201,7 +201,7 @@ def test_what_is_no_expression_gets_the_format_reward_at_most(expression):
 
 
 def test_ifeval_reward_weighs_strict_and_loose_following():
-    env = IFEvalEnv(IFEVAL, is_reasoning=False)
+    env = IFEvalEnv(IFEVAL, reasoning=False)
     assert answered(env, "Red")["reward"].item() == pytest.approx(1.0)
     assert answered(env, "Sure, here:\nRed")["reward"].item() == pytest.approx(0.3)  # loosely, without the first line
     assert answered(env, "Red, blue")["reward"].item() == 0.0
@@ -272,7 +272,7 @@ def test_a_task_of_reasoning_gym_is_configured():
 
 @needs_reasoning_gym
 def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
-    problems = ReasoningGymProblems("chain_sum", has_curriculum=True, window=4)
+    problems = ReasoningGymProblems("chain_sum", curriculum=True, window=4)
     first = problems[0]
     for score in (0.0, 1.0, 1.0, 1.0, 1.0):
         assert problems.levels["chain_sum"] == 0
@@ -288,7 +288,7 @@ def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
 @needs_reasoning_gym
 @pytest.mark.parametrize(("num_cut", "level"), [(0, 1), (306, 0)])
 def test_the_curriculum_sees_answers_that_were_cut(num_cut, level):
-    env = ReasoningGymEnv("chain_sum", num_problems=400, has_curriculum=True, window=340)
+    env = ReasoningGymEnv("chain_sum", num_problems=400, curriculum=True, window=340)
     problems, rubric = env.base_env.problems, find_rubric_reward(env).rubric
     for index in range(340):
         problem = problems[index]
@@ -302,7 +302,7 @@ def test_the_curriculum_sees_answers_that_were_cut(num_cut, level):
 
 @needs_reasoning_gym
 def test_the_next_epoch_comes_at_the_level_that_was_reached():
-    problems = ReasoningGymProblems("chain_sum", num_problems=4, has_curriculum=True, window=1)
+    problems = ReasoningGymProblems("chain_sum", num_problems=4, curriculum=True, window=1)
     assert [problems[index]["level"] for index in range(4)] == [0] * 4
     problems.record("chain_sum", 0, 1.0)
     assert [problems[index]["level"] for index in range(4)] == [1] * 4
@@ -315,7 +315,7 @@ def test_a_curriculum_survives_with_the_state_of_a_collector(renderer):
         return f"{eval(text.split(':')[1].split('=')[0])}<|im_end|>"
 
     def make():
-        env = ReasoningGymEnv("chain_sum", num_problems=8, has_curriculum=True, window=4, repeats=2)
+        env = ReasoningGymEnv("chain_sum", num_problems=8, curriculum=True, window=4, repeats=2)
         policy = LLMWrapperBase(ScriptedEngine(answer, encode=renderer.encode), renderer=renderer)
         return env, LLMCollector(env, policy=policy, dialog_turns_per_batch=4)
 
@@ -412,7 +412,7 @@ def test_a_gymnasium_env_plays_as_a_conversation():
 @needs_reasoning_gym
 def test_a_curriculum_is_saved_and_a_group_goes_on_with_its_problem():
     def make():
-        return ReasoningGymEnv("chain_sum", num_problems=8, has_curriculum=True, window=2, repeats=4)
+        return ReasoningGymEnv("chain_sum", num_problems=8, curriculum=True, window=2, repeats=4)
 
     env = make()
     opened = env.reset()

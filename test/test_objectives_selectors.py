@@ -44,11 +44,11 @@ def test_batch_normalized_advantages_are_those_of_reinforce_plus_plus() -> None:
     rewards = {"a": [0.0, 1.0, 1.0], "b": [2.0, 2.0, 5.0]}
     rows = [_row(g, i, r) for g, group in rewards.items() for i, r in enumerate(group)]
     everything = torch.tensor([r for group in rewards.values() for r in group])
-    plain = MCAdvantage(normalization="none", is_batch_normalized=True)(_batch(*(r.clone() for r in rows)))
+    plain = MCAdvantage(normalization="none", normalize_batch=True)(_batch(*(r.clone() for r in rows)))
     expected = (everything - everything.mean()) / everything.std()
     assert _values(plain, "advantage") == pytest.approx(expected.tolist(), rel=1e-5)
     centred = torch.cat([torch.tensor(group) - torch.tensor(group).mean() for group in rewards.values()])
-    baseline = MCAdvantage(normalization="mean", is_batch_normalized=True)(_batch(*rows))
+    baseline = MCAdvantage(normalization="mean", normalize_batch=True)(_batch(*rows))
     expected = (centred - centred.mean()) / centred.std()
     assert _values(baseline, "advantage") == pytest.approx(expected.tolist(), rel=1e-5)
 
@@ -59,7 +59,7 @@ def test_groups_without_signal_stay_in_the_mean_and_deviation_of_the_batch() -> 
     deviation = math.sqrt(sum(value**2 for value in centred) / (len(centred) - 1))
     for drop in (True, False):
         rows = [_row(g, i, r) for g, group in rewards.items() for i, r in enumerate(group)]
-        advantage = MCAdvantage(normalization="mean", is_batch_normalized=True, drop_constant_groups=drop)
+        advantage = MCAdvantage(normalization="mean", normalize_batch=True, drop_constant_groups=drop)
         expected = [value / deviation for value in centred if value or not drop]
         assert _values(advantage(_batch(*rows)), "advantage") == pytest.approx(expected, abs=1e-6)
         assert advantage.num_constant_groups == 2
@@ -93,7 +93,7 @@ def test_reinforce_plus_plus_charges_each_token_with_the_kl_that_is_to_come(norm
         values.append(rewards[name] - baselines[name[0]] - 0.2 * to_go)
     mean = sum(values) / len(values)
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    advantage = MCAdvantage(normalization=normalization, is_batch_normalized=True, kl_penalty=KLPenalty(0.2))
+    advantage = MCAdvantage(normalization=normalization, normalize_batch=True, kl_penalty=KLPenalty(0.2))
     batch = advantage(_batch(*rows))
     assert batch.shape == (6,) and _values(batch, "next", "reward") == [
         rewards[row["rollout", "rollout_id"]] for row in rows
@@ -116,19 +116,19 @@ def test_a_kl_is_charged_once() -> None:
     row["next", "ref_log_probs"] = {"full": torch.ones(3)}
     row["masks"] = {"all_assistant_mask": torch.ones(3, dtype=torch.bool)}
     penalty = KLPenalty(0.1)
-    advantage = MCAdvantage(normalization="none", is_batch_normalized=True, kl_penalty=penalty)
+    advantage = MCAdvantage(normalization="none", normalize_batch=True, kl_penalty=penalty)
     with pytest.raises(ValueError, match="not both"):
         advantage(penalty(_batch(row)))
 
 
 def test_batch_normalization_is_refused_where_there_is_no_whole_batch() -> None:
     with pytest.raises(ValueError, match="needs whole batches"):
-        MCAdvantage(grpo_size=1, is_batch_normalized=True).inv(_batch(_row("a", 0, 1.0)))
+        MCAdvantage(grpo_size=1, normalize_batch=True).inv(_batch(_row("a", 0, 1.0)))
 
 
 def test_constant_groups_have_signal_where_the_baseline_is_the_batch() -> None:
     rows = [_row("a", 0, 1.0), _row("a", 1, 1.0), _row("b", 0, 0.0), _row("b", 1, 0.0)]
-    batch = MCAdvantage(normalization="none", is_batch_normalized=True)(_batch(*rows))
+    batch = MCAdvantage(normalization="none", normalize_batch=True)(_batch(*rows))
     assert len(_values(batch, "advantage")) == 4 and sum(_values(batch, "advantage")) == pytest.approx(0, abs=1e-6)
 
 
@@ -252,7 +252,7 @@ def test_a_penalty_is_the_kl_of_the_whole_rollout_off_every_row(estimator: Any) 
         (lambda: MCAdvantage(candidate_group_size=3), "candidate_group_size"),
         (lambda: MCAdvantage(keep_return_bounds=(1.0, 0.0)), "keep_return_bounds"),
         (lambda: MCAdvantage(component_weights={}), "component_weights"),
-        (lambda: MCAdvantage(kl_penalty=KLPenalty(0.1)), "is_batch_normalized=True"),
+        (lambda: MCAdvantage(kl_penalty=KLPenalty(0.1)), "normalize_batch=True"),
         (lambda: MCAdvantageSelector("best"), "strategy"),  # type: ignore[arg-type]
         (lambda: TopKRewardSelector(2, 3), "topk_size"),
         (lambda: KLPenalty(0.1, estimator="k9"), "estimator"),  # type: ignore[arg-type]

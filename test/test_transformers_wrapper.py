@@ -308,7 +308,7 @@ def test_chunked_log_probs_and_entropies_are_exact_in_value_and_gradient(
         bias=bias,
         transform=transform,
         chunk_size=4,
-        has_entropy=True,
+        return_entropy=True,
     )
     everything = _naive(hidden, weight, bias, transform)
     wanted = everything[positions, targets]
@@ -357,7 +357,7 @@ def test_entropy_of_logits_that_are_minus_infinity_is_finite_and_costs_no_backwa
     bias = torch.zeros(7, dtype=torch.float64)
     bias[2] = -math.inf
     targets = torch.tensor([0, 1, 6])
-    log_probs, entropy = chunked_log_probs(hidden, weight, targets, bias=bias, has_entropy=True)
+    log_probs, entropy = chunked_log_probs(hidden, weight, targets, bias=bias, return_entropy=True)
     kept = torch.tensor([0, 1, 3, 4, 5, 6])
     everything = (hidden @ weight[kept].T).log_softmax(-1)
     wanted = -(everything.exp() * everything).sum(-1)

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Unpack, get_args, get_origin, get_type_hints
+from typing import Self, Unpack, get_args, get_origin, get_type_hints
 
 
 def refuse_unknown(
@@ -49,7 +49,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 @functools.cache
-def keywords_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
+def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
     """Names that a function takes as keywords, those of a typed `**options` included; None where it takes any.
 
     Example:
@@ -87,7 +87,7 @@ class KnownArguments:
     explained_arguments: Mapping[str, str] = {}
     """What to do instead of keywords that TorchRL's class of this name has."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         known = keywords_of(cls.__init__)
         if known is not None:
             refuse_unknown(cls.__name__, kwargs, known, cls.explained_arguments)

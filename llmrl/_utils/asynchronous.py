@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
 
-def run_sync(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def run_sync(coroutine: Coroutine[object, None, Result]) -> Result:
     """Run a coroutine to its end, also where an event loop is already running (notebooks).
 
     Example:

@@ -10,7 +10,9 @@ import asyncio
 import threading
 import traceback
 from collections.abc import Awaitable
-from typing import Any
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class EscapedError(RuntimeError):
@@ -55,7 +57,7 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-async def guarded(work: Awaitable[Any]) -> Any:
+async def guarded(work: Awaitable[Result]) -> Result:
     """Await something of a user's in a task of its own: only exceptions, and cancellations, leave it."""
     try:
         return await work
@@ -68,7 +70,7 @@ async def guarded(work: Awaitable[Any]) -> Any:
         raise as_exception(error) from error
 
 
-async def contained(work: Awaitable[Any]) -> Any:
+async def contained(work: Awaitable[Result]) -> Result:
     """Await something of a user's on this loop: what leaves it is an exception; a cancellation is always the caller's.
 
     When the caller is cancelled, `work` is too, and not waited for.
@@ -85,7 +87,7 @@ async def contained(work: Awaitable[Any]) -> Any:
     return result_of(task)
 
 
-def result_of(task: asyncio.Future[Any]) -> Any:
+def result_of(task: asyncio.Future[Result]) -> Result:
     """The result of a task that has ended, and that nobody here cancelled.
 
     Raises:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename.
 
     The content reaches the disk before the name that leads to it. What `write` raises is raised, and nothing is left.

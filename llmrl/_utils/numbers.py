@@ -7,13 +7,12 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest float32, in which rewards are kept."""
 
 
-def finite_number(value: Any, name: str) -> float:
+def finite_number(value: object, name: str) -> float:
     """A number as a float: of Python, NumPy or a tensor of one element; true is 1.
 
     Args:
@@ -34,7 +33,7 @@ def finite_number(value: Any, name: str) -> float:
     try:
         if isinstance(value, str | bytes | bytearray):
             raise TypeError
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]  # whatever has no float raises
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises the last
         raise TypeError(f"{name} must be a number, got {value!r:.80} ({type(value).__name__}).") from None
     except OverflowError:
@@ -44,7 +43,7 @@ def finite_number(value: Any, name: str) -> float:
     return number
 
 
-def location_of(function: Callable[..., Any], error: BaseException | None = None) -> str:
+def location_of(function: Callable[..., object], error: BaseException | None = None) -> str:
     """`file:line` of a function's definition, or of the last of its lines that an error passed; "" of a built-in one.
 
     Example:

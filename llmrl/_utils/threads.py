@@ -7,9 +7,12 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from llmrl._utils.failure import as_exception
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class WorkerThread:
@@ -28,7 +31,7 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._begin()
 
     def _begin(self) -> None:
@@ -41,7 +44,13 @@ class WorkerThread:
         self._is_left.set()
         self._begin()
 
-    async def call(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    async def call(
+        self,
+        function: Callable[Parameters, Result],
+        /,
+        *arguments: Parameters.args,
+        **keywords: Parameters.kwargs,
+    ) -> Result:
         """Call a function in the thread.
 
         Raises:
@@ -56,7 +65,9 @@ class WorkerThread:
         self._calls.put(None)
 
 
-async def run_in_thread(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+async def run_in_thread(
+    function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
+) -> Result:
     """Run a function in a thread of its own, which is left behind when nobody waits for it any more.
 
     Raises:
@@ -71,10 +82,10 @@ async def run_in_thread(function: Callable[..., Any], /, *arguments: Any, **keyw
     return await call.future
 
 
-class _Call:
+class _Call(Generic[Result]):
     __slots__ = ("_function", "_loop", "future")
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Result]) -> None:
         self._function, self._loop = function, asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self._loop.create_future()
 
@@ -87,7 +98,7 @@ class _Call:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             self._loop.call_soon_threadsafe(self._settle, result, failure)
 
-    def _settle(self, result: Any, error: Exception | None) -> None:
+    def _settle(self, result: Result | None, error: Exception | None) -> None:
         if self.future.done():
             return
         if error is None:
@@ -96,7 +107,7 @@ class _Call:
             self.future.set_exception(error)
 
 
-def _work(calls: queue.SimpleQueue[_Call | None], is_left: threading.Event) -> None:
+def _work(calls: queue.SimpleQueue[_Call[Any] | None], is_left: threading.Event) -> None:
     while not is_left.is_set():
         call = calls.get()
         if call is None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.text import Text
 from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import EnvBase
 
 from llmrl.data import Message, text_of
 from llmrl.data.tensordicts import plain
 from llmrl.envs import ChatEnv
+from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PythonInterpreter
 
 HELP = "/tokens shows the last answer's tokens by probability, /reset forgets, /quit ends"
@@ -29,7 +30,7 @@ class ChatSession:
         env: a `ChatEnv`, with transforms that answer.
     """
 
-    def __init__(self, policy: Any, env: Any) -> None:
+    def __init__(self, policy: LLMWrapperBase, env: EnvBase) -> None:
         self.policy, self.env = policy, env
         self._state: TensorDictBase | None = None
 
@@ -64,13 +65,13 @@ class ChatSession:
         self._state = None
 
 
-def make_env(*, system_prompt: str | None, tools: list[str]) -> Any:
+def make_env(*, system_prompt: str | None, tools: list[str]) -> EnvBase:
     """A `ChatEnv` with the named tools.
 
     Raises:
         ValueError: for an unknown tool.
     """
-    env: Any = ChatEnv(system_prompt=system_prompt)
+    env: EnvBase = ChatEnv(system_prompt=system_prompt)
     for tool in tools:
         if tool != "python":
             raise ValueError(f"--tool must be 'python', got {tool!r}.")

@@ -21,7 +21,6 @@ from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallDet
 from llmrl.collectors.report import Collected, CollectionReport, is_empty
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
-from llmrl.collectors.senders import WeightSenders
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.staleness import StalenessGate
 from llmrl.collectors.torchrl_names import missing_attribute
@@ -88,7 +87,7 @@ class BatchCollector:
         self._signal_watch = StallDetector(
             max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
         )
-        self._senders = WeightSenders(weight_sync_schemes)
+        self._schemes, self._senders = dict(weight_sync_schemes or {}), dict[str, Any]()
         self.report: CollectionReport | None = None
         """What the collection of the last batch did."""
         self.rollouts: list[Rollout] = []
@@ -275,36 +274,34 @@ class BatchCollector:
     # Weights
 
     def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
-        """Send the trainer's weights to the engines; the new policy version.
+        """Send the trainer's weights to the engines by the schemes; the new policy version.
 
-        The first call needs the trainer's model (or a mapping of its weights) and opens the way; later ones remember
-        it. The scheme is that of `weight_sync_schemes`, or the one that the engine wants.
+        The first call needs the trainer's model (or a mapping of its weights); later ones remember it.
 
         Raises:
-            ValueError: without a model at the first call.
+            ValueError: without a scheme, or without a model at the first call.
         """
-        version = max(sender.update_weights() for sender in self._senders.of(policy_or_weights, self._source.engine))
-        self._has_new_weights(version)
+        if not self._schemes:
+            raise ValueError("update_policy_weights_ needs weight_sync_schemes={'policy': scheme}.")
+        version = 0
+        for name, scheme in self._schemes.items():
+            if name not in self._senders:
+                if policy_or_weights is None:
+                    raise ValueError("the first update_policy_weights_ needs the trainer's model.")
+                self._senders[name] = self._make_sender(scheme, policy_or_weights)
+            version = max(version, self._senders[name].update_weights())
+        self._background.post(self._scheduler.notify)
         return version
 
-    def start_update(self, policy_or_weights: Any = None) -> Future[int]:
-        """As `update_policy_weights_`, but training may go on as soon as this returns: a copy is sent meanwhile.
+    def _make_sender(self, scheme: Any, model: Any) -> Any:
+        from llmrl.weight_sync import get_model_metadata
 
-        The future has the new policy version, or the error; ask for it before the next update.
-
-        Raises:
-            ValueError: without a model at the first call, or with several schemes.
-        """
-        senders = self._senders.of(policy_or_weights, self._source.engine)
-        if len(senders) > 1:
-            raise ValueError("start_update is for one scheme; with several call update_policy_weights_.")
-        update: Future[int] = senders[0].start_update()
-        update.add_done_callback(lambda done: None if done.exception() else self._has_new_weights(done.result()))
-        return update
-
-    def _has_new_weights(self, version: int) -> None:
-        if not self._background.is_closed:
-            self._background.post(self._scheduler.notify)
+        if self._source.engine is None:
+            raise ValueError("weight_sync_schemes need an engine that is reached from here: pass engine=.")
+        sender = scheme.create_sender()
+        sender.register_model(model)
+        sender.init_all_workers_group(get_model_metadata(model), self._source.engine)
+        return sender
 
     @property
     def policy_version(self) -> int:
@@ -372,7 +369,9 @@ class BatchCollector:
                 self._filler.stop(timeout)
             self._background.close()
             self._source.shutdown()
-        self._senders.shutdown()
+        for sender in self._senders.values():
+            sender.shutdown()
+        self._senders = {}
 
     def async_shutdown(self, timeout: float | None = 10.0) -> None:
         """The same, for a collector that was started in the background."""

@@ -65,8 +65,7 @@ class LLMCollector(BatchCollector):
         limits: turn, prompt and time limits of a rollout.
         step_timeout_seconds: limit of one environment step, its tools included.
         track_policy_version: adds a `PolicyVersion` that follows the engine; or one of yours.
-        weight_sync_schemes: by policy name (`{"policy": scheme}`), for `update_policy_weights_`; by default the scheme
-            that the engine wants.
+        weight_sync_schemes: by policy name (`{"policy": scheme}`); `update_policy_weights_` uses them.
         async_envs: conversations never wait for each other, so only true makes sense.
         flatten_data: batches have one dimension, so only true makes sense.
         verbose: print a line about each batch to stderr.
@@ -152,7 +151,7 @@ class LLMCollector(BatchCollector):
         scheduler = RolloutScheduler(
             source,
             gate,
-            rules=group_rules or GroupRules(is_failure_shared=source.is_group_scored),
+            rules=group_rules or GroupRules(drop_failed_groups=source.is_group_scored),
             max_concurrent_rollouts=self.max_concurrent_rollouts,
             units=shape.units,
             patience=max(1, shape.size if shape.kind == "groups" else 8),

@@ -49,9 +49,9 @@ class GroupRules:
 
     min_survivors: int = 1
     """Scored rollouts that a group needs."""
-    is_failure_shared: bool = False
+    drop_failed_groups: bool = False
     """Whether one failed rollout takes its whole group along, as it must where a group is scored together."""
-    is_truncated_dropped: bool = False
+    drop_truncated: bool = False
     """Overlong filtering: rollouts that a limit cut leave batch and baseline (DAPO, section 3.4)."""
     rollout_filter: Callable[[Rollout], bool] | None = None
     """Says of each scored rollout whether it is kept."""
@@ -69,7 +69,7 @@ class GroupRules:
         reasons = [self._reason(rollout) for rollout in rollouts]
         kept = [rollout for rollout, reason in zip(rollouts, reasons, strict=True) if not reason]
         whole = ""
-        if self.is_failure_shared and any(not rollout.status.is_success for rollout in rollouts):
+        if self.drop_failed_groups and any(not rollout.status.is_success for rollout in rollouts):
             whole = DropReason.FAILED_GROUP
         elif len(kept) < self.min_survivors:
             whole = DropReason.TOO_FEW_SURVIVORS
@@ -84,7 +84,7 @@ class GroupRules:
             return (not rollout.status.is_success and rollout.reason) or DropReason.UNSCORED
         if not rollout.num_completion_tokens:
             return rollout.reason or DropReason.NOTHING_TRAINED
-        if self.is_truncated_dropped and rollout.status.name == "TRUNCATED":
+        if self.drop_truncated and rollout.status.name == "TRUNCATED":
             return DropReason.TRUNCATED
         if self.rollout_filter is not None and not self.rollout_filter(rollout):
             return DropReason.FILTERED

@@ -115,9 +115,11 @@ class RayLLMCollector(LLMCollector):
         """Tell the collector of one such update."""
         self.set_policy_version(self.policy_version + 1)
 
-    def _has_new_weights(self, version: int) -> None:
-        self._ray_source.version = version
-        super()._has_new_weights(version)
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
+        """Send the trainer's weights to the engines by the schemes; the new policy version."""
+        version = super().update_policy_weights_(policy_or_weights)
+        self.set_policy_version(version)
+        return version
 
 
 def _ahead(arguments: Mapping[str, Any]) -> dict[str, Any]:

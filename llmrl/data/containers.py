@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorClass
 from torchrl.data import Composite, NonTensor, Unbounded
 
-from llmrl.data.history import History
+from llmrl._utils.types import Tokenizer
+from llmrl.data.history import History, flatten
 from llmrl.data.tensordicts import batch_elements, documented, restacked
+
+Turn = TypeVar("Turn")
+Converted = TypeVar("Converted")
 
 
 @documented
@@ -39,7 +43,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
         entries = {key: History.default_spec(shape) for key in keys}
         return Composite(entries, shape=torch.Size(shape), data_cls=ChatHistory)
 
-    def to_text(self, tokenizer: Any, *, chat_template: str | None = None) -> Text:
+    def to_text(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> Text:
         """As the chat template writes it; a prompt up to where the assistant is to speak, a response what follows.
 
         For reading, and for supervised data: what a policy was given and sampled is in `("tokens", ...)`.
@@ -54,7 +58,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
             options: dict[str, Any] = {} if chat_template is None else {"chat_template": chat_template}
             return history.apply_chat_template(tokenizer, add_generation_prompt=is_prompt, **options)
 
-        def convert(turn: Any) -> Text:
+        def convert(turn: ChatHistory) -> Text:
             prompt, full = render(turn.prompt, is_prompt=True), render(turn.full)
             if prompt is None or full is None:
                 return Text(prompt=prompt, response=render(turn.response), full=full)
@@ -66,7 +70,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         return _each(self, convert)
 
-    def to_tokens(self, tokenizer: Any, *, chat_template: str | None = None) -> Tokens:
+    def to_tokens(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> Tokens:
         """Token ids of `to_text`."""
         return self.to_text(tokenizer, chat_template=chat_template).to_tokens(tokenizer)
 
@@ -82,10 +86,10 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     _documentation = __doc__
 
-    prompt: Any = None
-    """str; a list of str for a batch."""
-    response: Any = None
-    full: Any = None
+    prompt: str | None = None
+    """A list of them for a batch."""
+    response: str | None = None
+    full: str | None = None
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
@@ -93,7 +97,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         entries = {key: NonTensor(shape=tuple(shape), example_data="") for key in keys}
         return Composite(entries, shape=torch.Size(shape), data_cls=Text)
 
-    def to_tokens(self, tokenizer: Any) -> Tokens:
+    def to_tokens(self, tokenizer: Tokenizer) -> Tokens:
         """Token ids; the template has written all special tokens, so none is added."""
 
         def encode(text: str | None) -> torch.Tensor | None:
@@ -101,7 +105,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
                 return None
             return torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
 
-        def convert(turn: Any) -> Tokens:
+        def convert(turn: Text) -> Tokens:
             prompt, full = encode(turn.prompt), encode(turn.full)
             # By number of ids, since the text of a prompt may end within a token of the whole.
             is_split = prompt is not None and full is not None
@@ -122,13 +126,14 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
             ['15']
         """
 
-        def convert(turn: Any) -> ChatHistory:
+        def convert(turn: Text) -> ChatHistory:
             prompt, full = (
                 None if text is None else History.from_text(text, family=family) for text in (turn.prompt, turn.full)
             )
             response = None
             if prompt is not None and full is not None:
-                response = History.from_chats(full.chats[len(prompt.chats) :], check=False)
+                [given], [whole] = flatten(prompt.chats), flatten(full.chats)
+                response = History.from_chats(whole[len(given) :], check=False)
             return ChatHistory(prompt=prompt, response=response, full=full)
 
         return _each(self, convert)
@@ -181,7 +186,7 @@ class Tokens(_Ragged):
         """The spec of a turn with these entries."""
         return _ragged_spec(Tokens, shape, keys, torch.int64)
 
-    def to_text(self, tokenizer: Any, *, skip_special_tokens: bool = False) -> Text:
+    def to_text(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> Text:
         """Decoded."""
 
         def decode(token_ids: torch.Tensor | None) -> str | None:
@@ -191,9 +196,12 @@ class Tokens(_Ragged):
                 token_ids.tolist(), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
 
-        return _each(self, lambda turn: Text(**{key: decode(turn.get(key)) for key in ("prompt", "response", "full")}))
+        def convert(turn: Tokens) -> Text:
+            return Text(prompt=decode(turn.prompt), response=decode(turn.response), full=decode(turn.full))
 
-    def to_history(self, tokenizer: Any, *, family: str | None = None) -> ChatHistory:
+        return _each(self, convert)
+
+    def to_history(self, tokenizer: Tokenizer, *, family: str | None = None) -> ChatHistory:
         """Decoded, and read back as messages; see `Text.to_history`."""
         return self.to_text(tokenizer).to_history(family=family)
 
@@ -248,6 +256,6 @@ def _ragged_spec(cls: type, shape: Sequence[int], keys: Sequence[str], dtype: to
     return Composite(entries, shape=torch.Size(shape), data_cls=cls)
 
 
-def _each(container: Any, convert: Callable[[Any], Any]) -> Any:
+def _each(container: TensorClass, convert: Callable[[Turn], Converted]) -> Converted:
     """The conversions of the single conversations of a batch of any shape."""
     return restacked([convert(turn) for turn in batch_elements(container)], container.batch_size)

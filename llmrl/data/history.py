@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass
 from torchrl.data import Composite, NonTensor
 
+from llmrl._utils.types import Nested, Tokenizer
 from llmrl.data.message import Message, check_messages, text_of
 from llmrl.data.templated_text import assistant_spans, parse_templated
 from llmrl.data.tensordicts import container_of, documented, non_tensor
+
+Result = TypeVar("Result")
+Chats: TypeAlias = Sequence[Message] | Sequence["Chats"]
+"""One conversation, or any nesting of lists of them."""
 
 
 class Chat:
@@ -67,11 +72,11 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     _documentation = __doc__
 
-    messages: Any
+    messages: Chat | NonTensorStack
     """A `Chat` for one conversation (batch shape `[]`); nested lists of them for a batch. Read `chats`."""
 
     @classmethod
-    def from_chats(cls, chats: Sequence[Any], *, check: bool = True) -> History:
+    def from_chats(cls, chats: Chats, *, check: bool = True) -> History:
         """Build from one conversation (a list of messages) or any nesting of lists of conversations.
 
         Raises:
@@ -80,11 +85,11 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         if is_conversation(chats):
             messages = Chat(check_messages(chats) if check else chats)
             return container_of(cls, {"messages": non_tensor(messages)})
-        elements = [cls.from_chats(chat, check=check) for chat in chats]
-        return torch.stack(elements, 0) if elements[0].batch_size else stack_histories(elements)
+        elements = [cls.from_chats(chat, check=check) for chat in cast("Sequence[Chats]", chats)]
+        return _stacked(elements)
 
     @classmethod
-    def from_text(cls, text: str | Sequence[Any], *, family: str | None = None) -> History:
+    def from_text(cls, text: Nested[str], *, family: str | None = None) -> History:
         r"""Read back what a chat template wrote: one text, or any nesting of lists of texts.
 
         Args:
@@ -104,10 +109,10 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 messages[-1] = {**messages[-1], "is_complete": False}
             return cls.from_chats(messages, check=False)
         elements = [cls.from_text(one, family=family) for one in text]
-        return torch.stack(elements, 0) if elements[0].batch_size else stack_histories(elements)
+        return _stacked(elements)
 
     @property
-    def chats(self) -> Any:
+    def chats(self) -> Nested[tuple[Message, ...]]:
         """The messages: a tuple for one conversation, nested lists of tuples for a batch."""
         chats = _to_lists(self.messages)
         if isinstance(chats, tuple):  # one value broadcast over the batch, as specs make it
@@ -115,27 +120,27 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 chats = [chats] * size
         return chats
 
-    def to_chats(self) -> list[Any]:
+    def to_chats(self) -> Nested[list[dict[str, object]]]:
         """Plain lists of message dicts, nested as the batch is; the reverse of `from_chats`."""
         return _map_chats(self.chats, lambda chat: [dict(message) for message in chat])
 
     @property
-    def role(self) -> Any:
+    def role(self) -> Nested[list[str]]:
         """Roles of the messages, nested as the batch is."""
         return _map_chats(self.chats, lambda chat: [message["role"] for message in chat])
 
     @property
-    def content(self) -> Any:
+    def content(self) -> Nested[list[str]]:
         """Texts of the messages, nested as the batch is."""
         return _map_chats(self.chats, lambda chat: [text_of(message.get("content")) for message in chat])
 
     @property
-    def tool_calls(self) -> Any:
+    def tool_calls(self) -> Nested[list[list[dict[str, object]]]]:
         """Tool calls of the messages, an empty list where there are none, nested as the batch is."""
         return _map_chats(self.chats, lambda chat: [list(message.get("tool_calls") or ()) for message in chat])
 
     @property
-    def tool_responses(self) -> Any:
+    def tool_responses(self) -> Nested[list[str | None]]:
         """Texts of the messages that answer a tool call, None for the others, nested as the batch is."""
 
         def answers(chat: Sequence[Message]) -> list[str | None]:
@@ -144,12 +149,12 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return _map_chats(self.chats, answers)
 
     @property
-    def is_complete(self) -> Any:
+    def is_complete(self) -> Nested[list[bool]]:
         """Whether each message was ended, as far as it is known, nested as the batch is."""
         return _map_chats(self.chats, lambda chat: [bool(message.get("is_complete", True)) for message in chat])
 
     @property
-    def num_messages(self) -> Any:
+    def num_messages(self) -> Nested[int]:
         """Number of messages, nested as the batch is."""
         return _map_chats(self.chats, len)
 
@@ -168,7 +173,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     def apply_chat_template(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         add_generation_prompt: bool = True,
         tokenize: bool = False,
@@ -188,7 +193,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             ValueError: for a mask, when the template rewrites earlier turns.
         """
 
-        def render(chat: Sequence[Message]) -> Any:
+        def render(chat: Sequence[Message]) -> str | list[int]:
             return tokenizer.apply_chat_template(
                 [dict(message) for message in chat],
                 add_generation_prompt=add_generation_prompt,
@@ -217,7 +222,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             >>> History.load(path).chats
             [({'role': 'user', 'content': 'Hi'},)]
         """
-        lines = (json.dumps({"messages": [dict(m) for m in chat]}, ensure_ascii=False) for chat in _flatten(self.chats))
+        lines = (json.dumps({"messages": [dict(m) for m in chat]}, ensure_ascii=False) for chat in flatten(self.chats))
         Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
 
     @classmethod
@@ -241,16 +246,22 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 def stack_histories(histories: Sequence[History]) -> History:
     """Stack single conversations into a history of shape `[num_conversations]`."""
-    stacked = NonTensorStack(*[NonTensorData(Chat(history.chats)) for history in histories])
+    stacked = NonTensorStack(*[NonTensorData(Chat(*flatten(history.chats))) for history in histories])
     return History(messages=stacked, batch_size=(len(histories),))
 
 
-def is_conversation(value: Any) -> bool:
+def _stacked(histories: list[History]) -> History:
+    if not histories[0].batch_size:
+        return stack_histories(histories)
+    return torch.stack(histories, 0)  # type: ignore[arg-type, return-value]  # torch hands it to tensordict
+
+
+def is_conversation(value: Chats) -> TypeGuard[Sequence[Message]]:
     """Whether a value is one conversation: a sequence of messages, possibly empty."""
     return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], Mapping))
 
 
-def _masked_ids(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+def _masked_ids(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
     """Token ids of a rendering, and which of them lie in the spans, up to the last special token of each."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     token_ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
@@ -265,23 +276,24 @@ def _masked_ids(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> 
     return token_ids, mask
 
 
-def _to_lists(value: Any) -> Any:
+def _to_lists(value: Chat | tuple[Message, ...] | Iterable[Chat]) -> Nested[tuple[Message, ...]]:
     # A chat, or a tuple of messages, is a conversation; anything else iterable is a batch dimension.
     if isinstance(value, Chat):
         return value.messages
     return value if isinstance(value, tuple) else [_to_lists(item) for item in value]
 
 
-def _map_chats(value: Any, function: Any) -> Any:
+def _map_chats(value: Nested[tuple[Message, ...]], function: Callable[[tuple[Message, ...]], Result]) -> Nested[Result]:
     return function(value) if isinstance(value, tuple) else [_map_chats(item, function) for item in value]
 
 
-def _flatten(value: Any) -> list[tuple[Message, ...]]:
-    return [value] if isinstance(value, tuple) else [chat for item in value for chat in _flatten(item)]
+def flatten(value: Nested[tuple[Message, ...]]) -> list[tuple[Message, ...]]:
+    """The conversations of a batch of any shape, one after another."""
+    return [value] if isinstance(value, tuple) else [chat for item in value for chat in flatten(item)]
 
 
 def _represent(self: History) -> str:
-    chats = _flatten(self.chats)
+    chats = flatten(self.chats)
     body = "\n--\n".join("\n".join(f"  {m['role']}: {text_of(m.get('content'))}" for m in chat) for chat in chats)
     return f"History(batch_size={list(self.batch_size)}):\n{body}"
 

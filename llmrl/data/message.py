@@ -29,7 +29,7 @@ class MalformedToolCall:
 class ParsedCompletion:
     """A completion's tokens read as an assistant message; parsing never raises."""
 
-    message: dict[str, Any]
+    message: Message
     """The assistant message: content, reasoning content and well-formed tool calls."""
     is_complete: bool
     """Whether the completion ended by itself, with an end-of-turn token (false: cut by length or a stop string)."""
@@ -37,7 +37,7 @@ class ParsedCompletion:
     """Calls that could not be read, in order."""
 
 
-def check_messages(messages: Iterable[Any], *, argument: str = "messages") -> tuple[Message, ...]:
+def check_messages(messages: object, *, argument: str = "messages") -> tuple[Message, ...]:
     """Validate messages at a boundary and return them as a tuple.
 
     Raises:
@@ -64,8 +64,8 @@ def check_messages(messages: Iterable[Any], *, argument: str = "messages") -> tu
     return checked
 
 
-def text_of(content: Any) -> str:
-    """The text of a message's content: the string itself, or the text parts of a multi-modal list joined.
+def text_of(content: object) -> str:
+    """Returns the text of a message's content: the string itself, or the text parts of a multi-modal list joined.
 
     Example:
         >>> text_of([{"type": "text", "text": "a"}, {"type": "image", "url": "x"}, {"type": "text", "text": "b"}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
@@ -23,7 +22,7 @@ def flat_batch(tensordict: TensorDictBase) -> TensorDictBase:
 def has_entry(tensordict: TensorDictBase, key: NestedKey) -> bool:
     """Whether a nested key is there, in every row."""
     path = (key,) if isinstance(key, str) else tuple(key)
-    current: Any = tensordict
+    current = tensordict
     for name in path[:-1]:
         names = current.keys()
         if name not in names:
@@ -61,7 +60,7 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
     ]
 
 
-def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[Any]:
+def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
     """One Python value a row, of a non-tensor or a scalar tensor entry."""
     column = tensordict.get(key)
     if isinstance(column, NonTensorData):

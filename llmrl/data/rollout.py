@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tensordict import TensorDictBase
+
+from llmrl._utils.types import JSON
 from llmrl.data.message import Message
 from llmrl.data.status import RolloutStatus, StopReason
 
@@ -20,7 +23,7 @@ class Rollout:
     sample_index: int
     """Place in its group."""
     group_size: int
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, object] = field(default_factory=dict)
     """The dataset's columns for the prompt."""
     conversation: Any = None
     """The exact token state (`llmrl.rendering.Conversation`); None when it failed before its first prompt."""
@@ -41,15 +44,15 @@ class Rollout:
     reward: float = 0.0
     breakdown: dict[str, float] = field(default_factory=dict)
     is_scored: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, object] = field(default_factory=dict)
     """What its environment said beside its messages, later turns' last."""
-    steps: list[Any] = field(default_factory=list)
+    steps: list[TensorDictBase] = field(default_factory=list)
     """One TensorDict a turn, kept only when a collector yields turns."""
-    rows: list[Any] = field(default_factory=list)
+    rows: list[TensorDictBase] = field(default_factory=list)
     """Its training rows, where they are made before the batch is: to count tokens, or to travel."""
     seconds: float = 0.0
 
-    def to_record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, JSON]:
         """What a reader wants to see, JSON-ready.
 
         Example:
@@ -67,7 +70,7 @@ class Rollout:
             "reward": self.reward,
             "is_scored": self.is_scored,
             "reward_breakdown": self.breakdown,
-            "info": {str(key): _readable(value) for key, value in self.info.items()},
+            "info": _readable(self.info),
             "num_turns": self.num_turns,
             "num_completion_tokens": self.num_completion_tokens,
             "seconds": round(self.seconds, 4),
@@ -75,7 +78,7 @@ class Rollout:
         }
 
 
-def _readable(value: Any) -> Any:
+def _readable(value: object) -> JSON:
     """A value as JSON has it, and as its text where JSON has no such thing."""
     if isinstance(value, Mapping):
         return {str(key): _readable(entry) for key, entry in value.items()}

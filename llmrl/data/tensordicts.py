@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ Container = TypeVar("Container")
 _NO_BATCH = torch.Size(())
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """The Python object behind a non-tensor leaf; anything else as it is."""
     return value.data if isinstance(value, NonTensorData) else value
 
@@ -58,7 +58,7 @@ def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDi
 # cost four times as much as the rest of a turn; these go to the unchecked ones that tensordict uses itself.
 
 
-def tensordict_of(entries: dict[str, Any]) -> TensorDict:
+def tensordict_of(entries: Mapping[str, object]) -> TensorDict:
     """A TensorDict of batch shape `[]` from entries that are tensors, containers or `non_tensor`s already.
 
     Example:
@@ -68,7 +68,7 @@ def tensordict_of(entries: dict[str, Any]) -> TensorDict:
     return TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)
 
 
-def container_of(cls: type[Container], entries: dict[str, Any]) -> Container:
+def container_of(cls: type[Container], entries: Mapping[str, object]) -> Container:
     """A tensorclass of batch shape `[]` from such entries.
 
     Example:
@@ -79,7 +79,7 @@ def container_of(cls: type[Container], entries: dict[str, Any]) -> Container:
     return cls._from_tensordict(tensordict_of(entries))  # type: ignore[attr-defined]
 
 
-def non_tensor(value: Any) -> NonTensorData:
+def non_tensor(value: object) -> NonTensorData:
     """A non-tensor leaf of batch shape `[]`.
 
     Example:

@@ -122,7 +122,7 @@ class RayEngine:
         """Prompt and completion together, in tokens."""
         self.host = facts.host
         """Name of the machine that the engine runs on."""
-        self.model_dtype = facts.model_dtype
+        self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None where it takes no weights
         """dtype of the weights in the engine."""
         self.quantization = facts.quantization
         """How the weights in the engine are quantised, `None` when they are not."""

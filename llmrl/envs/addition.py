@@ -51,7 +51,7 @@ class AdditionEnv(TaskEnv):
     Args:
         dataset: problems of one's own, with columns `query` and `answer`; by default they are `addition_problems`.
         split, num_digits: see `addition_problems`.
-        is_reasoning, **options: see `GSM8KEnv`; `shuffle` is on unless it is given.
+        reasoning, **options: see `GSM8KEnv`; `shuffle` is on unless it is given.
 
     Raises:
         ValueError: for an unknown split or number of digits.
@@ -67,11 +67,11 @@ class AdditionEnv(TaskEnv):
         *,
         split: Split = "train",
         num_digits: int = 1,
-        is_reasoning: bool = False,
+        reasoning: bool = False,
         **options: Unpack[TaskOptions],
     ) -> None:
         def right(completion: str, answer: str) -> float:
-            return is_last_number_right(extract_answer(completion, is_reasoning=is_reasoning) or "", answer)
+            return is_last_number_right(extract_answer(completion, reasoning=reasoning) or "", answer)
 
         if dataset is None:
             dataset = addition_problems(split, num_digits=num_digits)
@@ -79,7 +79,7 @@ class AdditionEnv(TaskEnv):
             task_rows(dataset, split=split, query="query", columns=("answer",)),
             system_prompt="You are a calculator. Reply with the number only.",
             reward=RubricReward(Rubric(RewardFn(right), truncation_reward=0.0)),
-            is_reasoning=is_reasoning,
+            reasoning=reasoning,
             options={"name": split, "shuffle": True, **options},
         )
 
@@ -89,7 +89,7 @@ def make_addition_env(
     *,
     data: Dataset | None = None,
     num_digits: int = 1,
-    is_reasoning: bool = False,
+    reasoning: bool = False,
     **options: Unpack[TaskOptions],
 ) -> AdditionEnv:
     """An `AdditionEnv` over generated problems, or over some of one's own.
@@ -98,4 +98,4 @@ def make_addition_env(
         >>> make_addition_env("test").reset()["rollout", "group_id"].split("/")[0]
         'test'
     """
-    return AdditionEnv(data, split=split, num_digits=num_digits, is_reasoning=is_reasoning, **options)
+    return AdditionEnv(data, split=split, num_digits=num_digits, reasoning=reasoning, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
 from llmrl.rewards import RewardFn, Rubric, extract_tag
@@ -41,15 +40,15 @@ class AnswerReward(RubricReward):
         correct_reward: float = 1.0,
         set_done_if_answer: bool = True,
     ) -> None:
-        def reward(is_right: Any, completion: str) -> float:
+        def reward(is_right: object, completion: str) -> float:
             return correct_reward if is_right else format_reward * has_answer(completion)
 
         @functools.wraps(is_right)
-        def reward_right(completion: str, **columns: Any) -> float:
+        def reward_right(completion: str, **columns: object) -> float:
             return reward(is_right(completion=completion, **columns), completion)
 
         @functools.wraps(is_right)
-        async def reward_right_later(completion: str, **columns: Any) -> float:
+        async def reward_right_later(completion: str, **columns: object) -> float:
             return reward(await is_right(completion=completion, **columns), completion)  # type: ignore[misc]
 
         def reward_answer(completion: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -88,10 +88,14 @@ class ChatEnv(KnownArguments, EnvBase):
         )
 
     def _turn_spec(self, shape: torch.Size, keys: tuple[str, ...]) -> Composite:
-        containers: dict[InputMode, Any] = {"history": ChatHistory, "text": Text, "tokens": Tokens}
+        containers: dict[InputMode, type[ChatHistory | Text | Tokens]] = {
+            "history": ChatHistory,
+            "text": Text,
+            "tokens": Tokens,
+        }
         return containers[self.input_mode].default_spec(shape, keys)
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         if tensordict is None or tensordict.get(self.data_key, None) is None:
             raise ValueError(
                 f"ChatEnv.reset needs a tensordict with {self.data_key!r} (the query); got "
@@ -107,7 +111,9 @@ class ChatEnv(KnownArguments, EnvBase):
             return lazy_stack(elements, 0)
         query = tensordict.get(self.data_key)
         if self.input_mode == "tokens":
-            turn: Any = Tokens(prompt=torch.as_tensor(plain(query), dtype=torch.int64), batch_size=())
+            turn: ChatHistory | Text | Tokens = Tokens(
+                prompt=torch.as_tensor(plain(query), dtype=torch.int64), batch_size=()
+            )
         elif self.input_mode == "text":
             turn = Text(prompt=plain(query), batch_size=())
         else:
@@ -115,7 +121,7 @@ class ChatEnv(KnownArguments, EnvBase):
         # The token state of an earlier conversation must not outlive it: an automatic reset keeps what is not written.
         return TensorDict({self.input_mode: turn, "conversation": non_tensor(None), **_flags(False)}, batch_size=())
 
-    def opening_messages(self, query: Any) -> tuple[Message, ...]:
+    def opening_messages(self, query: object) -> tuple[Message, ...]:
         """The messages that open a conversation: the system prompt, then the query (a string or messages).
 
         Raises:
@@ -141,9 +147,10 @@ class ChatEnv(KnownArguments, EnvBase):
                 f"{sorted(map(str, tensordict.keys(True)))}."
             )
         if self.input_mode == "text":
-            turn: Any = Text(prompt=plain(full), batch_size=())
+            turn: object = Text(prompt=plain(full), batch_size=())
         else:
-            turn = container_of(ChatHistory if self.input_mode == "history" else Tokens, {"prompt": full})
+            cls = ChatHistory if self.input_mode == "history" else Tokens
+            turn = container_of(cls, {"prompt": full})
         conversation = non_tensor(plain(tensordict.get("conversation", None)))
         return tensordict_of(
             {self.input_mode: turn, "conversation": conversation, "reward": torch.zeros(1, 1), **_flags(False)}

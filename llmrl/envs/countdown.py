@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
+from llmrl._utils.types import Row
 from llmrl.envs.answer_reward import AnswerReward
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, is_in_split, task_rows
 from llmrl.rewards import extract_answer, is_countdown_right
@@ -22,7 +23,7 @@ def countdown_problems(
     max_number: int = 100,
     max_target: int = 1000,
     seed: int = 0,
-) -> list[dict[str, Any]]:
+) -> Sequence[Row]:
     """Numbers, a target within reach, and an expression that reaches it; train and test share no problem.
 
     Raises:
@@ -46,7 +47,7 @@ def countdown_problems(
     return rows
 
 
-def _problem(generator: random.Random, num_count: int, max_number: int, max_target: int) -> dict[str, Any]:
+def _problem(generator: random.Random, num_count: int, max_number: int, max_target: int) -> Row:
     numbers = [generator.randint(1, max_number) for _ in range(num_count)]
     target, solution = sum(numbers), " + ".join(map(str, numbers))
     for _ in range(8):
@@ -79,7 +80,7 @@ class CountdownRewardParser(AnswerReward):
 
     Args:
         format_reward, correct_reward, set_done_if_answer: see `AnswerReward`.
-        is_reasoning: whether the answer stands inside `<answer>` tags; else nothing marks an answer, and a wrong one
+        reasoning: whether the answer stands inside `<answer>` tags; else nothing marks an answer, and a wrong one
             gets nothing.
 
     Example:
@@ -93,13 +94,13 @@ class CountdownRewardParser(AnswerReward):
         format_reward: float = 0.1,
         correct_reward: float = 1.0,
         set_done_if_answer: bool = True,
-        is_reasoning: bool = True,
+        reasoning: bool = True,
     ) -> None:
         def is_right(completion: str, target: int, numbers: list[int]) -> bool:
-            return is_countdown_right(completion, target, numbers, is_reasoning=is_reasoning)
+            return is_countdown_right(completion, target, numbers, reasoning=reasoning)
 
         def has_answer(completion: str) -> bool:
-            return is_reasoning and extract_answer(completion, is_reasoning=True) is not None
+            return reasoning and extract_answer(completion, reasoning=True) is not None
 
         super().__init__(
             is_right,
@@ -125,7 +126,7 @@ class CountdownEnv(TaskEnv):
     Args:
         dataset: problems of one's own, with columns `query`, `numbers` and `target`; by default they are generated.
         split, num_problems, num_count, max_number, max_target: see `countdown_problems`; `seed` draws them too.
-        is_reasoning, **options: see `GSM8KEnv`.
+        reasoning, **options: see `GSM8KEnv`.
 
     Raises:
         ValueError: for bounds that leave no problem.
@@ -145,7 +146,7 @@ class CountdownEnv(TaskEnv):
         num_count: int = 4,
         max_number: int = 100,
         max_target: int = 1000,
-        is_reasoning: bool = True,
+        reasoning: bool = True,
         **options: Unpack[TaskOptions],
     ) -> None:
         rows = countdown_problems(
@@ -161,8 +162,8 @@ class CountdownEnv(TaskEnv):
         super().__init__(
             rows,
             system_prompt=_SYSTEM_PROMPT,
-            reward=CountdownRewardParser(is_reasoning=is_reasoning),
-            is_reasoning=is_reasoning,
+            reward=CountdownRewardParser(reasoning=reasoning),
+            reasoning=reasoning,
             options={"name": split, **options},
         )
 
@@ -171,7 +172,7 @@ def make_countdown_env(
     split: Split = "train",
     *,
     data: Dataset | None = None,
-    is_reasoning: bool = True,
+    reasoning: bool = True,
     **options: Unpack[CountdownOptions],
 ) -> CountdownEnv:
     """A `CountdownEnv` over generated problems, or over some of one's own.
@@ -180,4 +181,4 @@ def make_countdown_env(
         >>> make_countdown_env("test").reset()["rollout", "group_id"]
         'test/0/0'
     """
-    return CountdownEnv(data, split=split, is_reasoning=is_reasoning, **options)
+    return CountdownEnv(data, split=split, reasoning=reasoning, **options)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 
+from llmrl._utils.types import Row, StateDict
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
-from llmrl.envs.chat import ChatEnv
+from llmrl.envs.chat import ChatEnv, InputMode
 from llmrl.envs.sources import load_rows, rows_of_batches
 
 RESERVED_ENTRIES = frozenset((
@@ -23,7 +24,7 @@ RESERVED_ENTRIES = frozenset((
     "terminated", "text", "tokens", "tools", "truncated",
 ))  # fmt: skip
 """Entries of a conversation that have a meaning of their own; columns of these names are kept apart."""
-Drawn = tuple[Mapping[str, Any], str, int]
+Drawn = tuple[Row, str, int]
 """An item, its group id and its index in the group."""
 
 
@@ -64,7 +65,7 @@ class PromptSampler:
 
     def __init__(
         self,
-        items: Sequence[Mapping[str, Any]],
+        items: Sequence[Row],
         *,
         num_samples: int = 1,
         shuffle: bool = False,
@@ -151,19 +152,19 @@ class PromptSampler:
         """Let the draws at these positions be the next ones, in place of others that were to be drawn again."""
         self._again = deque(positions)
 
-    def state_dict(self, *, unfinished: Sequence[int] = ()) -> dict[str, Any]:
+    def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
         """The position, in samples drawn, the positions that are to be drawn again first, and what positions mean.
 
         `unfinished` are positions that were drawn and whose rollouts will not outlive this process.
         """
         return {"position": self._position, "again": [*unfinished, *self._again], "order": self._meaning()}
 
-    def _meaning(self) -> dict[str, Any]:
+    def _meaning(self) -> dict[str, object]:
         """What gives a position its prompt and its id: with another of these it would be another draw."""
         order = {"num_prompts": len(self.items), "num_samples": self.num_samples, "shuffle": self.shuffle}
         return {**order, "seed": self.seed, "name": self.name}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Continue from a saved position.
 
         Raises:
@@ -183,7 +184,7 @@ class PromptSampler:
         self._again = deque(state["again"])
 
 
-def columns_of(items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
     """Names of all columns of a dataset's rows; where rows are made or read when drawn, those of the first.
 
     Example:
@@ -194,7 +195,7 @@ def columns_of(items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for row in rows for name in row))
 
 
-def with_columns(item: Mapping[str, Any], columns: Sequence[str]) -> Mapping[str, Any]:
+def with_columns(item: Row, columns: Sequence[str]) -> Row:
     """A row with all columns, None for what it lacks: conversations that are stacked keep only what all of them have.
 
     Raises:
@@ -245,7 +246,7 @@ class DatasetChatEnv(ChatEnv):
 
     def __init__(
         self,
-        dataset: str | Path | Iterable[Mapping[str, Any] | str],
+        dataset: str | Path | Iterable[Row | str],
         *,
         split: str | None = None,
         data_key: str = "query",
@@ -254,13 +255,13 @@ class DatasetChatEnv(ChatEnv):
         seed: int = 0,
         num_epochs: int | None = None,
         name: str = "train",
-        prepare: Callable[[Mapping[str, Any]], Any] | None = None,
-        input_mode: Any = "history",
+        prepare: Callable[[Row], object] | None = None,
+        input_mode: InputMode = "history",
         batch_size: Sequence[int] | int | None = None,
         system_prompt: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        items: Any = load_rows(dataset, split=split)
+        items = load_rows(dataset, split=split)
         if isinstance(items[0], str):
             items = [{data_key: item} for item in items]
         self.columns = columns_of(items)
@@ -286,7 +287,7 @@ class DatasetChatEnv(ChatEnv):
         )
 
     @classmethod
-    def from_dataloader(cls, dataloader: Iterable[Any], **kwargs: Any) -> DatasetChatEnv:
+    def from_dataloader(cls, dataloader: Iterable[object], **kwargs: Any) -> DatasetChatEnv:
         """An environment over everything that a `DataLoader` yields in one pass, in its order.
 
         Args:
@@ -309,7 +310,7 @@ class DatasetChatEnv(ChatEnv):
         )
         if apart:
             columns["columns"] = Composite(apart, shape=shape)
-        rollout: dict[str, Any] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
+        rollout: dict[str, TensorSpec] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
         for key in ("sample_index", "group_size"):
             rollout[key] = Unbounded(shape, dtype=torch.int64)
         self.state_spec = Composite(
@@ -320,7 +321,7 @@ class DatasetChatEnv(ChatEnv):
             shape=shape,
         )
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         shape = self.batch_size if tensordict is None or self.batch_locked else tensordict.batch_size
         # A partial reset keeps the running conversations: only the marked ones draw a new prompt.
         mask = None if tensordict is None else tensordict.get("_reset", None)
@@ -336,10 +337,10 @@ class DatasetChatEnv(ChatEnv):
             for one in drawn
         ]
 
-    def _query(self, item: Mapping[str, Any]) -> Any:
+    def _query(self, item: Row) -> object:
         return item[self._query_column] if self._prepare is None else self._prepare(item)
 
-    def _opened(self, item: Mapping[str, Any], group_id: str, sample_index: int, *, query: Any) -> TensorDictBase:
+    def _opened(self, item: Row, group_id: str, sample_index: int, *, query: object) -> TensorDictBase:
         # Non-tensor wrapping keeps lists, numbers and None columns as they are.
         entries = {key: non_tensor(value) for key, value in with_columns(item, self.columns).items()}
         apart = {key: entries.pop(key) for key in RESERVED_ENTRIES.intersection(entries)}
@@ -353,10 +354,10 @@ class DatasetChatEnv(ChatEnv):
         step.set("rollout", tensordict_of(rollout))
         return step.update(self._open(step, step.batch_size))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """The position in the dataset."""
         return {"prompts": self.prompts.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Continue from a saved position in the dataset."""
         self.prompts.load_state_dict(state_dict["prompts"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
@@ -45,7 +45,7 @@ class GSM8KPrepareQuestion(KnownArguments, Transform):
     def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.prepare(tensordict)
 
-    def _apply_transform(self, value: Any) -> Any:
+    def _apply_transform(self, value: object) -> object:
         return value
 
 
@@ -54,7 +54,7 @@ class GSM8KRewardParser(AnswerReward):
 
     Args:
         format_reward, correct_reward, set_done_if_answer: see `AnswerReward`.
-        is_reasoning: whether the answer stands inside `<answer>` tags; else the last number is the answer.
+        reasoning: whether the answer stands inside `<answer>` tags; else the last number is the answer.
 
     Example:
         >>> GSM8KRewardParser().rubric.names
@@ -67,14 +67,14 @@ class GSM8KRewardParser(AnswerReward):
         format_reward: float = 0.1,
         correct_reward: float = 1.0,
         set_done_if_answer: bool = True,
-        is_reasoning: bool = True,
+        reasoning: bool = True,
     ) -> None:
         def is_right(completion: str, answer: str) -> bool:
-            return is_gsm8k_right(completion, answer, is_reasoning=is_reasoning)
+            return is_gsm8k_right(completion, answer, reasoning=reasoning)
 
         super().__init__(
             is_right,
-            functools.partial(has_gsm8k_answer, is_reasoning=is_reasoning),
+            functools.partial(has_gsm8k_answer, reasoning=reasoning),
             format_reward=format_reward,
             correct_reward=correct_reward,
             set_done_if_answer=set_done_if_answer,
@@ -88,7 +88,7 @@ class GSM8KEnv(TaskEnv):
         dataset: hub name, local file or folder, or rows, with columns `question` and `answer`, which ends with
             `#### NUMBER`.
         split: `train` (7,473 problems on the hub) or `test` (1,319).
-        is_reasoning: whether thoughts and answer are asked for in tags.
+        reasoning: whether thoughts and answer are asked for in tags.
         **options: how problems are drawn; see `TaskOptions`.
 
     Raises:
@@ -106,21 +106,21 @@ class GSM8KEnv(TaskEnv):
         dataset: Dataset = HUB_NAME,
         *,
         split: Split = "train",
-        is_reasoning: bool = True,
+        reasoning: bool = True,
         **options: Unpack[TaskOptions],
     ) -> None:
         subset = "main" if dataset == HUB_NAME else None
         super().__init__(
             task_rows(dataset, split=split, subset=subset, query="question", columns=("answer",)),
             system_prompt="The answer is a number: end with it.",
-            reward=GSM8KRewardParser(is_reasoning=is_reasoning),
-            is_reasoning=is_reasoning,
+            reward=GSM8KRewardParser(reasoning=reasoning),
+            reasoning=reasoning,
             options={"name": split, **options},
         )
 
 
 def make_gsm8k_env(
-    split: Split = "train", *, data: Dataset | None = None, is_reasoning: bool = True, **options: Unpack[TaskOptions]
+    split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
 ) -> GSM8KEnv:
     """A `GSM8KEnv` over a local copy, or over the hub's.
 
@@ -129,4 +129,4 @@ def make_gsm8k_env(
         >>> make_gsm8k_env("test", data=[row]).reset()["rollout", "group_id"]
         'test/0/0'
     """
-    return GSM8KEnv(HUB_NAME if data is None else data, split=split, is_reasoning=is_reasoning, **options)
+    return GSM8KEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmrl.data import Message, text_of
 from llmrl.envs.message_env import MessageEnv, MessageStep
+
+if TYPE_CHECKING:
+    import gymnasium
 
 
 class GymnasiumTextEnv(MessageEnv):
@@ -36,7 +38,9 @@ class GymnasiumTextEnv(MessageEnv):
         ['Say hi.']
     """
 
-    def __init__(self, env: Any, *, seed: int | None = None, system_prompt: str | None = None) -> None:
+    def __init__(
+        self, env: gymnasium.Env[str, str], *, seed: int | None = None, system_prompt: str | None = None
+    ) -> None:
         self.env, self.seed, self.system_prompt = env, seed, system_prompt
 
     async def init(self) -> list[Message]:
@@ -47,20 +51,18 @@ class GymnasiumTextEnv(MessageEnv):
 
     async def step(self, message: Message) -> MessageStep:
         """Act with the text of the message; what is observed after the end is not shown to anybody."""
-        step: Callable[[str], Any] = self.env.step
-        observation, reward, is_terminated, is_truncated, info = await asyncio.to_thread(
-            step, text_of(message.get("content"))
-        )
+        action = text_of(message.get("content"))
+        observation, reward, is_terminated, is_truncated, info = await asyncio.to_thread(self.env.step, action)
         messages = [] if is_terminated else [self._message(observation)]
         return MessageStep(
-            messages, reward, is_done=bool(is_terminated), is_truncated=bool(is_truncated), info=info or {}
+            messages, float(reward), is_done=bool(is_terminated), is_truncated=bool(is_truncated), info=info or {}
         )
 
     async def close(self) -> None:
         """Close the environment."""
         await asyncio.to_thread(self.env.close)
 
-    def _message(self, observation: Any) -> Message:
+    def _message(self, observation: object) -> Message:
         if not isinstance(observation, str):
             raise TypeError(
                 f"observations must be strings, got {type(observation).__name__}; wrap the environment in a "

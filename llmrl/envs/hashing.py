@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
-from torchrl.data import Categorical, Composite, NonTensor, SipHash, Unbounded
+from torchrl.data import Categorical, Composite, NonTensor, SipHash, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.types import Tokenizer
 
 
 class LLMHashingEnv(KnownArguments, EnvBase):
@@ -46,7 +46,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         hashing_module: Callable[[torch.Tensor], torch.Tensor] | None = None,
         observation_key: str = "observation",
         text_output: bool = True,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         text_key: str = "text",
     ) -> None:
         super().__init__(batch_size=())
@@ -55,10 +55,10 @@ class LLMHashingEnv(KnownArguments, EnvBase):
             raise TypeError(
                 "tokenizer is needed for vocab_size and for text; or give vocab_size and text_output=False."
             )
-        self.vocab_size: int = len(tokenizer) if vocab_size is None else vocab_size
+        self.vocab_size: int = len(tokenizer) if tokenizer is not None and vocab_size is None else vocab_size  # type: ignore[assignment]
         self.observation_key, self.text_key, self.text_output = observation_key, text_key, text_output
         self._hash, self._tokenizer = hashing_module or SipHash(), tokenizer
-        observations: dict[str, Any] = {
+        observations: dict[str, TensorSpec] = {
             observation_key: Categorical(self.vocab_size, shape=(-1,), dtype=torch.int64),
             "hashing": Unbounded((1,), dtype=torch.int64),
         }
@@ -72,10 +72,12 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         """Reset on texts, which must have the same number of tokens."""
         if self._tokenizer is None:
             raise TypeError("make_tensordict needs a tokenizer; give LLMHashingEnv one.")
-        tokens = torch.tensor(self._tokenizer(text)["input_ids"], dtype=torch.int64)
+        texts = [text] if isinstance(text, str) else text
+        rows = torch.tensor([self._tokenizer.encode(one) for one in texts], dtype=torch.int64)
+        tokens = rows[0] if isinstance(text, str) else rows
         return self.reset(TensorDict({self.observation_key: tokens}, batch_size=tokens.shape[:-1]))
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         tokens = None if tensordict is None else tensordict.get(self.observation_key, None)
         if tokens is None:
             raise ValueError(f"reset needs a tensordict with tokens in {self.observation_key!r}; see make_tensordict.")
@@ -97,6 +99,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         for key in ("done", "terminated"):
             observed.set(key, torch.zeros(*shape, 1, dtype=torch.bool))
         if self.text_output:
+            assert self._tokenizer is not None
             texts = [self._tokenizer.decode(row) for row in tokens.reshape(-1, tokens.shape[-1]).tolist()]
             stacked = NonTensorStack(*texts).reshape(shape) if shape else NonTensorData(texts[0])
             observed.set(self.text_key, stacked)

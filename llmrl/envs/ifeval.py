@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from llmrl._utils.arguments import keywords_of
+from llmrl._utils.types import Row
 from llmrl.data import RolloutStatus
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
 from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
@@ -21,7 +22,7 @@ from llmrl.rewards import (
 from llmrl.transforms import RubricReward
 
 HUB_NAME = "google/IFEval"
-Kwargs = Sequence[Mapping[str, Any] | None]
+Kwargs = Sequence[Row | None]
 
 
 class IfEvalScorer(RubricReward):
@@ -36,7 +37,7 @@ class IfEvalScorer(RubricReward):
             in the breakdown. It may also declare `think_blocks` and `answer_blocks`, the contents of such tags, and
             `complete`.
         set_done_if_answer: whether an answer ends the conversation; else something after it has to.
-        is_reasoning: whether the answer stands inside `<answer>` tags.
+        reasoning: whether the answer stands inside `<answer>` tags.
 
     Raises:
         ValueError: unless there are four weights, and without an aggregation.
@@ -52,9 +53,9 @@ class IfEvalScorer(RubricReward):
         self,
         *,
         format_weights: Sequence[float] | None = None,
-        aggregate_reward: bool | Callable[..., Any] = True,
+        aggregate_reward: bool | Callable[..., float] = True,
         set_done_if_answer: bool = True,
-        is_reasoning: bool = True,
+        reasoning: bool = True,
     ) -> None:
         weights = _WEIGHTS if format_weights is None else tuple(format_weights)
         if len(weights) != len(_SHARES):
@@ -65,7 +66,7 @@ class IfEvalScorer(RubricReward):
             )
 
         def followed(completion: str, instruction_id_list: list[str], kwargs: Kwargs) -> IFEvalScoreData:
-            answer = extract_answer(completion, is_reasoning=is_reasoning) or ""
+            answer = extract_answer(completion, reasoning=reasoning) or ""
             return score_instructions(answer, instruction_id_list, kwargs)
 
         def scorer(share: Callable[[IFEvalScoreData], float]) -> Callable[..., float]:
@@ -112,7 +113,7 @@ class IFEvalEnv(TaskEnv):
     Args:
         dataset: hub name, local file or rows, with columns `prompt`, `instruction_id_list` and `kwargs`.
         split, **options: see `GSM8KEnv`.
-        is_reasoning: whether thoughts and answer are asked for in tags.
+        reasoning: whether thoughts and answer are asked for in tags.
 
     Raises:
         ValueError: for an empty dataset, a missing column, or an instruction that no checker knows.
@@ -128,7 +129,7 @@ class IFEvalEnv(TaskEnv):
         dataset: Dataset = HUB_NAME,
         *,
         split: Split = "train",
-        is_reasoning: bool = True,
+        reasoning: bool = True,
         **options: Unpack[TaskOptions],
     ) -> None:
         rows = task_rows(dataset, split=split, query="prompt", columns=("instruction_id_list", "kwargs"))
@@ -137,14 +138,14 @@ class IFEvalEnv(TaskEnv):
         super().__init__(
             rows,
             system_prompt=None,
-            reward=IfEvalScorer(is_reasoning=is_reasoning),
-            is_reasoning=is_reasoning,
+            reward=IfEvalScorer(reasoning=reasoning),
+            reasoning=reasoning,
             options={"name": split, **options},
         )
 
 
 def make_ifeval_env(
-    split: Split = "train", *, data: Dataset | None = None, is_reasoning: bool = True, **options: Unpack[TaskOptions]
+    split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
 ) -> IFEvalEnv:
     """An `IFEvalEnv` over a local copy, or over the hub's, which has only the split `train`.
 
@@ -153,4 +154,4 @@ def make_ifeval_env(
         >>> make_ifeval_env(data=[row]).reset()["rollout", "group_id"]
         'train/0/0'
     """
-    return IFEvalEnv(HUB_NAME if data is None else data, split=split, is_reasoning=is_reasoning, **options)
+    return IFEvalEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

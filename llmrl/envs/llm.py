@@ -12,6 +12,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from llmrl._utils.arguments import KnownArguments
 from llmrl.data.tensordicts import non_tensor, plain, tensordict_of
 from llmrl.envs.primer import DataLoadingPrimer
+from llmrl.envs.sources import Source
 from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 
@@ -68,7 +69,7 @@ class LLMEnv(KnownArguments, EnvBase):
         self.reward_spec = Unbounded((1, 1), dtype=torch.float32)
 
     @classmethod
-    def from_dataloader(cls, dataloader: Any, *, repeats: int = 1, **options: Any) -> TransformedEnv:
+    def from_dataloader(cls, dataloader: Source, *, repeats: int = 1, **options: Any) -> TransformedEnv:
         """An environment whose reset draws the next row of a `DataLoader`; a column has the name of `str_key`.
 
         Args:
@@ -82,7 +83,7 @@ class LLMEnv(KnownArguments, EnvBase):
         """
         return TransformedEnv(cls(**options), DataLoadingPrimer(dataloader, repeats=repeats))
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         if tensordict is None or self.prompt_key not in tensordict:
             raise ValueError(
                 f"reset needs a tensordict with {self.prompt_key!r}; pass one, or use LLMEnv.from_dataloader."

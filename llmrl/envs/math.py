@@ -19,7 +19,7 @@ class MATHRewardParser(AnswerReward):
 
     Args:
         format_reward, correct_reward, set_done_if_answer: see `AnswerReward`.
-        is_reasoning: whether the answer stands inside `<answer>` tags; else in the last `\boxed{…}` or line.
+        reasoning: whether the answer stands inside `<answer>` tags; else in the last `\boxed{…}` or line.
 
     Example:
         >>> MATHRewardParser().rubric.names
@@ -32,16 +32,16 @@ class MATHRewardParser(AnswerReward):
         format_reward: float = 0.1,
         correct_reward: float = 1.0,
         set_done_if_answer: bool = True,
-        is_reasoning: bool = True,
+        reasoning: bool = True,
     ) -> None:
         require("math_verify", extra="envs")  # here, where it stops a run, and not at each score
 
         async def is_right(completion: str, answer: str) -> bool:
-            return await asyncio.to_thread(is_math_right, completion, answer, is_reasoning=is_reasoning)
+            return await asyncio.to_thread(is_math_right, completion, answer, reasoning=reasoning)
 
         def has_answer(completion: str) -> bool:
-            given = extract_answer(completion, is_reasoning=is_reasoning)
-            return given is not None and (is_reasoning or boxed_answer(given) is not None)
+            given = extract_answer(completion, reasoning=reasoning)
+            return given is not None and (reasoning or boxed_answer(given) is not None)
 
         super().__init__(
             is_right,
@@ -58,7 +58,7 @@ class MATHEnv(TaskEnv):
     Args:
         dataset: hub name, local file or rows, with columns `problem` and `solution` (its last `\boxed{…}` is the
             answer), or `problem` and `answer`.
-        split, is_reasoning, **options: see `GSM8KEnv`.
+        split, reasoning, **options: see `GSM8KEnv`.
 
     Raises:
         ValueError: for an empty dataset, a missing column, or a solution without a boxed answer.
@@ -73,7 +73,7 @@ class MATHEnv(TaskEnv):
         dataset: Dataset = HUB_NAME,
         *,
         split: Split = "train",
-        is_reasoning: bool = True,
+        reasoning: bool = True,
         **options: Unpack[TaskOptions],
     ) -> None:
         rows = task_rows(dataset, split=split, query="problem")
@@ -85,14 +85,14 @@ class MATHEnv(TaskEnv):
         super().__init__(
             rows,
             system_prompt=_SYSTEM_PROMPT,
-            reward=MATHRewardParser(is_reasoning=is_reasoning),
-            is_reasoning=is_reasoning,
+            reward=MATHRewardParser(reasoning=reasoning),
+            reasoning=reasoning,
             options={"name": split, **options},
         )
 
 
 def make_math_env(
-    split: Split = "train", *, data: Dataset | None = None, is_reasoning: bool = True, **options: Unpack[TaskOptions]
+    split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
 ) -> MATHEnv:
     """A `MATHEnv` over a local copy, or over the hub's.
 
@@ -100,4 +100,4 @@ def make_math_env(
         >>> make_math_env("test", data=[{"problem": "1 + 1?", "answer": "2"}]).reset()["rollout", "group_id"]
         'test/0/0'
     """
-    return MATHEnv(HUB_NAME if data is None else data, split=split, is_reasoning=is_reasoning, **options)
+    return MATHEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

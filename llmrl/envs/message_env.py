@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -17,6 +16,7 @@ from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe, traceback_of
 from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
+from llmrl._utils.types import Row
 from llmrl.data import History, Message, check_messages
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
 from llmrl.envs.dataset import DatasetChatEnv, Drawn
@@ -34,7 +34,7 @@ class MessageStep:
     """Whether the conversation is over, by what was said in it."""
     is_truncated: bool = False
     """Whether it is cut, by a limit of steps or time; its last messages are what the policy would have answered."""
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Row = field(default_factory=dict)
     """Anything worth keeping: in the step as `("next", "env_info")`, in the rollout's record the last of a name."""
 
 
@@ -102,8 +102,8 @@ class MessageChatEnv(DatasetChatEnv):
 
     def __init__(
         self,
-        factory: Callable[[Mapping[str, Any]], MessageEnv],
-        dataset: Iterable[Mapping[str, Any]] | None = None,
+        factory: Callable[[Row], MessageEnv],
+        dataset: Iterable[Row] | None = None,
         *,
         repeats: int = 1,
         shuffle: bool = False,
@@ -135,7 +135,7 @@ class MessageChatEnv(DatasetChatEnv):
         observation_spec["env_info"] = NonTensor(shape=tuple(shape), example_data=None)
         self.observation_spec = Composite(observation_spec, shape=shape)
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         opened = None if tensordict is None else plain(tensordict.get("message_env", None))
         if isinstance(opened, _Opened):  # by `before_reset`
             return self._opened_step(opened)
@@ -147,7 +147,7 @@ class MessageChatEnv(DatasetChatEnv):
         message_env, messages = await self._loops.wait(self._init(drawn[0], loop), on=loop)
         return tensordict_of({"message_env": non_tensor(_Opened(drawn, message_env, messages))})
 
-    async def _init(self, item: Mapping[str, Any], loop: BackgroundLoop) -> tuple[MessageEnv, Sequence[Message]]:
+    async def _init(self, item: Row, loop: BackgroundLoop) -> tuple[MessageEnv, Sequence[Message]]:
         message_env = self._factory(item)
         message_env._loop = loop
         try:
@@ -157,18 +157,18 @@ class MessageChatEnv(DatasetChatEnv):
             raise
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
-        async def open_all() -> list[Any]:
+        async def open_all() -> list[TensorDictBase | BaseException]:
             opening = (self.before_reset(one) for one in drawn if one is not None)
             return await asyncio.gather(*opening, return_exceptions=True)
 
         results = run_sync(open_all())
         failures = [result for result in results if isinstance(result, BaseException)]
+        elements = [result for result in results if not isinstance(result, BaseException)]
         if failures:
-            for result in results:
-                if not isinstance(result, BaseException):
-                    self.release(result)
+            for element in elements:
+                self.release(element)
             raise failures[0]
-        opened = iter([plain(result.get("message_env")) for result in results])
+        opened = iter([plain(element.get("message_env")) for element in elements])
         return [self._opened_step(None if one is None else next(opened)) for one in drawn]
 
     def _opened_step(self, opened: _Opened | None) -> TensorDictBase:
@@ -185,7 +185,7 @@ class MessageChatEnv(DatasetChatEnv):
     async def before_step(self, element: TensorDictBase) -> None:
         """Have the conversation's own environment answer, which may take long, before the batched step."""
         message_env, chat = plain(element.get("message_env")), element.get(("history", "full")).chats
-        answer: Any = MessageStep()
+        answer: object = MessageStep()
         if message_env is not None and chat:  # else an action drawn from the spec
             try:
                 answer = await self._loops.wait(_answer(message_env, chat[-1]), on=message_env._loop)
@@ -237,7 +237,7 @@ class MessageChatEnv(DatasetChatEnv):
         if message_env is not None and type(message_env).close is not MessageEnv.close:
             (message_env._loop or self._loops.current).run(message_env.close())
 
-    def close(self, **kwargs: Any) -> None:
+    def close(self, **kwargs: object) -> None:
         """End the thread of the conversations' environments."""
         super().close(**kwargs)
         self._loops.close()

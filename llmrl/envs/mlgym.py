@@ -9,12 +9,16 @@ import importlib.util
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+
+if TYPE_CHECKING:
+    from mlgym.environment.env import MLGymEnv
 
 _SCORES = {name: re.compile(name + r" Score: \{'Score': ([-+.0-9eE]{1,40})\}") for name in ("Baseline", "Evaluation")}
 _WRONG_FORMAT = "Your reply must end with one command inside a block that is fenced by ```. Nothing was run."
@@ -67,7 +71,7 @@ class MLGymWrapper(MessageEnv):
         -0.5
     """
 
-    def __init__(self, env: Any, *, reward_wrong_format: float | None = None) -> None:
+    def __init__(self, env: MLGymEnv, *, reward_wrong_format: float | None = None) -> None:
         self.env, self.config = env, env.config
         self.reward_wrong_format = reward_wrong_format
 
@@ -111,7 +115,7 @@ class MLGymWrapper(MessageEnv):
         """Stop the container."""
         await asyncio.to_thread(self.env.close)
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, object]:
         tools = self.config.tools_handler
         return {"command_docs": tools.command_docs, **tools.env_variables, **dataclasses.asdict(self.env.task.args)}
 
@@ -164,13 +168,13 @@ def make_mlgym(
     names = [task] if tasks is None else list(tasks)
     builders = {name: _builder(str(name), max_steps, seed, container_type) for name in names}
 
-    def play(item: Mapping[str, Any]) -> MLGymWrapper:
+    def play(item: Row) -> MLGymWrapper:
         return MLGymWrapper(builders[item["task"]](), reward_wrong_format=reward_wrong_format)
 
     return MessageChatEnv(play, [{"task": name} for name in names], repeats=repeats, seed=seed)
 
 
-def _builder(task: str, max_steps: int, seed: int, container_type: str) -> Callable[[], Any]:
+def _builder(task: str, max_steps: int, seed: int, container_type: str) -> Callable[[], MLGymEnv]:
     import gymnasium
     from mlgym import CONFIG_DIR
     from mlgym.agent.base import AgentArguments
@@ -191,7 +195,7 @@ def _builder(task: str, max_steps: int, seed: int, container_type: str) -> Calla
         agent = AgentArguments(model=ModelArguments(""), agent_config_path=CONFIG_DIR / "agents" / "default.yaml")
         register_task(arguments)
 
-    def build() -> Any:
+    def build() -> MLGymEnv:
         with _in_mlgym_folder():
             env = gymnasium.make(f"mlgym/{arguments.task.id}", devices=["cpu_0"]).unwrapped
         env.config = agent.config  # type: ignore[attr-defined]

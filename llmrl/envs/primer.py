@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
-from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.imports import require
+from llmrl._utils.types import Row, StateDict
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.dataset import RESERVED_ENTRIES, Drawn, EndOfData, PromptSampler, columns_of, with_columns
-from llmrl.envs.sources import load_rows, rows_of_batches
+from llmrl.envs.sources import Source, load_rows, rows_of_batches
 from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 _READ_BY_ENVIRONMENTS = {"text", "tokens"}
@@ -26,7 +26,7 @@ _COUNTS = ("sample_index", "group_size")
 class PrimerOptions(TypedDict, total=False):
     """How rows are drawn; see `DataLoadingPrimer`."""
 
-    dataloader_factory: Callable[[], Any] | None
+    dataloader_factory: Callable[[], Source] | None
     repeats: int
     shuffle: bool
     seed: int
@@ -67,9 +67,9 @@ class DataLoadingPrimer(KnownArguments, Transform):
 
     def __init__(
         self,
-        dataloader: str | Path | Iterable[Any] | None = None,
+        dataloader: Source | None = None,
         *,
-        dataloader_factory: Callable[[], Any] | None = None,
+        dataloader_factory: Callable[[], Source] | None = None,
         repeats: int = 1,
         shuffle: bool = False,
         seed: int = 0,
@@ -81,7 +81,8 @@ class DataLoadingPrimer(KnownArguments, Transform):
             raise ValueError("exactly one of dataloader and dataloader_factory is needed.")
 
         def make_prompts() -> PromptSampler:
-            source = dataloader if dataloader_factory is None else dataloader_factory()
+            source = dataloader_factory() if dataloader_factory is not None else dataloader
+            assert source is not None
             return PromptSampler(
                 _rows(source), num_samples=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name=name
             )
@@ -139,7 +140,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Add what it reads at a reset: the group and its counts."""
         shape = input_spec.shape
-        rollout: dict[str, Any] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
+        rollout: dict[str, TensorSpec] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
         rollout |= {key: Unbounded(shape, dtype=torch.int64) for key in _COUNTS}
         state_spec = input_spec["full_state_spec"]
         for column in self.columns:
@@ -147,11 +148,11 @@ class DataLoadingPrimer(KnownArguments, Transform):
         state_spec["rollout"] = Composite(rollout, shape=shape)
         return input_spec
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """The position in the data."""
         return {"prompts": self.prompts.state_dict()}
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Continue from a saved position."""
         self.prompts.load_state_dict(state_dict["prompts"])
 
@@ -178,7 +179,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
     def __init__(
         self,
-        dataloader: str | Path | Iterable[Any] | None = None,
+        dataloader: Source | None = None,
         *,
         num_cpus: float = 0,
         actor_name: str | None = None,
@@ -192,7 +193,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         self._actor = ray.remote(_SharedPrompts).options(**self._actor_options).remote(make_prompts)
         self.columns, self.group_size = self._ask("facts")
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: object) -> Any:
         return require("ray", extra="ray").get(getattr(self._actor, method).remote(*arguments))
 
     def draw(self, count: int) -> list[Drawn]:
@@ -202,11 +203,11 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
             raise drawn
         return drawn
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """The position in the data, of all that share it."""
         return {"prompts": self._ask("state_dict")}
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Continue from a saved position, for all that share it."""
         self._ask("load_state_dict", state_dict["prompts"])
 
@@ -226,14 +227,14 @@ class _SharedPrompts:
         except EndOfData as end:  # given back, for Ray would wrap what is raised
             return end
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self._prompts.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self._prompts.load_state_dict(state)
 
 
-def _rows(source: Any) -> Any:
+def _rows(source: Source) -> Sequence[Row]:
     """A loader's batches as rows; any other source through `load_rows`."""
     rows = load_rows(rows_of_batches(source) if isinstance(source, DataLoader) else source)
     return [{"query": row} for row in rows] if isinstance(rows[0], str) else rows

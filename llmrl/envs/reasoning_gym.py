@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 from llmrl._utils.arguments import nearest, refuse_unknown
 from llmrl._utils.imports import require
+from llmrl._utils.types import Row, StateDict
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.task import Split, TaskEnv, TaskOptions, check_split
 from llmrl.rewards import RewardFn, RewardInput, Rubric, Score, score_reasoning_gym
@@ -30,7 +31,7 @@ class ReasoningGymProblems:
         num_problems: how many there are to an epoch.
         split: `train` and `test` generate from different seeds.
         seed: of the mix and of the problems.
-        has_curriculum: whether levels rise.
+        curriculum: whether levels rise.
         raise_at, window: when they do.
         config: arguments of reasoning-gym's configuration, by task.
 
@@ -52,10 +53,10 @@ class ReasoningGymProblems:
         num_problems: int = 10_000,
         split: Split = "train",
         seed: int = 0,
-        has_curriculum: bool = False,
+        curriculum: bool = False,
         raise_at: float = 0.8,
         window: int = 64,
-        config: Mapping[str, Mapping[str, Any]] | None = None,
+        config: Mapping[str, Row] | None = None,
     ) -> None:
         factory = require("reasoning_gym.factory", extra="envs")
         require("reasoning_gym", extra="envs")
@@ -64,20 +65,20 @@ class ReasoningGymProblems:
         if not self.weights or min(self.weights.values()) < 0 or not sum(self.weights.values()) > 0:
             raise ValueError(f"tasks must have non-negative weights with a positive sum, got {self.weights}.")
         without = sorted(task for task in self.weights if not factory.has_curriculum(task))
-        if has_curriculum and without:
-            raise ValueError(f"has_curriculum is set, and reasoning-gym has none for {without}.")
+        if curriculum and without:
+            raise ValueError(f"curriculum is set, and reasoning-gym has none for {without}.")
         self.num_problems, self.split, self.seed, self.has_curriculum = (
             num_problems,
             check_split(split),
             seed,
-            has_curriculum,
+            curriculum,
         )
         self.raise_at, self.window, self.config = raise_at, window, config or {}
         self.levels = dict.fromkeys(self.weights, 0)
         self._scores: dict[str, deque[float]] = {task: deque(maxlen=window) for task in self.weights}
         # Not all of them: in the next epoch they come at the level that was reached.
         self._num_kept = max(1, min(_NUM_KEPT, num_problems // 2))
-        self._drawn: dict[int, Mapping[str, Any]] = {}
+        self._drawn: dict[int, Row] = {}
         self._drawn_levels: dict[int, int] = {}
         for task in self.weights:
             try:
@@ -85,13 +86,13 @@ class ReasoningGymProblems:
             except (AssertionError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"config of the task {task!r}, {dict(self.config.get(task, {}))}, is refused by reasoning-gym"
-                    f"{' at the level 0 of its curriculum' * has_curriculum}: {error}"
+                    f"{' at the level 0 of its curriculum' * curriculum}: {error}"
                 ) from error
 
     def __len__(self) -> int:
         return self.num_problems
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         if not 0 <= index < self.num_problems:
             raise IndexError(index)
         if index not in self._drawn:
@@ -100,7 +101,7 @@ class ReasoningGymProblems:
                 del self._drawn[next(iter(self._drawn))]
         return self._drawn[index]
 
-    def _generate(self, index: int, level: int | None) -> Mapping[str, Any]:
+    def _generate(self, index: int, level: int | None) -> Row:
         generator = random.Random(f"{self.seed}/{index}")
         task = generator.choices(list(self.weights), list(self.weights.values()))[0]
         level = self.levels[task] if level is None else level
@@ -108,7 +109,7 @@ class ReasoningGymProblems:
         entry = self._dataset(task, level, seed=2 * generator.randrange(2**30) + (self.split == "test"))[0]
         return {"query": entry["question"], "task": task, "entry": entry, "level": level}
 
-    def _dataset(self, task: str, level: int, *, seed: int) -> Any:
+    def _dataset(self, task: str, level: int, *, seed: int) -> Sequence[Row]:
         factory = require("reasoning_gym.factory", extra="envs")
         arguments = {**self.config.get(task, {}), "seed": seed, "size": 1}
         if not self.has_curriculum:
@@ -130,19 +131,19 @@ class ReasoningGymProblems:
             self.levels[task] = min(level + 1, highest)
             scores.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Levels, the scores since they rose, and the levels of the problems that were just drawn."""
         drawn = self._drawn_levels | {index: problem["level"] for index, problem in self._drawn.items()}
         return {"levels": dict(self.levels), "scores": {k: list(v) for k, v in self._scores.items()}, "drawn": drawn}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Continue from a saved curriculum."""
         self.levels = dict(state["levels"])
         self._scores = {task: deque(scores, maxlen=self.window) for task, scores in state["scores"].items()}
         self._drawn, self._drawn_levels = {}, dict(state["drawn"])
 
 
-def _check_names(known: Mapping[str, Any], tasks: Mapping[str, float], config: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_names(known: Row, tasks: Mapping[str, float], config: Mapping[str, Row]) -> None:
     for task in tasks:
         if task not in known:
             near = nearest(task, known)
@@ -168,15 +169,15 @@ class ReasoningGymChatEnv(DatasetChatEnv):
         {'chain_sum': 0}
     """
 
-    def __init__(self, problems: ReasoningGymProblems, **options: Any) -> None:
+    def __init__(self, problems: ReasoningGymProblems, **options: object) -> None:
         self.problems = problems
         super().__init__(problems, **options)  # type: ignore[arg-type]
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """The position and the curriculum."""
         return {**super().state_dict(), "curriculum": self.problems.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Continue from a saved position and curriculum."""
         super().load_state_dict(state_dict)
         self.problems.load_state_dict(state_dict["curriculum"])
@@ -200,18 +201,18 @@ class ReasoningGymOptions(TaskOptions, total=False):
     """What `make_reasoning_gym_env` hands on; see `ReasoningGymProblems`."""
 
     num_problems: int
-    has_curriculum: bool
+    curriculum: bool
     raise_at: float
     window: int
-    config: Mapping[str, Mapping[str, Any]] | None
+    config: Mapping[str, Row] | None
 
 
 class ReasoningGymEnv(TaskEnv):
     """Any of reasoning-gym's tasks, or a weighted mix, scored by its own scorers.
 
     Args:
-        tasks, split, num_problems, has_curriculum, raise_at, window, config: see `ReasoningGymProblems`.
-        is_reasoning, **options: see `GSM8KEnv`.
+        tasks, split, num_problems, curriculum, raise_at, window, config: see `ReasoningGymProblems`.
+        reasoning, **options: see `GSM8KEnv`.
 
     Raises:
         ValueError: for an unknown task, weights without a sum, or a curriculum that a task does not have.
@@ -228,11 +229,11 @@ class ReasoningGymEnv(TaskEnv):
         *,
         split: Split = "train",
         num_problems: int = 10_000,
-        has_curriculum: bool = False,
+        curriculum: bool = False,
         raise_at: float = 0.8,
         window: int = 64,
-        config: Mapping[str, Mapping[str, Any]] | None = None,
-        is_reasoning: bool = False,
+        config: Mapping[str, Row] | None = None,
+        reasoning: bool = False,
         **options: Unpack[TaskOptions],
     ) -> None:
         problems = ReasoningGymProblems(
@@ -240,20 +241,20 @@ class ReasoningGymEnv(TaskEnv):
             num_problems=num_problems,
             split=split,
             seed=options.get("seed", 0),
-            has_curriculum=has_curriculum,
+            curriculum=curriculum,
             raise_at=raise_at,
             window=window,
             config=config,
         )
 
-        def right(completion: str, task: str, entry: Mapping[str, Any]) -> float:
-            return score_reasoning_gym(completion, task, entry, is_reasoning=is_reasoning)
+        def right(completion: str, task: str, entry: Row) -> float:
+            return score_reasoning_gym(completion, task, entry, reasoning=reasoning)
 
         super().__init__(
-            problems,
-            system_prompt="Reply with the final answer only." if not is_reasoning else None,
+            problems,  # type: ignore[arg-type]  # a sequence but for slices
+            system_prompt="Reply with the final answer only." if not reasoning else None,
             reward=RubricReward(_CurriculumRubric(problems, RewardFn(right), truncation_reward=0.0)),
-            is_reasoning=is_reasoning,
+            reasoning=reasoning,
             options={"name": split, **options},
             chat_env=ReasoningGymChatEnv,
         )
@@ -263,7 +264,7 @@ def make_reasoning_gym_env(
     split: Split = "train",
     *,
     tasks: str | Mapping[str, float] = "chain_sum",
-    is_reasoning: bool = False,
+    reasoning: bool = False,
     **options: Unpack[ReasoningGymOptions],
 ) -> ReasoningGymEnv:
     """A `ReasoningGymEnv` of a task or a weighted mix.
@@ -272,4 +273,4 @@ def make_reasoning_gym_env(
         >>> make_reasoning_gym_env("test", tasks="spell_backward").reset()["task"]
         'spell_backward'
     """
-    return ReasoningGymEnv(tasks, split=split, is_reasoning=is_reasoning, **options)
+    return ReasoningGymEnv(tasks, split=split, reasoning=reasoning, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from llmrl._utils.arguments import keywords_of, nearest, refuse_unknown
 from llmrl.envs.addition import make_addition_env
@@ -39,7 +38,7 @@ def task_environments() -> dict[str, str]:
 
 
 def make_task_env(
-    name: str, /, split: str = "train", *, data: Dataset | None = None, repeats: int = 1, **options: Any
+    name: str, /, split: str = "train", *, data: Dataset | None = None, repeats: int = 1, **options: object
 ) -> TaskEnv:
     """A task environment by its name.
 

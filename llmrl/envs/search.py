@@ -120,7 +120,7 @@ class SearchEnv(TaskEnv):
         num_people: of whom the corpus tells three things each.
         num_results: documents that a search shows.
         search_weight: weight of a search that found something.
-        has_example: whether every conversation begins with one that is searched and answered.
+        show_example: whether every conversation begins with one that is searched and answered.
         tool_parser: see `ToolTransform`.
         **options: see `GSM8KEnv`; `seed` draws the corpus too, and `train` is shuffled unless `shuffle` is given.
 
@@ -129,7 +129,7 @@ class SearchEnv(TaskEnv):
         MissingExtraError: without the `tools` extra.
 
     Example:
-        >>> data = SearchEnv(has_example=False).reset()
+        >>> data = SearchEnv(show_example=False).reset()
         >>> data["history"].prompt.role, data["tools"][0]["function"]["name"]
         (['system', 'user'], 'search')
     """
@@ -142,7 +142,7 @@ class SearchEnv(TaskEnv):
         num_people: int = 60,
         num_results: int = 2,
         search_weight: float = 0.2,
-        has_example: bool = True,
+        show_example: bool = True,
         tool_parser: str = "none",
         **options: Unpack[TaskOptions],
     ) -> None:
@@ -154,7 +154,7 @@ class SearchEnv(TaskEnv):
         else:
             rows = task_rows(dataset, split=split, query="query", columns=("answer", "documents"))
             documents = list(dict.fromkeys(document for row in rows for document in row.pop("documents")))
-        opening = example_conversation() if has_example else ()
+        opening = example_conversation() if show_example else ()
         for place, row in enumerate(rows):
             if not isinstance(row["query"], str):
                 raise TypeError(f"the query of row {place} of dataset must be a text, got {row['query']!r:.80}.")
@@ -178,7 +178,7 @@ class SearchOptions(TaskOptions, total=False):
     num_people: int
     num_results: int
     search_weight: float
-    has_example: bool
+    show_example: bool
     tool_parser: str
 
 

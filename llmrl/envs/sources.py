@@ -6,17 +6,21 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.imports import require
+from llmrl._utils.types import Row
 from llmrl.data.tensordicts import plain
 
-Row = Mapping[str, Any]
+Source: TypeAlias = str | Path | Iterable[Any]
+"""What `load_rows` reads."""
 
 
 def load_rows(
-    source: str | Path | Iterable[Any],
+    source: Source,
     *,
     split: str | None = None,
     subset: str | None = None,
@@ -86,14 +90,14 @@ def _is_columns(source: Mapping[str, Any], split: str | None) -> bool:
     return all(map(_is_column, source.values())) and not are_rows
 
 
-def _rows_of_columns(columns: Mapping[str, Any], label: str) -> list[Row]:
+def _rows_of_columns(columns: Mapping[str, Sequence[object]], label: str) -> list[Row]:
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{label} has columns of different lengths: {lengths}.")
     return _rows_of_batch(columns)
 
 
-def _choose(parts: Mapping[str, Any], split: str | None, label: str) -> Any:
+def _choose(parts: Mapping[str, object], split: str | None, label: str) -> object:
     if split is None and len(parts) == 1:
         return next(iter(parts.values()))
     if split is None or split not in parts:
@@ -113,7 +117,7 @@ def _check(rows: Sequence[Row], columns: list[str], label: str) -> None:
                 raise ValueError(f"row {index} of the {label} has no column {column!r}, only {sorted(map(str, row))}.")
 
 
-def _open(source: str | Path, split: str | None, subset: str | None, label: str) -> Any:
+def _open(source: str | Path, split: str | None, subset: str | None, label: str) -> object:
     path = Path(source).expanduser()
     if path.is_dir():
         return _read_folder(path, split)
@@ -121,7 +125,7 @@ def _open(source: str | Path, split: str | None, subset: str | None, label: str)
         return _read_file(path)
     if isinstance(source, Path) or path.suffix in _READERS or str(source)[:1] in ("/", ".", "~"):
         raise FileNotFoundError(f"no file or folder {str(path)!r}; the current folder is {Path.cwd()}.")
-    datasets = _datasets("a data set of the hub")
+    datasets = require("datasets", extra="data")
     try:
         return datasets.load_dataset(source, subset, split=split)
     except Exception as error:
@@ -133,7 +137,7 @@ def _open(source: str | Path, split: str | None, subset: str | None, label: str)
 
 def _read_folder(path: Path, split: str | None) -> Any:
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        return _datasets("a saved Dataset").load_from_disk(str(path))
+        return require("datasets", extra="data").load_from_disk(str(path))
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in _READERS)
     if not files:
         raise FileNotFoundError(f"folder {str(path)!r} holds no file of {sorted(_READERS)}.")
@@ -173,7 +177,7 @@ def _parsed_lines(path: Path) -> Iterator[Row]:
                 raise ValueError(f"{path}:{number} is not a line of JSON: {error}.") from error
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> object:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
@@ -187,11 +191,11 @@ def _read_csv(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def _read_parquet(path: Path) -> Any:
-    return _datasets("a Parquet file").Dataset.from_parquet(str(path))
+def _read_parquet(path: Path) -> object:
+    return require("datasets", extra="data").Dataset.from_parquet(str(path))
 
 
-_READERS: dict[str, Callable[[Path], Any]] = {
+_READERS: dict[str, Callable[[Path], object]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -199,15 +203,7 @@ _READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def _datasets(what: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(f"{what} needs the extra 'data': pip install 'llmrl[data]'.") from error
-    return datasets
-
-
-def rows_of_batches(batches: Iterable[Any]) -> list[Row]:
+def rows_of_batches(batches: Iterable[object]) -> list[Row]:
     """The rows of what a `DataLoader` yields: columns of equal length, lists of rows, TensorDicts or single rows.
 
     Raises:
@@ -220,7 +216,7 @@ def rows_of_batches(batches: Iterable[Any]) -> list[Row]:
     return [row for batch in batches for row in _rows_of_batch(batch)]
 
 
-def _rows_of_batch(batch: Any) -> list[Row]:
+def _rows_of_batch(batch: object) -> list[Row]:
     if isinstance(batch, str):
         return [{"query": batch}]
     if isinstance(batch, TensorDictBase):
@@ -239,7 +235,7 @@ def _is_column(values: Any) -> bool:
     return isinstance(values, list | tuple) or getattr(values, "ndim", 0) > 0
 
 
-def _uncollated(value: Any) -> Any:
+def _uncollated(value: object) -> object:
     """Numbers as they were before they were collated into tensors."""
     value = plain(value)
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value

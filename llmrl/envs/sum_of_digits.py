@@ -40,7 +40,7 @@ class SumOfDigitsEnv(TaskEnv):
     Args:
         dataset: problems of one's own, with columns `query` and `answer`; by default they are generated.
         split, num_problems, num_digits: see `sum_of_digits_problems`; `seed` draws them too.
-        is_reasoning, **options: see `GSM8KEnv`.
+        reasoning, **options: see `GSM8KEnv`.
 
     Example:
         >>> SumOfDigitsEnv().reset()["history"].prompt.role
@@ -54,11 +54,11 @@ class SumOfDigitsEnv(TaskEnv):
         split: Split = "train",
         num_problems: int = 1000,
         num_digits: int = 3,
-        is_reasoning: bool = False,
+        reasoning: bool = False,
         **options: Unpack[TaskOptions],
     ) -> None:
         def right(completion: str, answer: str) -> float:
-            return is_last_number_right(extract_answer(completion, is_reasoning=is_reasoning) or "", answer)
+            return is_last_number_right(extract_answer(completion, reasoning=reasoning) or "", answer)
 
         if dataset is None:
             dataset = sum_of_digits_problems(
@@ -68,7 +68,7 @@ class SumOfDigitsEnv(TaskEnv):
             task_rows(dataset, split=split, query="query", columns=("answer",)),
             system_prompt="You are a calculator. The answer is a number: end with it.",
             reward=RubricReward(Rubric(RewardFn(right), truncation_reward=0.0)),
-            is_reasoning=is_reasoning,
+            reasoning=reasoning,
             options={"name": split, **options},
         )
 
@@ -77,7 +77,7 @@ def make_sum_of_digits_env(
     split: Split = "train",
     *,
     data: Dataset | None = None,
-    is_reasoning: bool = False,
+    reasoning: bool = False,
     **options: Unpack[SumOfDigitsOptions],
 ) -> SumOfDigitsEnv:
     """A `SumOfDigitsEnv` over generated problems, or over some of one's own.
@@ -86,4 +86,4 @@ def make_sum_of_digits_env(
         >>> make_sum_of_digits_env("test").reset()["rollout", "group_id"]
         'test/0/0'
     """
-    return SumOfDigitsEnv(data, split=split, is_reasoning=is_reasoning, **options)
+    return SumOfDigitsEnv(data, split=split, reasoning=reasoning, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -11,12 +11,13 @@ import torch
 from torchrl.envs import Transform, TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.types import Row, StateDict
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.sources import load_rows
 from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 Split = Literal["train", "test"]
-Dataset = str | Path | Iterable[Mapping[str, Any]]
+Dataset = str | Path | Iterable[Row]
 """What `load_rows` reads."""
 
 REASONING_PROMPT = (
@@ -47,7 +48,7 @@ class TaskEnv(KnownArguments, TransformedEnv):
         problems: rows with a column `query` and those that the reward reads.
         reward: the transform that ends and scores conversations; with others before it, a `Compose`.
         system_prompt: what the model is told first, if anything.
-        is_reasoning: whether it is also asked for `<think>` and `<answer>`.
+        reasoning: whether it is also asked for `<think>` and `<answer>`.
         options: how problems are drawn.
         chat_env: what draws them.
 
@@ -67,23 +68,23 @@ class TaskEnv(KnownArguments, TransformedEnv):
 
     def __init__(
         self,
-        problems: Any,
+        problems: Sequence[Row],
         *,
         reward: Transform,
         system_prompt: str | None = None,
-        is_reasoning: bool = False,
+        reasoning: bool = False,
         options: TaskOptions | None = None,
         chat_env: type[DatasetChatEnv] = DatasetChatEnv,
     ) -> None:
-        prompts = [REASONING_PROMPT] * is_reasoning + [system_prompt] * (system_prompt is not None)
+        prompts = [REASONING_PROMPT] * reasoning + [system_prompt] * (system_prompt is not None)
         env = chat_env(problems, system_prompt=" ".join(map(str, prompts)) or None, **(options or {}))
         super().__init__(env, reward)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """The position in the problems, and a curriculum where there is one."""
         return self.base_env.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Continue from a saved position."""
         self.base_env.load_state_dict(state_dict)
 

@@ -80,15 +80,15 @@ class MCAdvantage(Transform):
     back until all rollouts of their group have come, as many as its collector delivered, which the rows say, or
     `grpo_size`; without `grpo_size` every group is taken as complete.
 
-    REINFORCE++ (arXiv:2501.03262) is `normalization="none", is_batch_normalized=True, kl_penalty=KLPenalty(coeff)`, its
-    variant with a group baseline `normalization="mean", is_batch_normalized=True`, and a KL in the loss. Groups without
+    REINFORCE++ (arXiv:2501.03262) is `normalization="none", normalize_batch=True, kl_penalty=KLPenalty(coeff)`, its
+    variant with a group baseline `normalization="mean", normalize_batch=True`, and a KL in the loss. Groups without
     signal are in the batch's mean and deviation, though they are not trained on.
 
     Args:
         grpo_size: rollouts in a group, scored or not; with candidates, those that are trained on. A collector refuses
             one that contradicts its environment's `repeats`.
         normalization: see `group_advantages`.
-        is_batch_normalized: then also normalize over the batch, see `batch_normalized`; only for whole batches.
+        normalize_batch: then also normalize over the batch, see `batch_normalized`; only for whole batches.
         kl_penalty: subtract each token's KL and that of the tokens after it (`KLPenalty.to_go`) before the batch is
             normalized, over its trained tokens then. The advantage is `[num_tokens]` a row; every group has signal.
         component_weights: weights of entries of `("reward_breakdown", NAME)`. Each component is normalized in its
@@ -105,7 +105,7 @@ class MCAdvantage(Transform):
 
     Raises:
         ValueError: for an unknown normalization, sizes below one, fewer candidates than `grpo_size`, or `kl_penalty`
-            without `is_batch_normalized`.
+            without `normalize_batch`.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -120,7 +120,7 @@ class MCAdvantage(Transform):
         grpo_size: int | None = None,
         *,
         normalization: Normalization = "std",
-        is_batch_normalized: bool = False,
+        normalize_batch: bool = False,
         kl_penalty: KLPenalty | None = None,
         component_weights: Mapping[str, float] | None = None,
         candidate_group_size: int | None = None,
@@ -148,14 +148,14 @@ class MCAdvantage(Transform):
             raise ValueError(f"keep_return_bounds must be (low, high) with low < high, got {keep_return_bounds}.")
         if component_weights is not None and not component_weights:
             raise ValueError("component_weights must name at least one entry of 'reward_breakdown'.")
-        if kl_penalty is not None and not is_batch_normalized:
+        if kl_penalty is not None and not normalize_batch:
             raise ValueError(
-                "kl_penalty needs is_batch_normalized=True; a KL that is not normalized with the reward belongs into "
+                "kl_penalty needs normalize_batch=True; a KL that is not normalized with the reward belongs into "
                 "the reward (KLPenalty before MCAdvantage) or the loss (GRPOLoss(kl_to_ref_coeff=))."
             )
         self.grpo_size, self.candidate_group_size = grpo_size, candidate_group_size
         self.normalization: Normalization = normalization
-        self.is_batch_normalized, self.kl_penalty = is_batch_normalized, kl_penalty
+        self.normalize_batch, self.kl_penalty = normalize_batch, kl_penalty
         self.component_weights = dict(component_weights) if component_weights is not None else None
         self.candidate_selector = candidate_selector or MCAdvantageSelector()
         self.keep_return_bounds = keep_return_bounds
@@ -186,9 +186,9 @@ class MCAdvantage(Transform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold rows back until their group is complete; returns complete groups, or None."""
-        if self.is_batch_normalized:
+        if self.normalize_batch:
             raise ValueError(
-                "is_batch_normalized needs whole batches, and a replay buffer is written group by group: give "
+                "normalize_batch needs whole batches, and a replay buffer is written group by group: give "
                 "MCAdvantage to the collector (postproc) instead of appending it to the buffer."
             )
         complete = self._complete(tensordict if self.queue is None else self.queue.push(tensordict))
@@ -204,7 +204,7 @@ class MCAdvantage(Transform):
             settled, is_dropped = self._settle(rows)
             advantages |= settled
             dropped.update(settled if is_dropped else ())
-        if self.is_batch_normalized and self.kl_penalty is None:
+        if self.normalize_batch and self.kl_penalty is None:
             advantages = dict(zip(advantages, batch_normalized(list(advantages.values())), strict=True))
         kept = [row for row in batch.unbind(0) if self.keys.rollout_id(row) in advantages.keys() - dropped]
         for row in kept:

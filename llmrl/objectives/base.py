@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
 from llmrl._utils.ranks import share_of
 from llmrl.data.ragged import ragged_column
 from llmrl.objectives.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, at_least_float32
+from llmrl.objectives.outputs import LossOutput
 
 
 @dataclass(slots=True)
@@ -113,10 +115,10 @@ class LLMLoss(LossModule):
         """The loss of `[num_tokens]` trained tokens, from their current log-probs; all tokens of a row are here."""
 
     @abstractmethod
-    def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> Any:
+    def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LossOutput:
         """The batch's output, from its aggregated losses and its `[num_tokens]` measurements."""
 
-    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
+    def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         """Nothing to forward: there is no value estimator."""
 
     def _weighted(self, inputs: LossInputs) -> LossInputs:
@@ -163,7 +165,7 @@ class LLMLoss(LossModule):
 
     def packed_loss(self, inputs: LossInputs, packed: PackedTokens) -> MicroLoss:
         """The loss of one packed micro-batch of `inputs`."""
-        log_probs, entropy = self.actor_network.packed_log_probs(packed, has_entropy=self.measures_entropy)
+        log_probs, entropy = self.actor_network.packed_log_probs(packed, return_entropy=self.measures_entropy)
         tokens = inputs.tokens(packed.row_index, packed.token_index)
         flat_index = inputs.row_starts[packed.row_index] + packed.token_index
         return self._micro_loss(tokens, log_probs, entropy, flat_index)
@@ -187,10 +189,10 @@ class LLMLoss(LossModule):
 
     @property
     @abstractmethod
-    def _log_probs_key(self) -> Any:
+    def _log_probs_key(self) -> NestedKey:
         """Where a plain policy writes its log-probs."""
 
-    def collect(self, micro_losses: Sequence[MicroLoss]) -> Any:
+    def collect(self, micro_losses: Sequence[MicroLoss]) -> LossOutput:
         """Put the micro-batches of one batch together."""
         if not micro_losses:
             raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
@@ -211,7 +213,7 @@ class LLMLoss(LossModule):
         """The batch's loss from its weighted token losses, in the order of the rows."""
         return losses.sum() if self.is_scalar else losses
 
-    def forward(self, tensordict: TensorDictBase) -> Any:
+    def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch of training rows, and measurements.
 
         The graph of the whole batch is held; `train_step` holds one micro-batch's at a time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -64,7 +64,7 @@ class DistillationLoss(SequenceLoss):
         reduction: Reduction = "mean",
         normalize_by_seq_length: bool = True,
         masking_strategy: MaskingStrategy = "rlhf",
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         known = set(inspect.signature(DistillationLoss.__init__).parameters) - {"self", "unknown"}
         refuse_unknown("DistillationLoss", unknown, known, EXPLAINED)
@@ -80,7 +80,7 @@ class DistillationLoss(SequenceLoss):
                 f"kl_estimator must be 'k2' or 'k3', got {kl_estimator!r}; the gradient of k1 is independent of the "
                 "teacher."
             )
-        self.actor_network: Any = actor_network
+        self.actor_network = actor_network
         self.kl_direction = kl_direction
         self.kl_estimator: Literal["k2", "k3"] = kl_estimator
 

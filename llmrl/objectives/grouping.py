@@ -41,7 +41,7 @@ class GroupKeys:
         """Rollouts that there will be of each row's group: as its collector counted them, or the default."""
         if not has_entry(batch, self.num_in_group):
             return [default] * batch.batch_size[0]
-        return value_column(batch, self.num_in_group)
+        return batch.get(self.num_in_group).tolist()
 
     def rollout_values(self, rows: list[TensorDictBase], key: NestedKey) -> dict[Hashable, float]:
         """The number under `key`, summed over its entries, of each rollout of `rows`.

@@ -108,7 +108,7 @@ class GRPOLoss(LLMLoss):
         importance_mode: ImportanceMode = "truncate",
         importance_level: ImportanceLevel = "token",
         masking_strategy: MaskingStrategy = "rlhf",
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         super().__init__()
         known = set(inspect.signature(GRPOLoss.__init__).parameters) - {"self", "unknown"}
@@ -131,7 +131,7 @@ class GRPOLoss(LLMLoss):
             raise ValueError("importance_floor, importance_mode and importance_level need importance_cap.")
         # One sequence, to check the arguments now rather than at the first batch.
         aggregation_weights(torch.zeros(1, dtype=torch.int64), 1, aggregation, fixed_length=fixed_length)
-        self.actor_network: Any = actor_network
+        self.actor_network = actor_network
         self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)
         self.dual_clip, self.kl_mask_threshold, self.max_staleness = dual_clip, kl_mask_threshold, max_staleness
         self.aggregation, self.fixed_length = aggregation, fixed_length

@@ -187,6 +187,6 @@ def _numbered(batch: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, int]
     """A number for each row, the same where the ids are; one of its own where the batch has no ids."""
     if not has_entry(batch, key):
         return torch.arange(batch.batch_size[0]), batch.batch_size[0]
-    numbers: dict[str, int] = {}
+    numbers: dict[object, int] = {}
     index = [numbers.setdefault(name, len(numbers)) for name in value_column(batch, key)]
     return torch.tensor(index, dtype=torch.int64), len(numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -66,7 +66,7 @@ class SFTLoss(SequenceLoss):
         loss_function: Literal["sft", "minor_sft"] = "sft",
         beta: float = 0.1,
         masking_strategy: MaskingStrategy = "rlhf",
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         known = set(inspect.signature(SFTLoss.__init__).parameters) - {"self", "unknown"}
         refuse_unknown("SFTLoss", unknown, known, EXPLAINED)
@@ -92,7 +92,7 @@ class SFTLoss(SequenceLoss):
                 )
             # The loss of a row is spread over its tokens, whatever the normalization of its log-likelihood.
             self.aggregation = "sequence_mean"
-        self.actor_network: Any = actor_network
+        self.actor_network = actor_network
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.kl_estimator: KLEstimator = kl_estimator
         self.loss_function, self.beta = loss_function, beta

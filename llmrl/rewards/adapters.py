@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from llmrl._utils.imports import require
 from llmrl.data import Message, text_of
@@ -44,7 +43,7 @@ def prompt_completion_reward(
     return reward_fn
 
 
-def score_reasoning_gym(completion: str, task: str, entry: Mapping[str, Any], *, is_reasoning: bool = False) -> float:
+def score_reasoning_gym(completion: str, task: str, entry: Mapping[str, object], *, reasoning: bool = False) -> float:
     """The score, 0 to 1, that reasoning-gym's own scorer of a task gives an answer; 0 where it stumbles over it.
 
     Example:
@@ -52,7 +51,7 @@ def score_reasoning_gym(completion: str, task: str, entry: Mapping[str, Any], *,
         >>> score_reasoning_gym("3", "chain_sum", entry), score_reasoning_gym("", "chain_sum", entry)
         (1.0, 0.0)
     """
-    given = extract_answer(completion, is_reasoning=is_reasoning)
+    given = extract_answer(completion, reasoning=reasoning)
     if given is None or len(given) > 10_000:
         return 0.0
     scorer = require("reasoning_gym.factory", extra="envs").get_score_answer_fn(task)

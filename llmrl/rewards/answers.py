@@ -34,15 +34,15 @@ def extract_tags(text: str, tag: str) -> list[str]:
     return [part[0].strip() for part in parts if len(part) == 2]
 
 
-def extract_answer(completion: str, *, is_reasoning: bool) -> str | None:
+def extract_answer(completion: str, *, reasoning: bool) -> str | None:
     """The part of a completion that is judged: the `<answer>` of a reasoning prompt, else all after any `</think>`.
 
     Example:
-        >>> extract_answer("<think>…</think>It is 4.", is_reasoning=False)
+        >>> extract_answer("<think>…</think>It is 4.", reasoning=False)
         'It is 4.'
     """
     answer = completion.rpartition("</think>")[2]
-    return (extract_tag(answer, "answer") if is_reasoning else answer.strip()) or None
+    return (extract_tag(answer, "answer") if reasoning else answer.strip()) or None
 
 
 def last_number(text: str) -> Decimal | None:

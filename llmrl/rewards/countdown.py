@@ -43,7 +43,7 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
         raise ValueError(f"expression cannot be evaluated: {type(error).__name__}.") from error
 
 
-def is_countdown_right(completion: str, target: int, numbers: Sequence[int], *, is_reasoning: bool = False) -> bool:
+def is_countdown_right(completion: str, target: int, numbers: Sequence[int], *, reasoning: bool = False) -> bool:
     """Whether the answer's expression has the target's value and uses each number at most once.
 
     A plain answer is its last line; what follows an `=` is not part of the expression.
@@ -52,7 +52,7 @@ def is_countdown_right(completion: str, target: int, numbers: Sequence[int], *, 
         >>> is_countdown_right("(3 + 5) * 2 = 16", 16, [2, 3, 5, 7]), is_countdown_right("8 * 2", 16, [2, 3, 5])
         (True, False)
     """
-    given = extract_answer(completion, is_reasoning=is_reasoning)
+    given = extract_answer(completion, reasoning=reasoning)
     if given is None:
         return False
     try:

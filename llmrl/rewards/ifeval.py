@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from llmrl._utils.imports import require
 
@@ -20,6 +20,30 @@ _ABBREVIATIONS = (
 """Common ones after which the original's model of sentences goes on; after others, `e.g.` say, it does not."""
 _MAX_SENTENCES = 1000
 """Finding them costs the square of their number; an answer of more follows no rule that counts them or their words."""
+
+
+class _Instruction(Protocol):
+    """A checker of the package `if_verifiable`."""
+
+    def __init__(self, instruction_id: str) -> None: ...
+    def build_description(self, **arguments: object) -> str: ...
+    def get_instruction_args(self) -> dict[str, object] | None: ...
+    def check_following(self, value: str) -> bool: ...
+
+
+class _Detector(Protocol):
+    def append(self, text: str) -> None: ...
+    def detect(self) -> str: ...
+
+
+class _DetectorFactory(Protocol):
+    """langdetect's languages."""
+
+    def create(self) -> _Detector: ...
+
+
+class _SentenceTokenizer(Protocol):
+    def tokenize(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +66,7 @@ class IFEvalScoreData:
         return all(self.inst_level_loose_acc)
 
 
-def check_instructions(instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, Any] | None]) -> None:
+def check_instructions(instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, object] | None]) -> None:
     """Refuse instructions that no checker knows, or whose arguments it does not take.
 
     Raises:
@@ -63,7 +87,7 @@ def check_instructions(instruction_id_list: Sequence[str], kwargs: Sequence[Mapp
 
 
 def score_instructions(
-    answer: str, instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, Any] | None]
+    answer: str, instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, object] | None]
 ) -> IFEvalScoreData:
     """Check an answer against its instructions, strictly and loosely.
 
@@ -99,7 +123,7 @@ def _follows(checker: Callable[[str], bool], answer: str) -> bool:
         return False
 
 
-def _checker(name: str, arguments: Mapping[str, Any]) -> Callable[[str], bool]:
+def _checker(name: str, arguments: Mapping[str, object]) -> Callable[[str], bool]:
     # Tables of all rows list every argument of every instruction, None where it does not apply.
     given = {key: value for key, value in arguments.items() if value is not None}
     if name in _OWN_CHECKS:
@@ -118,7 +142,7 @@ def _checker(name: str, arguments: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 @functools.cache
-def _known_checks() -> dict[str, Any]:
+def _known_checks() -> Mapping[str, type[_Instruction]]:
     return require("if_verifiable.ifeval", extra="envs").INSTRUCTION_DICT
 
 
@@ -128,7 +152,7 @@ def _known_checks() -> dict[str, Any]:
 
 
 @functools.cache
-def _languages() -> Any:
+def _languages() -> _DetectorFactory:
     langdetect = require("langdetect.detector_factory", extra="envs")
     factory = langdetect.DetectorFactory()
     # Detection draws at random: unseeded, one answer has two rewards.
@@ -156,7 +180,7 @@ def _english_lowercase() -> Callable[[str], bool]:
 
 
 @functools.cache
-def _sentence_tokenizer() -> Any:
+def _sentence_tokenizer() -> _SentenceTokenizer:
     punkt = require("nltk.tokenize.punkt", extra="envs")
     parameters = punkt.PunktParameters()
     parameters.abbrev_types = set(_ABBREVIATIONS.split())

@@ -128,14 +128,14 @@ def _stripped(text: str) -> str:
 _verifier = MathVerifier()
 
 
-def is_math_right(completion: str, answer: str, *, is_reasoning: bool = False) -> bool:
+def is_math_right(completion: str, answer: str, *, reasoning: bool = False) -> bool:
     r"""Whether a completion's answer equals the reference: its `\boxed{…}`, else, of a plain one, its last line.
 
     Example:
         >>> is_math_right(r"Hence $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"), is_math_right("I cannot.", "2")
         (True, False)
     """
-    given = extract_answer(completion, is_reasoning=is_reasoning)
+    given = extract_answer(completion, reasoning=reasoning)
     if given is None:
         return False
-    return _verifier.is_equal(answer, boxed_answer(given) or (given if is_reasoning else given.splitlines()[-1]))
+    return _verifier.is_equal(answer, boxed_answer(given) or (given if reasoning else given.splitlines()[-1]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from llmrl._utils.numbers import finite_number, location_of
+from llmrl._utils.types import Row
 from llmrl.data import Message, RolloutStatus, StopReason, text_of
 
 
@@ -18,7 +18,7 @@ class RewardInput:
 
     messages: tuple[Message, ...]
     """The whole conversation."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Row = field(default_factory=dict)
     """The dataset's columns for this prompt; each is a parameter of its own."""
     status: RolloutStatus = RolloutStatus.COMPLETED
     reason: str = StopReason.NONE
@@ -32,7 +32,7 @@ class RewardInput:
                 return text_of(message.get("content"))
         return ""
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Everything by name; the record's own names win over columns of the same name."""
         return {**self.columns, **{name: getattr(self, name) for name in ROLLOUT_INPUTS}}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from llmrl._utils.failure import describe, guarded
 from llmrl._utils.numbers import finite_number
@@ -68,7 +67,7 @@ class Rubric:
 
     def __init__(
         self,
-        *reward_fns: RewardFn | Callable[..., Any],
+        *reward_fns: RewardFn | Callable[..., float | Awaitable[float]],
         truncation_reward: float | None = None,
         error_reward: float | None = None,
         timeout_seconds: float | None = None,

@@ -6,17 +6,29 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 16 << 20
+
+
+class Answer(TypedDict):
+    """How a piece of code ended, as a supervisor tells the service."""
+
+    returncode: int
+    is_exit: bool
+    reason: str
+    num_left_processes: int
+    is_alive: bool
+    stdout: str
+    stderr: str
 
 
 class BrokenFrame(Exception):
     """The other side closed in the middle, or sent what is no message."""
 
 
-def encode(message: Any) -> bytes:
+def encode(message: object) -> bytes:
     """A message as it travels."""
     body = json.dumps(message).encode()  # ASCII: lone surrogates travel escaped
     return HEADER.pack(len(body)) + body

@@ -11,7 +11,6 @@ import socket
 import sys
 import traceback
 import types
-from typing import Any
 
 from llmrl.sandbox import frames
 
@@ -60,7 +59,7 @@ def _limit_cpu(seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def _run(code: str, namespace: dict[str, Any]) -> dict[str, Any]:
+def _run(code: str, namespace: dict[str, object]) -> dict[str, int | bool | None]:
     """Run code; whether it succeeded and what it exited with. Its errors go to its standard error."""
     exit_code: int | None = 0
     is_exit = False
@@ -79,7 +78,7 @@ def _run(code: str, namespace: dict[str, Any]) -> dict[str, Any]:
     return {"returncode": exit_code, "is_exit": is_exit}
 
 
-def _exit_code(code: Any) -> int:
+def _exit_code(code: object) -> int:
     if code is None:
         return 0
     if isinstance(code, int):

@@ -14,11 +14,11 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import llmrl
 from llmrl.sandbox import kernel
-from llmrl.sandbox.zygote import is_python_hidden
+from llmrl.sandbox.zygote import Settings, is_python_hidden
 
 Isolation = Literal["auto", "namespaces", "bubblewrap", "process"]
 LEVELS: tuple[Isolation, ...] = ("namespaces", "bubblewrap", "process")
@@ -28,7 +28,9 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
 _SETTINGS = (
     "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group",
 )  # fmt: skip
-_CODE = "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import main; sys.path.pop(0); main()"
+_CODE = (
+    "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import Settings, main; sys.path.pop(0); main()"
+)
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -111,7 +113,7 @@ class Launcher:
         # Each interpreter may be its own user, and has its folder in this one.
         os.chmod(self.folder, 0o711)  # noqa: PTH101
         prefixes = outermost({sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()})
-        self._settings: dict[str, Any] = {
+        self._settings: Settings = {
             "level": level,
             "folder": self.folder,
             "readable": [*_SYSTEM, *_SETTINGS, *prefixes],
@@ -227,7 +229,7 @@ class Launcher:
         index = os.getpid() * 100 + self._num_started % 100
         self._spawn([*command, sys.executable], theirs, {**self._settings, "index": index})
 
-    def _spawn(self, command: list[str], theirs: socket.socket, settings: dict[str, Any]) -> None:
+    def _spawn(self, command: list[str], theirs: socket.socket, settings: Settings) -> None:
         code = _CODE.format(root=str(Path(llmrl.__file__).parent.parent))
         settings = {**settings, "control": theirs.fileno()}
         self._processes = [process for process in self._processes if process.poll() is None]

@@ -8,7 +8,6 @@ import logging
 import signal
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.sandbox import frames
@@ -37,7 +36,7 @@ class PythonResult:
     reason: str = ""
     """`timeout` or `died` when the interpreter, and its variables, are gone."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, bool | int | str]:
         """As TorchRL's service answers."""
         return {
             "success": self.is_success, "stdout": self.stdout, "stderr": self.stderr, "returncode": self.returncode,
@@ -52,13 +51,13 @@ class _Interpreter:
         """Whether there is a supervisor; waits until it says so, or its end is seen. Asked once."""
         return await self._answer(_START_SECONDS) is not None
 
-    async def run(self, code: str, timeout: float) -> dict[str, Any] | None:
+    async def run(self, code: str, timeout: float) -> frames.Answer | None:
         """What the supervisor answers; None when it is gone."""
         with contextlib.suppress(OSError):
             self._writer.write(frames.encode({"code": code, "timeout": timeout}))
         return await self._answer(timeout + _GRACE_SECONDS)
 
-    async def _answer(self, timeout: float) -> dict[str, Any] | None:
+    async def _answer(self, timeout: float) -> frames.Answer | None:
         try:
             async with asyncio.timeout(timeout):
                 header = await self._reader.readexactly(frames.HEADER.size)
@@ -173,7 +172,7 @@ class PythonExecutorService:
         answer = await interpreter.run("import os, json", 20) if await interpreter.is_started() else None
         if answer is None or answer["returncode"] != 0:
             interpreter.close()
-            reason = (answer or {}).get("stderr", "").strip() or "the process that watches it ended"
+            reason = (answer["stderr"].strip() if answer else "") or "the process that watches it ended"
             raise IsolationError(f"an interpreter does not start: {reason}.")
         self._ready.append(interpreter)
 
@@ -182,7 +181,9 @@ class PythonExecutorService:
         # Unbounded, since frames are bounded by whoever sends them.
         return _Interpreter(*await asyncio.open_connection(sock=launcher.start(), limit=frames.MAX_FRAME_BYTES))
 
-    def execute(self, code: str, session: str | None = None, timeout: float | None = None) -> dict[str, Any]:
+    def execute(
+        self, code: str, session: str | None = None, timeout: float | None = None
+    ) -> dict[str, bool | int | str]:
         """Run code and wait: `success`, `stdout`, `stderr`, `returncode`. See `run`."""
         return self._loop.run(self._run(code, session, timeout)).as_dict()
 
@@ -225,10 +226,18 @@ class PythonExecutorService:
                     interpreter.close()
         return self._result(answer, limit, is_session=name is not None)
 
-    def _result(self, answer: dict[str, Any] | None, timeout: float, *, is_session: bool) -> PythonResult:
+    def _result(self, answer: frames.Answer | None, timeout: float, *, is_session: bool) -> PythonResult:
         is_lost = answer is None
         if answer is None:
-            answer = {"returncode": -9, "reason": "died", "stdout": "", "stderr": "", "num_left_processes": 0}
+            answer = {
+                "returncode": -9,
+                "reason": "died",
+                "stdout": "",
+                "stderr": "",
+                "num_left_processes": 0,
+                "is_exit": False,
+                "is_alive": False,
+            }
         returncode, reason = answer["returncode"], answer["reason"]
         notes = []
         if is_lost:

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process, number)
 
-    def _run(self, code: str, timeout: float) -> dict[str, Any]:
+    def _run(self, code: str, timeout: float) -> frames.Answer:
         self._number = int.from_bytes(os.urandom(6))
         kept = [KeptOutput(self.confinement.output_bytes) for _ in self._outputs]
         reason, answer = "", None
@@ -171,7 +172,7 @@ class Supervisor:
         (stdout, _), (stderr, _) = (output.text() for output in kept)
         return {
             "returncode": returncode if answer is None else answer["returncode"],
-            "is_exit": answer is not None and answer["is_exit"],
+            "is_exit": answer is not None and bool(answer["is_exit"]),
             "reason": reason,
             "num_left_processes": num_left,
             "is_alive": not reason,
@@ -179,7 +180,7 @@ class Supervisor:
             "stderr": stderr,
         }
 
-    def _watch(self, kept: list[KeptOutput], deadline: float) -> tuple[dict[str, Any] | None, str]:
+    def _watch(self, kept: list[KeptOutput], deadline: float) -> tuple[dict[str, int] | None, str]:
         """Until the interpreter answers, dies, or its time is up; the answer, and why there is none."""
         poller = select.poll()
         channel, service = self._channel.fileno(), self.service.fileno()
@@ -279,7 +280,7 @@ class Supervisor:
             time.sleep(0.001)
 
 
-def is_answer(message: Any) -> bool:
+def is_answer(message: object) -> bool:
     """Whether what came from the interpreter, which code may have written, is what ours writes.
 
     Example:
@@ -363,7 +364,7 @@ def _read(source: int) -> bytes:
 
 
 def _remove(folder: str) -> None:
-    def force(function: Any, path: str, _: object) -> None:
+    def force(function: Callable[[str], object], path: str, _: object) -> None:
         # Root can remove anything, and must not be led by a link to change what lies elsewhere.
         entry = Path(path)
         with contextlib.suppress(OSError):

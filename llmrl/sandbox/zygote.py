@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from llmrl.sandbox import kernel
 from llmrl.sandbox.supervisor import Confinement, Supervisor
@@ -22,9 +22,26 @@ from llmrl.sandbox.supervisor import Confinement, Supervisor
 _FIRST_USER = 1_700_000_000
 
 
+class Settings(TypedDict, total=False):
+    """What a launcher tells this process, as JSON."""
+
+    level: str
+    folder: str
+    """Where interpreters have their folders."""
+    readable: list[str]
+    """Paths that code may read."""
+    is_python_hidden: bool
+    limits: dict[str, Any]
+    """`PythonLimits` by name."""
+    control: int
+    """Descriptor of the socket that is served."""
+    index: int
+    """Number of the interpreter, where each is started anew."""
+
+
 def main() -> None:
     """Serve the socket whose descriptor is among the settings, a JSON object that is the first argument."""
-    settings = json.loads(sys.argv[1])
+    settings: Settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_root = os.getuid() == 0
@@ -49,7 +66,7 @@ def main() -> None:
         os.close(sockets[0])
 
 
-def _enter_namespaces(settings: dict[str, Any], *, is_root: bool) -> None:
+def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
     shared = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOST_NAME
     if is_root:
         kernel.unshare(shared)
@@ -60,7 +77,7 @@ def _enter_namespaces(settings: dict[str, Any], *, is_root: bool) -> None:
     kernel.change_root(settings["folder"], settings["readable"])
 
 
-def _start(settings: dict[str, Any], service: socket.socket, *, is_root: bool) -> None:
+def _start(settings: Settings, service: socket.socket, *, is_root: bool) -> None:
     """In a fork: become a supervisor, and never return."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -88,7 +105,7 @@ def _start(settings: dict[str, Any], service: socket.socket, *, is_root: bool) -
 
 
 def _supervise(
-    settings: dict[str, Any], service: socket.socket, *, folder: str, is_root: bool, user: int | None = None
+    settings: Settings, service: socket.socket, *, folder: str, is_root: bool, user: int | None = None
 ) -> None:
     level, limits = settings["level"], settings["limits"]
     if level == "bubblewrap":

@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmrl._utils.imports import require
 from llmrl.tools.browser_page import PageActions, first_line
@@ -17,6 +17,9 @@ from llmrl.tools.gateway import Gateway, check_domains
 from llmrl.tools.output import TruncateSide
 from llmrl.tools.tool import Signature, Tool, ToolError
 from llmrl.tools.transform import ToolTransform
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page, Playwright
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Of an action's time: what the page has, and what is left to ask whether it still responds.
@@ -44,7 +47,7 @@ addEventListener('click', event => {
 """
 
 
-async def _close_pop_up(page: Any) -> None:
+async def _close_pop_up(page: Page) -> None:
     await page.close()
 
 
@@ -108,22 +111,27 @@ class BrowserTransform(ToolTransform):
         self._home = self.loop
         self.screenshot_folder = None if screenshot_folder is None else Path(screenshot_folder)
         self._screenshot_numbers = itertools.count()
-        self._pages: dict[str, asyncio.Task[Any]] = {}
+        self._pages: dict[str, asyncio.Task[Page]] = {}
         self._places = asyncio.Semaphore(max_pages)
         self._closing: set[asyncio.Task[None]] = set()
-        self._opening: asyncio.Task[Any] | None = None
-        self._playwright: Any = None
+        self._opening: asyncio.Task[Browser] | None = None
+        self._playwright: Playwright | None = None
         self._gateway: Gateway | None = None
-        actions: list[Any] = [PageActions.navigate, PageActions.click, PageActions.type_text, PageActions.extract]
+        actions: list[Callable[..., Awaitable[str]]] = [
+            PageActions.navigate,
+            PageActions.click,
+            PageActions.type_text,
+            PageActions.extract,
+        ]
         if self.screenshot_folder is not None:
             self.screenshot_folder.mkdir(parents=True, exist_ok=True)
             actions.append(PageActions.screenshot)
         self._set_tools([self._tool(action) for action in actions])
 
-    def _tool(self, action: Any) -> Tool:
+    def _tool(self, action: Callable[..., Awaitable[str]]) -> Tool:
         signature = Signature(action, is_method=True)
 
-        async def run(arguments: dict[str, Any], conversation_id: str) -> str:
+        async def run(arguments: dict[str, object], conversation_id: str) -> str:
             from playwright.async_api import Error
             from playwright.async_api import TimeoutError as PageTimeout
 
@@ -144,7 +152,7 @@ class BrowserTransform(ToolTransform):
 
         return Tool(action.__name__, signature.description, signature.schema, run, release=self._release)
 
-    async def _responds(self, page: Any) -> bool:
+    async def _responds(self, page: Page) -> bool:
         """Whether scripts run in the page: one that never ends keeps all others, and what is done next, waiting."""
         try:
             await asyncio.wait_for(page.evaluate("1"), self.timeout * _RESPONSE_SHARE)
@@ -158,7 +166,7 @@ class BrowserTransform(ToolTransform):
 
     # The browser and its pages; all of it runs on the transform's own loop.
 
-    async def _browser(self) -> Any:
+    async def _browser(self) -> Browser:
         if self._opening is None:
             self._opening = asyncio.create_task(self._launch())
         try:
@@ -171,7 +179,7 @@ class BrowserTransform(ToolTransform):
             return await self._browser()
         return browser
 
-    async def _launch(self) -> Any:
+    async def _launch(self) -> Browser:
         from playwright.async_api import async_playwright
 
         if self._playwright is None:
@@ -187,17 +195,18 @@ class BrowserTransform(ToolTransform):
             proxy={"server": f"http://127.0.0.1:{self._port}", "bypass": "<-loopback>"},
         )
 
-    async def _page(self, conversation_id: str) -> Any:
+    async def _page(self, conversation_id: str) -> Page:
         opening = self._pages.get(conversation_id)
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             opening = self._pages[conversation_id] = asyncio.create_task(self._open_page())
         page = await asyncio.shield(opening)
-        if page.is_closed() or not page.context.browser.is_connected():
+        browser = page.context.browser
+        if page.is_closed() or browser is None or not browser.is_connected():
             self._close_page(conversation_id)
             return await self._page(conversation_id)
         return page
 
-    async def _open_page(self) -> Any:
+    async def _open_page(self) -> Page:
         await self._places.acquire()
         try:
             context = await (await self._browser()).new_context(service_workers="block", accept_downloads=False)
@@ -221,7 +230,7 @@ class BrowserTransform(ToolTransform):
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _end_page(self, opening: asyncio.Task[Any]) -> None:
+    async def _end_page(self, opening: asyncio.Task[Page]) -> None:
         if not opening.done():
             opening.cancel()  # it waits for a place
         results = await asyncio.gather(opening, return_exceptions=True)
@@ -255,5 +264,5 @@ class BrowserTransform(ToolTransform):
             await self._gateway.close()
         self._opening = self._playwright = self._gateway = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         raise TypeError("a BrowserTransform is bound to its browser; make one in each process.")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from llmrl.tools.gateway import REFUSED_HEADER, is_allowed
 from llmrl.tools.tool import ToolError
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 
 class PageActions:
@@ -20,7 +23,7 @@ class PageActions:
         screenshot_path: where the next screenshot goes.
     """
 
-    def __init__(self, page: Any, allowed_domains: Sequence[str], screenshot_path: Callable[[], Path]) -> None:
+    def __init__(self, page: Page, allowed_domains: Sequence[str], screenshot_path: Callable[[], Path]) -> None:
         self._page, self._domains, self._screenshot_path = page, allowed_domains, screenshot_path
 
     async def navigate(self, url: str) -> str:
@@ -83,6 +86,7 @@ class PageActions:
         path = self._screenshot_path()
         await self._page.screenshot(path=path)
         size = self._page.viewport_size
+        assert size is not None  # as the browser was started
         return f"[screenshot: {path.name}, {size['width']} × {size['height']}]"
 
     async def _loaded(self) -> str:

@@ -5,14 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from llmrl._utils.imports import require
 from llmrl.tools.output import TruncateSide, as_text
 from llmrl.tools.tool import Tool, ToolError
 from llmrl.tools.transform import ToolTransform
 
-_SERVER_KEYS = ("command", "args", "env", "cwd", "url", "headers")
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp import types as mcp_types
+
+
+class MCPServer(TypedDict, total=False):
+    """How a server is reached: `command` and what goes with it, or `url` and `headers`."""
+
+    command: str
+    args: list[str]
+    env: dict[str, str]
+    cwd: str
+    url: str
+    headers: dict[str, str]
 
 
 class MCPToolTransform(ToolTransform):
@@ -36,7 +49,7 @@ class MCPToolTransform(ToolTransform):
 
     def __init__(
         self,
-        servers: Mapping[str, Mapping[str, Any]],
+        servers: Mapping[str, MCPServer],
         *,
         tool_name: str = "tool",
         tool_parser: str = "none",
@@ -88,28 +101,28 @@ class MCPToolTransform(ToolTransform):
             self._home.run(close_all())
         super().close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         raise TypeError("an MCPToolTransform is bound to its connections; make one in each process.")
 
 
 class _Connection:
     """One server, and the task that holds the connection to it: who opens it must be who closes it."""
 
-    def __init__(self, name: str, server: Mapping[str, Any], connect_timeout: float) -> None:
+    def __init__(self, name: str, server: MCPServer, connect_timeout: float) -> None:
         self._name, self._server, self._connect_timeout = name, server, connect_timeout
-        self._client: Any = None
+        self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
         self._leave = asyncio.Event()
         self._reopening = asyncio.Lock()
         self.num_opened = 0
 
-    async def open(self) -> list[Any]:
+    async def open(self) -> list[mcp_types.Tool]:
         """Connect; the server's tools.
 
         Raises:
             ConnectionError: when it cannot be reached.
         """
-        ready: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        ready: asyncio.Future[list[mcp_types.Tool]] = asyncio.get_running_loop().create_future()
         self._leave = asyncio.Event()
         self._task = asyncio.create_task(self._hold(ready, self._leave))
         try:
@@ -127,7 +140,7 @@ class _Connection:
         self.num_opened += 1
         return tools
 
-    async def _hold(self, ready: asyncio.Future[list[Any]], leave: asyncio.Event) -> None:
+    async def _hold(self, ready: asyncio.Future[list[mcp_types.Tool]], leave: asyncio.Event) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 self._client = await stack.enter_async_context(await _make_client(self._server, stack))
@@ -148,7 +161,7 @@ class _Connection:
         finally:
             self._client = None
 
-    async def call(self, tool: str, arguments: dict[str, Any], *, is_repeatable: bool) -> Any:
+    async def call(self, tool: str, arguments: dict[str, object], *, is_repeatable: bool) -> mcp_types.CallToolResult:
         """The result of a call.
 
         Raises:
@@ -162,6 +175,7 @@ class _Connection:
             try:
                 if self._client is None:
                     await self._reopen(number)
+                assert self._client is not None
                 return await self._client.call_tool(tool, arguments)
             except MCPError as error:
                 # An HTTP server that forgot the session answers so, too.
@@ -202,10 +216,10 @@ class _Connection:
             await asyncio.wait([task], timeout=5)
 
 
-def _check_server(name: str, server: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(server) - set(_SERVER_KEYS))
+def _check_server(name: str, server: MCPServer) -> MCPServer:
+    unknown = sorted(set(server) - set(MCPServer.__annotations__))
     if unknown:
-        raise ValueError(f"server {name!r} has {unknown}; known are {list(_SERVER_KEYS)}.")
+        raise ValueError(f"server {name!r} has {unknown}; known are {list(MCPServer.__annotations__)}.")
     if ("command" in server) == ("url" in server):
         raise ValueError(f"server {name!r} needs exactly one of 'command' and 'url', got {sorted(server)}.")
     misplaced = sorted({"args", "env", "cwd"} & set(server) if "url" in server else {"headers"} & set(server))
@@ -213,14 +227,14 @@ def _check_server(name: str, server: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"server {name!r} has {misplaced}, which do not go with {'url' if 'url' in server else 'command'!r}."
         )
-    return dict(server)
+    return server.copy()
 
 
-async def _make_client(server: Mapping[str, Any], stack: contextlib.AsyncExitStack) -> Any:
+async def _make_client(server: MCPServer, stack: contextlib.AsyncExitStack) -> Client:
     from mcp import Client, StdioServerParameters
 
     if "command" in server:
-        return Client(StdioServerParameters(**server))
+        return Client(StdioServerParameters.model_validate(server))
     if not server.get("headers"):
         return Client(server["url"])
     import httpx2
@@ -230,11 +244,11 @@ async def _make_client(server: Mapping[str, Any], stack: contextlib.AsyncExitSta
     return Client(streamable_http_client(server["url"], http_client=http_client))
 
 
-def _tool(server: str, connection: _Connection, description: Any) -> Tool:
+def _tool(server: str, connection: _Connection, description: mcp_types.Tool) -> Tool:
     hints = description.annotations
     is_repeatable = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
 
-    async def run(arguments: dict[str, Any], conversation_id: str) -> str:
+    async def run(arguments: dict[str, object], conversation_id: str) -> str:
         result = await connection.call(description.name, arguments, is_repeatable=is_repeatable)
         text = result_text(result)
         if result.is_error:
@@ -245,7 +259,7 @@ def _tool(server: str, connection: _Connection, description: Any) -> Tool:
     return Tool(name, description.description or description.title or "", dict(description.input_schema), run)
 
 
-def result_text(result: Any) -> str:
+def result_text(result: mcp_types.CallToolResult) -> str:
     """What a result says, as text: images, sounds and files are named, not shown.
 
     Structured content is shown where there is no other, since servers repeat it as text.
@@ -256,7 +270,7 @@ def result_text(result: Any) -> str:
     return "\n".join(parts)
 
 
-def _content_text(content: Any) -> str:
+def _content_text(content: mcp_types.ContentBlock) -> str:
     if content.type == "text":
         return content.text
     if content.type in ("image", "audio"):
@@ -266,9 +280,8 @@ def _content_text(content: Any) -> str:
         return f"[resource: {content.name}, {content.uri}{described}]"
     if content.type == "resource":
         resource = content.resource
-        text = getattr(resource, "text", None)
-        if text is not None:
-            return f"[resource: {resource.uri}]\n{text}"
+        if hasattr(resource, "text"):
+            return f"[resource: {resource.uri}]\n{resource.text}"
         return f"[resource: {resource.uri}, {resource.mime_type or 'binary'}, {_num_bytes(resource.blob)} bytes]"
     return f"[{content.type}]"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 TruncateSide = Literal["start", "middle", "end"]
 
@@ -33,7 +33,7 @@ def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
     return f"{text[:num_head]}\n{mark}\n{text[len(text) - (max_chars - num_head) :]}"
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Text as it is, nothing as nothing, anything else as JSON, or else as Python prints it.
 
     Example:

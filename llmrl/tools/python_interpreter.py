@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from llmrl.data import MalformedToolCall, Message, text_of
 from llmrl.sandbox.launch import Isolation
@@ -13,6 +13,9 @@ from llmrl.tools.output import TruncateSide
 from llmrl.tools.session import ToolSession
 from llmrl.tools.tool import InvalidArguments, Tool, ToolError
 from llmrl.tools.transform import ToolTransform
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 _FENCED = re.compile(r"```(?:python|py)[^\S\n]*\n(.*?)^[^\S\n]*```", re.DOTALL | re.MULTILINE)
 _DESCRIPTION = "Run Python code; what it prints is the answer."
@@ -109,7 +112,7 @@ class PythonInterpreter(ToolTransform):
             self._executor.close()
             self._executor = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_executor": None, "_is_executor_ours": True}
 
     def _join(self, session: ToolSession) -> None:
@@ -141,7 +144,7 @@ class PythonInterpreter(ToolTransform):
             answers.append(self.tool_message(f"Code block {number} {outcome}:\n{output}"))
         return answers
 
-    async def _run_tool(self, arguments: dict[str, Any], conversation_id: str) -> str:
+    async def _run_tool(self, arguments: dict[str, object], conversation_id: str) -> str:
         if set(arguments) != {"code"} or not isinstance(arguments["code"], str):
             raise InvalidArguments(f"'code' (a string) is the one argument, got {sorted(arguments)}")
         result = await self._execute(arguments["code"], conversation_id)
@@ -172,7 +175,7 @@ def _failure(result: PythonResult) -> str:
     return result.stdout + result.stderr
 
 
-def _find_service(name: str, namespace: str | None) -> Any:
+def _find_service(name: str, namespace: str | None) -> ActorHandle:
     from torchrl.services import get_services
 
     try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmrl._utils.imports import require
 from llmrl.tools.output import truncate
 from llmrl.tools.tool import InvalidArguments, Tool
+
+if TYPE_CHECKING:
+    from bm25s.tokenization import Tokenized
 
 _DESCRIPTION = "Search the documents. The answer is those that fit best, the best first."
 
@@ -48,7 +51,7 @@ class SearchIndex:
         self._index = self._bm25s.BM25()
         self._index.index(self._words(self.documents), show_progress=False)
 
-    def _words(self, texts: list[str]) -> Any:
+    def _words(self, texts: list[str]) -> Tokenized:
         # Questions are made of stop words as much as of others, and titles too.
         return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)
 
@@ -70,7 +73,7 @@ class SearchIndex:
         query = {"type": "string", "description": "words to look for"}
         parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
 
-        async def run(arguments: dict[str, Any], conversation_id: str) -> str:
+        async def run(arguments: dict[str, object], conversation_id: str) -> str:
             if set(arguments) != {"query"} or not isinstance(arguments["query"], str):
                 raise InvalidArguments(f"'query' (a string) is the one argument, got {sorted(arguments)}")
             found = self.search(arguments["query"])

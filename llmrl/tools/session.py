@@ -6,7 +6,6 @@ import logging
 import uuid
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from llmrl._utils.failure import as_exception
 from llmrl.data import Message
@@ -81,13 +80,13 @@ class ToolSession:
             self._claimed.clear()
             self._answers.clear()
 
-    def __deepcopy__(self, memo: Any) -> ToolSession:
+    def __deepcopy__(self, memo: object) -> ToolSession:
         return self
 
     def __copy__(self) -> ToolSession:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[ToolSession], tuple[()]]:
         # Elsewhere the conversation goes on with tools of its own.
         return ToolSession, ()
 

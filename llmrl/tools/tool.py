@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from llmrl._utils.failure import guarded
 from llmrl._utils.imports import require
 from llmrl._utils.threads import run_in_thread
 from llmrl.data import ToolSchema
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+    from pydantic_core import ErrorDetails
 
 logger = logging.getLogger("llmrl")
 
@@ -31,9 +35,9 @@ class Tool:
 
     name: str
     description: str
-    parameters: dict[str, Any]
+    parameters: Mapping[str, object]
     """JSON schema of the arguments, an object."""
-    run: Callable[[dict[str, Any], str], Awaitable[Any]]
+    run: Callable[[dict[str, object], str], Awaitable[object]]
     """Called with the arguments and the id of the conversation; what it returns is the answer."""
     release: Callable[[str], None] | None = None
     """Called with the id of a conversation that has ended, if the tool keeps anything for it."""
@@ -47,7 +51,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def function_tool(function: Callable[..., Any], *, name: str | None = None) -> Tool:
+def function_tool(function: Callable[..., object], *, name: str | None = None) -> Tool:
     """A tool from a function, sync or async: its type hints are the schema, its docstring the description.
 
     Arguments are validated, and converted where JSON cannot say what the hint asks for. A sync function runs in a
@@ -73,7 +77,7 @@ def function_tool(function: Callable[..., Any], *, name: str | None = None) -> T
     """
     signature = Signature(function)
 
-    async def run(arguments: dict[str, Any], conversation_id: str) -> Any:
+    async def run(arguments: dict[str, object], conversation_id: str) -> object:
         return await _call(function, signature.validate(arguments))
 
     return Tool(name or function.__name__, signature.description, signature.schema, run)
@@ -107,7 +111,7 @@ def class_tools(cls: type) -> list[Tool]:
     }
     if not functions:
         raise TypeError(f"{cls.__name__} has no public method that could be a tool.")
-    instances: dict[str, Any] = {}
+    instances: dict[str, object] = {}
     loops: dict[str, asyncio.AbstractEventLoop] = {}
 
     def release(conversation_id: str) -> None:
@@ -118,10 +122,10 @@ def class_tools(cls: type) -> list[Tool]:
         if inspect.iscoroutine(closing):  # where its other methods ran; nobody waits here, which may be that thread
             asyncio.run_coroutine_threadsafe(_told(closing), loop)  # type: ignore[arg-type]
 
-    def make(name: str, function: Callable[..., Any]) -> Tool:
+    def make(name: str, function: Callable[..., object]) -> Tool:
         signature = Signature(function, is_method=True)
 
-        async def run(arguments: dict[str, Any], conversation_id: str) -> Any:
+        async def run(arguments: dict[str, object], conversation_id: str) -> object:
             valid = signature.validate(arguments)
             if conversation_id not in instances:
                 instances[conversation_id], loops[conversation_id] = cls(), asyncio.get_running_loop()
@@ -132,7 +136,7 @@ def class_tools(cls: type) -> list[Tool]:
     return [make(name, function) for name, function in functions.items()]
 
 
-def collect_tools(tools: Iterable[Any]) -> list[Tool]:
+def collect_tools(tools: Iterable[object]) -> list[Tool]:
     """Tools from tools, functions and classes.
 
     Raises:
@@ -163,7 +167,7 @@ class Signature:
         TypeError: when a parameter has no type hint, or there is no docstring, naming it.
     """
 
-    def __init__(self, function: Callable[..., Any], *, is_method: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], *, is_method: bool = False) -> None:
         pydantic = require("pydantic", extra="tools")
         name = getattr(function, "__name__", type(function).__name__)
         documentation = require("docstring_parser", extra="tools").parse(inspect.getdoc(function) or "")
@@ -173,7 +177,7 @@ class Signature:
             raise TypeError(f"tool {name!r} has no docstring; the model is told what it says.")
         described = {parameter.arg_name: parameter.description for parameter in documentation.params}
         hints = get_type_hints(function, include_extras=True)
-        fields: dict[str, Any] = {}
+        fields: dict[str, tuple[object, FieldInfo]] = {}
         parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
         for parameter in parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -192,7 +196,7 @@ class Signature:
         self._invalid = pydantic.ValidationError
         self.schema = _without_titles(self._model.model_json_schema())
 
-    def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def validate(self, arguments: dict[str, object]) -> dict[str, object]:
         """The arguments as the function takes them.
 
         Raises:
@@ -204,7 +208,7 @@ class Signature:
             raise InvalidArguments("; ".join(map(self._explain, error.errors()))) from None
         return {name: getattr(valid, name) for name in self._model.model_fields if name in valid.model_fields_set}
 
-    def _explain(self, error: Any) -> str:
+    def _explain(self, error: ErrorDetails) -> str:
         where = ".".join(map(str, error["loc"]))
         if error["type"] == "extra_forbidden":
             return f"there is no argument {where!r}; the arguments are {list(self._model.model_fields)}"
@@ -228,14 +232,14 @@ def _without_titles(schema: Any) -> Any:
     }
 
 
-async def _told(closing: Awaitable[Any]) -> None:
+async def _told(closing: Awaitable[object]) -> None:
     try:
         await guarded(closing)
     except Exception as error:
         logger.warning("a tool failed to close what it kept for a conversation", exc_info=error)
 
 
-async def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+async def _call(function: Callable[..., object], arguments: dict[str, object]) -> object:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     return await run_in_thread(function, **arguments)

@@ -17,6 +17,7 @@ from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
+from llmrl.data.history import flatten
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser
 from llmrl.tools.output import TruncateSide, as_text, encodable, truncate
@@ -161,7 +162,7 @@ class ToolTransform(Transform):
 
     def _with_answers(self, prompt: History, answers: list[Message], turn: int) -> History:
         """The prompt with the answers right after the calls; what the environment said to them comes after."""
-        chat = prompt.chats
+        [chat] = flatten(prompt.chats)
         place = turn
         while place < len(chat) and chat[place]["role"] == self.tool_role:
             place += 1

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from llmrl.trainer.packing import PackedRows
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Mask: TypeAlias = "torch.Tensor | BlockMask"
+"""Which tokens each token sees, as the attention in use reads it."""
 
 IMPLEMENTATION = "llmrl_packed"
 MAX_PRODUCT_LENGTH = 256
@@ -24,7 +30,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as plain matrix products where `sdpa` is slower or cannot do it; anything else goes to `sdpa`.
 
@@ -89,7 +95,7 @@ def register_packed_attention() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, window: int | None = None) -> Any:
+def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, window: int | None = None) -> Mask:
     """The mask of packed rows in the form that an attention implementation takes.
 
     Args:
@@ -111,13 +117,13 @@ def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, 
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def _block_mask(packed: PackedRows, window: int | None) -> Any:
+def _block_mask(packed: PackedRows, window: int | None) -> BlockMask:
     """`PackedRows.attention_mask` as a function of indices, of which only blocks are held in memory."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     subtree_end, depth = packed.subtree_end, packed.position_ids
 
-    def is_seen(bin_index: Any, head: Any, query: Any, key: Any) -> Any:
+    def is_seen(bin_index: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = (query >= key) & (query < subtree_end[bin_index, key])
         if window is not None:
             seen = seen & (depth[bin_index, query] - depth[bin_index, key] < window)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,9 @@ from llmrl.trainer.exactness import ExactnessProbe
 from llmrl.trainer.log_probs import LogitTransform
 from llmrl.trainer.output_head import OutputHead
 from llmrl.trainer.packing import PackedRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger("llmrl")
 
@@ -38,7 +41,7 @@ class CausalModel:
         ValueError: when the model is sharded already, or its attention cannot be trained where it is.
     """
 
-    def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
+    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             raise ValueError("model is sharded already; wrap it first, then shard it: its logits are checked whole.")
@@ -165,7 +168,7 @@ class CausalModel:
         )
 
 
-def _position_limit(config: Any) -> int | None:
+def _position_limit(config: PreTrainedConfig) -> int | None:
     """Number of positions beyond which rotary frequencies depend on the longest row of a forward pass."""
     rope = getattr(config, "rope_parameters", None) or {}
     limits = [

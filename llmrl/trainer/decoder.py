@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl.trainer.attention import IMPLEMENTATION, packed_mask
+from llmrl.trainer.attention import IMPLEMENTATION, Mask, packed_mask
 from llmrl.trainer.packing import PackedRows
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-def text_config(model: Any) -> Any:
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The configuration of a model's decoder, where it is a part of a larger one."""
     return getattr(model.config, "text_config", None) or model.config
 
 
-def decoder_of(model: Any) -> torch.nn.Module:
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """A causal language model without its head."""
     base = model.base_model
     return model.model if base is model and hasattr(model, "model") else base
 
 
-def decoder_hidden_states(model: Any, packed: PackedRows, *, is_packed: bool) -> torch.Tensor:
+def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_packed: bool) -> torch.Tensor:
     """Last hidden states `[num_bins, bin_length, hidden_size]` of a transformers model's decoder.
 
     Args:
@@ -40,7 +43,7 @@ def decoder_hidden_states(model: Any, packed: PackedRows, *, is_packed: bool) ->
     mask = functools.partial(packed_mask, packed, implementation=config._attn_implementation, dtype=dtype)
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
-    attention_mask: Any
+    attention_mask: Mask | dict[str, Mask]
     if "sliding_attention" in layer_types:
         attention_mask = {"full_attention": mask(), "sliding_attention": mask(window=window)}
     else:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from llmrl.trainer.decoder import decoder_hidden_states, decoder_of, text_config
 from llmrl.trainer.log_probs import LogitTransform
 from llmrl.trainer.output_head import OutputHead
 from llmrl.trainer.packing import pack_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROBE_WINDOW = 3
 _NUM_SHARED = 6
@@ -44,7 +47,7 @@ class ExactnessProbe:
             weights when it is called.
     """
 
-    def __init__(self, model: Any, head: OutputHead) -> None:
+    def __init__(self, model: PreTrainedModel, head: OutputHead) -> None:
         self.model, self.head = model, head
         self.layer_types: set[str] = set(getattr(text_config(model), "layer_types", None) or ())
         dtype = next(model.parameters()).dtype
@@ -149,11 +152,11 @@ class ExactnessProbe:
         ]
         return [row.to(self.head.device) for row in rows]
 
-    def _logits(self, model: Any, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _logits(self, model: PreTrainedModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
         """`[num_tokens, vocab_size]` of each row, by a forward pass of its own."""
         return [model(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
 
-    def _find_transform(self, reference: Any, expected: torch.Tensor) -> LogitTransform:
+    def _find_transform(self, reference: PreTrainedModel, expected: torch.Tensor) -> LogitTransform:
         """What the model does between its head and its logits: of what its configuration names, that which fits."""
         name, config = type(self.model).__name__, text_config(self.model)
         output = decoder_of(reference)(input_ids=self.rows[0][None], use_cache=False)
@@ -176,13 +179,13 @@ class ExactnessProbe:
         return transforms[best]
 
 
-def _copy_of(model: Any) -> Any:
+def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with its own modules and configuration that shares the model's weights, in eval mode."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
 
 
-def _shrink_windows(model: Any) -> int:
+def _shrink_windows(model: PreTrainedModel) -> int:
     """Set every window of a copy to `PROBE_WINDOW`; returns how many its configuration names."""
     config = text_config(model)
     num_named = 0

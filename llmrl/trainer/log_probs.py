@@ -81,7 +81,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         positions: torch.Tensor,
         transform: LogitTransform,
         chunk_size: int,
-        has_entropy: bool,
+        return_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = _compute_dtype(hidden, weight)
         hidden_c, weight_c = _operand(hidden, dtype), _operand(weight, dtype)
@@ -89,7 +89,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         result_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         log_probs = torch.empty(targets.shape[0], dtype=result_dtype, device=hidden.device)
         normalizers = torch.empty(hidden.shape[0], dtype=result_dtype, device=hidden.device)
-        entropies = torch.empty_like(normalizers) if has_entropy else None
+        entropies = torch.empty_like(normalizers) if return_entropy else None
         bounds = _chunk_bounds(positions, hidden.shape[0], chunk_size)
         for (start, first), (end, last) in pairwise(bounds):
             logits, _ = transform.apply(_logits(hidden_c[start:end], weight_c, bias_c))
@@ -107,7 +107,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs, None if entropies is None else entropies[positions]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, positions, normalizers, entropies = ctx.saved_tensors
         dtype = ctx.dtype
         grad_log_probs, grad_entropy = grads
@@ -173,7 +173,7 @@ def chunked_log_probs(
     bias: torch.Tensor | None = None,
     transform: LogitTransform | None = None,
     chunk_size: int | None = None,
-    has_entropy: bool = False,
+    return_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-prob of each target, and the entropy of its distribution when asked; both differentiable.
 
@@ -186,7 +186,7 @@ def chunked_log_probs(
         bias: `[vocab_size]` of the output head, if it has one.
         transform: scale, soft cap and temperature; none by default.
         chunk_size: positions whose logits are held at once; default, as many as make `NUM_CHUNK_LOGITS`.
-        has_entropy: also return the entropies.
+        return_entropy: also return the entropies.
 
     Returns:
         `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).
@@ -213,5 +213,5 @@ def chunked_log_probs(
     if chunk_size is None:
         chunk_size = max(64, NUM_CHUNK_LOGITS // weight.shape[0])
     return _ChunkedLogProbs.apply(
-        hidden, weight, bias, targets, positions, transform or LogitTransform(), chunk_size, has_entropy
+        hidden, weight, bias, targets, positions, transform or LogitTransform(), chunk_size, return_entropy
     )

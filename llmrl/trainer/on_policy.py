@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import Protocol
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column
 from llmrl.trainer.trained_model import TrainedModel
@@ -27,7 +28,16 @@ _OTHER_DISTRIBUTION = [
 ]
 
 
-def on_policy_difference(batch: TensorDictBase, log_probs: list[torch.Tensor], keys: Any, version: int) -> torch.Tensor:
+class SamplerKeys(Protocol):
+    """A loss's names of the entries that the sampler wrote."""
+
+    sample_log_prob: NestedKey
+    policy_version: NestedKey
+
+
+def on_policy_difference(
+    batch: TensorDictBase, log_probs: list[torch.Tensor], keys: SamplerKeys, version: int
+) -> torch.Tensor:
     """`|log pi_trainer - log pi_sampler|` of the trained tokens that `version` sampled, `[num_tokens]`.
 
     Args:
@@ -45,7 +55,9 @@ def on_policy_difference(batch: TensorDictBase, log_probs: list[torch.Tensor], k
     return (ours - sampler).abs()[~ours.isnan() & (versions == version)]
 
 
-def warn_of_difference(record: TrainedModel, batch: TensorDictBase, log_probs: list[torch.Tensor], keys: Any) -> None:
+def warn_of_difference(
+    record: TrainedModel, batch: TensorDictBase, log_probs: list[torch.Tensor], keys: SamplerKeys
+) -> None:
     """Warn when the on-policy difference passes what rounding explains, with its likely causes in order.
 
     Nothing is said where it is not known what is on-policy: the weights were never sent to an engine, or changed

@@ -22,8 +22,8 @@ class OutputHead:
         torch.Size([9, 4])
     """
 
-    def __init__(self, head: Any) -> None:
-        self._head = head
+    def __init__(self, head: torch.nn.Module) -> None:
+        self._head: Any = head  # peft wraps it in layers of its own
         self._linear()
 
     def _linear(self) -> torch.nn.Linear:
@@ -76,10 +76,10 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.dtype, ctx.mesh, ctx.placements = parameter.dtype, parameter.device_mesh, parameter.placements
-        return parameter.to(dtype).full_tensor()
+        return parameter.to(dtype).full_tensor()  # type: ignore[attr-defined]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         parts = DTensor.from_local(grads[0].to(ctx.dtype), ctx.mesh, [Partial()] * ctx.mesh.ndim)
         return parts.redistribute(placements=ctx.placements), None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
@@ -11,6 +12,10 @@ from tensordict.utils import NestedKey
 
 from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 
 @torch.no_grad()
@@ -51,7 +56,7 @@ def write_log_probs(
 
 
 @contextlib.contextmanager
-def adapters_off(model: Any) -> Any:
+def adapters_off(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """A peft model as it was before its adapters.
 
     Raises:

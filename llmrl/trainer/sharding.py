@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,8 +10,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llmrl.trainer.trained_model import trained_model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def shard_model(model: Any, mesh: DeviceMesh | None = None, *, compute_dtype: torch.dtype | None = None) -> Any:
+
+def shard_model(
+    model: PreTrainedModel, mesh: DeviceMesh | None = None, *, compute_dtype: torch.dtype | None = None
+) -> PreTrainedModel:
     """Shard a transformers model in place by PyTorch's `fully_shard`, layer by layer.
 
     Gradients are summed over ranks, not averaged: the token weights of a loss are those of the whole batch, of which

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,7 +57,7 @@ class TrainedModel:
 _known: WeakKeyDictionary[torch.nn.Module, TrainedModel] = WeakKeyDictionary()
 
 
-def trained_model(model: Any) -> TrainedModel:
+def trained_model(model: torch.nn.Module) -> TrainedModel:
     """The record of a model, one for a peft model and its base.
 
     Example:
@@ -66,8 +66,8 @@ def trained_model(model: Any) -> TrainedModel:
         >>> trained_model(model).num_updates
         1
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return _known.setdefault(base, TrainedModel())
+    get_base: Callable[[], torch.nn.Module] = getattr(model, "get_base_model", lambda: model)  # of peft
+    return _known.setdefault(get_base(), TrainedModel())
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -16,6 +16,9 @@ from llmrl.trainer.fused_head import check_fused_head, fused_log_probs
 from llmrl.trainer.log_probs import chunked_log_probs
 from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
 from llmrl.trainer.trained_model import trained_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TransformersWrapper(TensorDictModuleBase):
@@ -61,7 +64,7 @@ class TransformersWrapper(TensorDictModuleBase):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         *,
         temperature: float = 1.0,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
@@ -145,17 +148,17 @@ class TransformersWrapper(TensorDictModuleBase):
         return [micro_batch.to(self.device) for micro_batch in packed]
 
     def packed_log_probs(
-        self, packed: PackedRows, *, has_entropy: bool = False
+        self, packed: PackedRows, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs `[num_scored]` of a micro-batch's scored tokens, in its order, and entropies when asked."""
         if not packed.num_scored:
             nothing = torch.zeros(0, device=self.device)
-            return nothing, nothing if has_entropy else None
+            return nothing, nothing if return_entropy else None
         with self._autocast():
             hidden = self._causal_model.hidden_states(packed)
             weight = self._causal_model.head.weight(trained_model(self.model).sharded_dtype)
             predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
-            if self.head_kernel == "liger" and not has_entropy:
+            if self.head_kernel == "liger" and not return_entropy:
                 log_probs = fused_log_probs(
                     hidden.flatten(0, 1)[predictors],
                     weight,
@@ -173,7 +176,7 @@ class TransformersWrapper(TensorDictModuleBase):
                 bias=self._causal_model.head.bias(),
                 transform=self._causal_model.transform,
                 chunk_size=self.chunk_size,
-                has_entropy=has_entropy,
+                return_entropy=return_entropy,
             )
 
     def forward(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
 from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.types import Tokenizer
 from llmrl.data import Tokens
 from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
@@ -50,7 +51,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
 
     def __init__(
         self,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         *,
         renderer: Renderer | None = None,
         mode: Literal["auto", "token", "message"] = "auto",
@@ -60,7 +61,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
         if (tokenizer is None) == (renderer is None):
             raise ValueError("exactly one of tokenizer and renderer is needed.")
         self.renderer = make_renderer(tokenizer) if renderer is None else renderer
-        self.mode: Any = mode
+        self.mode: Literal["auto", "token", "message"] = mode
         self.fork_threshold_tokens = fork_threshold_tokens
 
     def _tokenize(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
@@ -62,9 +62,9 @@ class RetrieveLogProb(KnownArguments, Transform):
 
     def __init__(
         self,
-        model: Any = None,
+        model: TensorDictModuleBase | None = None,
         *,
-        model_factory: Callable[[], Any] | None = None,
+        model_factory: Callable[[], TensorDictModuleBase] | None = None,
         log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
         detach: bool = True,
     ) -> None:
@@ -80,7 +80,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         self.detach = detach
 
     @property
-    def model(self) -> Any:
+    def model(self) -> TensorDictModuleBase:
         """The model that scores."""
         if not self._models:
             assert self._model_factory is not None
@@ -225,9 +225,9 @@ class RetrieveKL(KnownArguments, Compose):
 
     def __init__(
         self,
-        ref_model: Any = None,
+        ref_model: TensorDictModuleBase | None = None,
         *,
-        ref_model_factory: Callable[[], Any] | None = None,
+        ref_model_factory: Callable[[], TensorDictModuleBase] | None = None,
         detach: bool = True,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
@@ -275,9 +275,9 @@ class KLRewardTransform(RetrieveKL):
 
     def __init__(
         self,
-        ref_model: Any = None,
+        ref_model: TensorDictModuleBase | None = None,
         *,
-        ref_model_factory: Callable[[], Any] | None = None,
+        ref_model_factory: Callable[[], TensorDictModuleBase] | None = None,
         coef: float = 1.0,
         log_prob_key: NestedKey = ("log_probs", "full"),
         add_to_reward: bool = True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
@@ -12,6 +12,7 @@ from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
 from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.types import StateDict
 
 
 class PolicyVersion(KnownArguments, Transform):
@@ -74,8 +75,8 @@ class PolicyVersion(KnownArguments, Transform):
         self._count += 1
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        shape, version = next_tensordict.batch_size, self.version
-        written = NonTensorData(version, batch_size=shape) if self.is_uuid else torch.full(shape, version)
+        shape = next_tensordict.batch_size
+        written = NonTensorData(self.version, batch_size=shape) if self.is_uuid else torch.full(shape, self.count)
         return next_tensordict.set("policy_version", written)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
@@ -88,11 +89,11 @@ class PolicyVersion(KnownArguments, Transform):
         observation_spec["policy_version"] = spec
         return observation_spec
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, int | str]:
         """The counter, and what tells the uuids of this run from others."""
         return {"count": self._count, "run": str(self._run)}
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Continue from a saved counter."""
         self._count = int(state_dict["count"])
-        self._run = uuid.UUID(state_dict["run"])
+        self._run = uuid.UUID(str(state_dict["run"]))

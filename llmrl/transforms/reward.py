@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import torch
 from tensordict import TensorDictBase, is_non_tensor
@@ -53,7 +52,12 @@ class RubricReward(KnownArguments, Transform):
         (2.0, True)
     """
 
-    def __init__(self, rubric: Rubric | RewardFn | Any, *, terminate_when_answered: bool = True) -> None:
+    def __init__(
+        self,
+        rubric: Rubric | RewardFn | Callable[..., float | Awaitable[float]],
+        *,
+        terminate_when_answered: bool = True,
+    ) -> None:
         super().__init__()
         self.rubric = rubric if isinstance(rubric, Rubric) else Rubric(rubric)
         self.terminate_when_answered = terminate_when_answered
@@ -111,7 +115,7 @@ class RubricReward(KnownArguments, Transform):
         status = decide_status(is_terminated=is_terminated, reason=reason)
         return RewardInput(messages, dataset_columns(element), status, reason) if status.is_settled else None
 
-    def _score(self, rollouts: Sequence[RewardInput]) -> Any:
+    def _score(self, rollouts: Sequence[RewardInput]) -> Iterator[Score | None]:
         async def score_all() -> list[Score]:
             return list(await asyncio.gather(*(self.rubric.score(rollout) for rollout in rollouts)))
 
@@ -146,7 +150,7 @@ def write_score(next_element: TensorDictBase, score: Score | None, names: Sequen
     next_element.set("score_error", non_tensor("" if score is None else score.error))
 
 
-def dataset_columns(element: TensorDictBase) -> dict[str, Any]:
+def dataset_columns(element: TensorDictBase) -> dict[str, object]:
     """The dataset's columns of a conversation, by name: non-tensor entries at its root and in `"columns"`."""
     columns = {
         key: plain(value)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
+from llmrl._utils.types import Tokenizer
 from llmrl.data import History, Text
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked
 from llmrl.rendering import TemplateRenderer
@@ -45,7 +44,11 @@ class TemplateTransform(Transform):
     """
 
     def __init__(
-        self, tokenizer: Any = None, chat_template: str | None = None, *, renderer: TemplateRenderer | None = None
+        self,
+        tokenizer: Tokenizer | None = None,
+        chat_template: str | None = None,
+        *,
+        renderer: TemplateRenderer | None = None,
     ) -> None:
         super().__init__()
         if (tokenizer is None) == (renderer is None) or (renderer is not None and chat_template is not None):

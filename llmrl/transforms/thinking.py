@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -64,7 +64,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
 
     def __init__(
         self,
-        cond: Callable[[TensorDictBase], Any],
+        cond: Callable[[TensorDictBase], bool | torch.Tensor],
         prompt: str | None = None,
         *,
         random_prompt: bool = False,

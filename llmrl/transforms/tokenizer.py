@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.data import Bounded, Composite
 from torchrl.envs import Transform
 
 from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.types import Tokenizer as PretrainedTokenizer
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked
 from llmrl.transforms.specs import replace_input
 
@@ -63,7 +63,7 @@ class Tokenizer(KnownArguments, Transform):
         in_keys_inv: Sequence[NestedKey] | None = None,
         out_keys_inv: Sequence[NestedKey] | None = None,
         *,
-        tokenizer: Any,
+        tokenizer: PretrainedTokenizer | str,
         skip_special_tokens: bool = True,
         add_special_tokens: bool = False,
         return_attention_mask: bool = True,
@@ -77,8 +77,9 @@ class Tokenizer(KnownArguments, Transform):
         if isinstance(tokenizer, str):
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        self.tokenizer = tokenizer
+            self.tokenizer: PretrainedTokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        else:
+            self.tokenizer = tokenizer
         self.skip_special_tokens, self.add_special_tokens = skip_special_tokens, add_special_tokens
         self.return_attention_mask, self.call_before_reset = return_attention_mask, call_before_reset
 
@@ -146,7 +147,7 @@ def _mask_key(out_key: NestedKey) -> NestedKey:
     return "attention_mask" if isinstance(out_key, str) else (*out_key[:-1], "attention_mask")
 
 
-def _entry(element: TensorDictBase, key: NestedKey) -> Any:
+def _entry(element: TensorDictBase, key: NestedKey) -> torch.Tensor | NonTensorData:
     value = element.get(key, None)
     if value is None:
         raise KeyError(f"there is no {key!r} to read, only {sorted(map(str, element.keys()))}.")

@@ -121,7 +121,7 @@ class DoubleBuffer:
         buffer = torch.empty(pointer.num_bytes, dtype=torch.uint8)
         try:
             with path.open("rb", buffering=0) as file:
-                num_read, checksum = _read_into(memoryview(buffer.numpy()), file)
+                num_read, checksum = _read_into(memoryview(buffer.numpy()), file)  # type: ignore[arg-type]
         except FileNotFoundError:
             num_read, checksum = 0, 0
         if num_read != pointer.num_bytes or checksum != pointer.checksum:
@@ -212,4 +212,4 @@ def _parts(text: bytes, entries: list[Any], pairs: Iterable[tuple[str, torch.Ten
     for (name, dtype, shape), (given_name, tensor) in zip(entries, pairs, strict=True):
         if (name, dtype, tuple(shape)) != (given_name, tensor.dtype, tuple(tensor.shape)):
             raise ValueError(f"the source announced {name!r} {dtype} {tuple(shape)} and yielded {given_name!r}.")
-        yield memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        yield memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -35,7 +35,9 @@ class Region:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Region:
         """Where a view lies in its storage."""
-        return cls(tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_contiguous())
+        return cls(
+            int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_contiguous()
+        )
 
     @property
     def numel(self) -> int:
@@ -146,7 +148,7 @@ def make_load_plan(
         recorder = _CopyRecorder(source, {_storage(tensor): plan for plan, tensor in parameters})
         try:
             with recorder:
-                model.load_weights(layout.views(source))
+                model.load_weights(layout.views(source))  # type: ignore[operator]  # of a model of vLLM
         except Exception as error:
             if isinstance(error, RuntimeError) and "meta" in str(error):  # a loader that looks at the data
                 return None

@@ -170,7 +170,7 @@ def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 
 
 def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, config in model.peft_config.items():
+    for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]  # of a peft model
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
             raise TypeError(f"adapter {name!r} is {config.peft_type}; only LoRA adapters are merged on the way.")
         for option in ("modules_to_save", "trainable_token_indices"):

@@ -10,11 +10,10 @@ import math
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from llmrl.data import Message, text_of
 from llmrl.runs.token_log import TokenRow
-from llmrl.runs.viewer.run_data import RunData, facts_of
+from llmrl.runs.viewer.run_data import Record, RunData, facts_of
 
 # Of rollouts; opening one decompresses its block alone, so that a page of thousands opens at once.
 _BLOCK_SIZE = 64
@@ -72,12 +71,12 @@ def write_page(run: RunData, path: str | Path) -> Path:
     return path
 
 
-def _packed(value: Any) -> str:
+def _packed(value: object) -> str:
     text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """The value as browsers read JSON: they know neither NaN nor infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -88,7 +87,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _preview(record: dict[str, Any]) -> str:
+def _preview(record: Record) -> str:
     """The last answer's beginning, to know a rollout by in a list."""
     answers: list[Message] = [message for message in record["messages"] if message["role"] == "assistant"]
     answer = answers[-1] if answers else {}
@@ -96,12 +95,12 @@ def _preview(record: dict[str, Any]) -> str:
     return " ".join(f"{text_of(answer.get('content'))} {calls}".split())[:120]
 
 
-def _details(run: RunData, record: dict[str, Any]) -> dict[str, Any]:
+def _details(run: RunData, record: Record) -> dict[str, object]:
     rows = run.rows.get((record["step"], record["rollout_id"]), [])
     return {**record, "rows": [_row(row) for row in sorted(rows, key=lambda row: row.row_index)]}
 
 
-def _row(row: TokenRow) -> dict[str, Any]:
+def _row(row: TokenRow) -> dict[str, object]:
     return {
         "advantage": row.advantage,
         "ids": row.token_ids,

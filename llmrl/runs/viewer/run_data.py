@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from llmrl._utils.types import JSON, Tokenizer
+from llmrl.data import Message
 from llmrl.runs.run_folder import RunFolder, holds_run
 from llmrl.runs.token_log import TokenRow
+
+
+class Record(TypedDict):
+    """One rollout as a run's folder keeps it: `Rollout.to_record`, and where it belongs."""
+
+    step: int
+    split: str
+    group_id: str
+    rollout_id: str
+    status: str
+    reason: str
+    reward: float
+    messages: list[Message]
 
 
 @dataclass(slots=True)
@@ -19,18 +34,18 @@ class RunData:
     name: str
     metrics: list[dict[str, float]] = field(default_factory=list)
     """One entry a step."""
-    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    rollouts: list[Record] = field(default_factory=list)
     """Records (`Rollout.to_record`) with `step` and `split`, in the order they were played."""
     rows: dict[tuple[int, str], list[TokenRow]] = field(default_factory=dict)
     """Training rows by step and rollout id, where their tokens were kept."""
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, JSON] = field(default_factory=dict)
     config: str = ""
     """The run's configuration, as text."""
     token_texts: dict[int, str] = field(default_factory=dict)
     """What each token id that occurs stands for; empty when no tokenizer was found."""
 
 
-def facts_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
     """What `summary.json` says, as people read it: names and values.
 
     Example:
@@ -107,7 +122,7 @@ def _where_runs_are(path: Path) -> str:
     return "give the folder that the training script named (run.path in its configuration)."
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path) -> Iterator[Record]:
     """A step that was logged twice (before and after a kill) counts once."""
     if not path.exists():
         return
@@ -124,7 +139,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _tokenizer(folder: RunFolder) -> Any:
+def _tokenizer(folder: RunFolder) -> Tokenizer | None:
     path = folder.tokenizer_path if folder.tokenizer_path.exists() else folder.model_path
     if not path.exists():
         return None
@@ -133,8 +148,7 @@ def _tokenizer(folder: RunFolder) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def _texts(token_ids: set[int], tokenizer: Any) -> dict[int, str]:
+def _texts(token_ids: set[int], tokenizer: Tokenizer | None) -> dict[int, str]:
     if tokenizer is None:
         return {}
-    decode: Callable[..., str] = tokenizer.decode
-    return {token_id: decode([token_id], skip_special_tokens=False) for token_id in sorted(token_ids)}
+    return {token_id: tokenizer.decode([token_id], skip_special_tokens=False) for token_id in sorted(token_ids)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from llmrl.runs.live_view import conversation_panel, sparkline
-from llmrl.runs.viewer.run_data import RunData, facts_of
+from llmrl.runs.viewer.run_data import Record, RunData, facts_of
 
 
 def print_run(run: RunData, *, console: Console | None = None) -> None:
@@ -62,7 +61,7 @@ def _thinned(values: Sequence[float], width: int = 60) -> list[float]:
     return [values[round(place * (len(values) - 1) / (width - 1))] for place in range(width)]
 
 
-def _extremes(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _extremes(records: Sequence[Record]) -> list[Record]:
     """The one with the highest and the one with the lowest reward; one where there is one."""
     ranked = sorted(records, key=lambda record: -record["reward"])
     return [ranked[0], ranked[-1]][: len(ranked)] if ranked else []

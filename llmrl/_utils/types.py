@@ -1,0 +1,67 @@
+"""Types that several rooms share: JSON values, ragged nestings, and what llmrl calls of a tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
+
+Item = TypeVar("Item")
+
+JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
+"""What `json.dumps` writes."""
+
+Nested: TypeAlias = Item | list["Nested[Item]"]
+"""One item, or lists of items that are nested as a batch is."""
+
+
+StateDict: TypeAlias = dict[str, Any]
+"""What `state_dict` gives and `load_state_dict` takes: values of whoever made it."""
+
+Row: TypeAlias = Mapping[str, Any]
+"""A row of a dataset: its columns by name, of whatever type."""
+
+
+class Encoding(TypedDict):
+    """What a tokenizer gives for one text."""
+
+    input_ids: list[int]
+    offset_mapping: list[tuple[int, int]]
+    """First character of each token and the one after its last, where it was asked for."""
+
+
+class Tokenizer(Protocol):
+    """What llmrl calls of a tokenizer; every `PreTrainedTokenizerBase` of transformers has it."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+    all_special_ids: list[int]
+
+    def __len__(self) -> int: ...
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False
+    ) -> Encoding: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **options: object,
+    ) -> str | list[int]: ...
+
+    def get_added_vocab(self) -> dict[str, int]: ...
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> tuple[str, ...]: ...
