@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmrl.objectives import GRPOLoss, MCAdvantage
     from llmrl.policies import vLLMWrapper
     from llmrl.rewards import RewardFn, Rubric
+    from llmrl.runs.train import train
     from llmrl.testing import ensure_embedded_model
     from llmrl.trainer import TransformersWrapper, train_step
     from llmrl.transforms import PolicyVersion, RubricReward
@@ -53,6 +54,7 @@ _EXPORTS = {
     "VLLMWeightSyncScheme": "llmrl.weight_sync",
     "ensure_embedded_model": "llmrl.testing",
     "get_model_metadata": "llmrl.weight_sync",
+    "train": "llmrl.runs.train",
     "train_step": "llmrl.trainer",
     "vLLMWrapper": "llmrl.policies",
 }
@@ -85,6 +87,7 @@ __all__ = [
     "__version__",
     "ensure_embedded_model",
     "get_model_metadata",
+    "train",
     "train_step",
     "vLLMWrapper",
 ]

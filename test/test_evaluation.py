@@ -184,9 +184,12 @@ def test_an_update_in_the_midst_of_an_evaluation_is_told(make_policy):
             assert evaluator.evaluate()["sums"].policy_version == 1
 
 
+def test_of_no_environment_there_is_nothing_to_evaluate(make_policy):
+    with Evaluator({}, make_policy()) as evaluator:
+        assert evaluator.evaluate() == {} == metrics_of_evaluation({})
+
+
 def test_what_cannot_be_evaluated_is_refused(make_policy):
-    with pytest.raises(ValueError, match="one environment at least"):
-        Evaluator({}, make_policy())
     with pytest.raises(ValueError, match="'chat' has no dataset"):
         Evaluator({"chat": ChatEnv()}, make_policy())
     with pytest.raises(ValueError, match="num_problems must be at least 1"):

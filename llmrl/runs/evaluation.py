@@ -117,13 +117,14 @@ class Evaluator:
 
     Args:
         envs: a `DatasetChatEnv`, usually transformed, under each name; its `repeats` are the answers to each problem.
+            Of no environment there is nothing to evaluate.
         policy: answers; with a temperature of its own, if it is to be measured so.
         limits: turn, prompt and time limits of a rollout.
         num_problems: of each environment the first so many; all by default.
         max_concurrent_rollouts: conversations in flight in one environment; all by default.
 
     Raises:
-        ValueError: without an environment, for one without a dataset, or a number of problems below 1.
+        ValueError: for an environment without a dataset, or a number of problems below 1.
 
     Example:
         >>> with Evaluator({"sums": env}, policy) as evaluator:                      # doctest: +SKIP
@@ -140,8 +141,6 @@ class Evaluator:
         num_problems: int | None = None,
         max_concurrent_rollouts: int | None = None,
     ) -> None:
-        if not envs:
-            raise ValueError("envs is empty; an evaluation needs one environment at least.")
         if num_problems is not None and num_problems < 1:
             raise ValueError(f"num_problems must be at least 1, got {num_problems}.")
         self.policy = policy
@@ -172,7 +171,7 @@ class Evaluator:
         Raises:
             EndOfData: where an environment's `num_epochs` are over.
         """
-        with ThreadPoolExecutor(len(self._collectors), thread_name_prefix="llmrl-evaluation") as pool:
+        with ThreadPoolExecutor(max(1, len(self._collectors)), thread_name_prefix="llmrl-evaluation") as pool:
             return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
 
     def _play(self, name: str) -> EvaluationReport:

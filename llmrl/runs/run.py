@@ -306,6 +306,8 @@ class Run:
         evaluated again. With `eval.metric` the best model is kept in `model-best`, and with `eval.patience` the loop
         ends where none is better for so many evaluations.
         """
+        if not evaluator.num_rollouts:
+            return {}
         metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith("eval/")}
         is_new = not metrics
         if is_new:

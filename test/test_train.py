@@ -1,0 +1,134 @@
+"""`train`: ten lines, and the script's own loop."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
+from llmrl.envs import ChatEnv
+from llmrl.runs import train as module
+from llmrl.runs.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def loop_of(function):
+    """The statements in `with Run(...)`, each as text without comments and layout."""
+    (statement,) = [node for node in ast.walk(function) if isinstance(node, ast.With) and "Run(" in ast.unparse(node)][
+        :1
+    ]
+    return [ast.unparse(node) for node in statement.body]
+
+
+def function_of(source, name):
+    return next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+def test_it_is_the_scripts_own_loop():
+    script = loop_of(function_of((ROOT / "sota-implementations/grpo/grpo.py").read_text(), "main"))
+    ours = loop_of(function_of(inspect.getsource(module), "_train"))
+    # The script builds environments, engine and collector by its configuration; `train` is given them.
+    built = ("env, eval_envs =", "engine =", "policy =", "collector =")
+    assert [line for line in script if line not in ours and not line.startswith(built)] == []
+    assert sum(line.startswith("for step, batch in run.steps(") for line in ours) == 1
+    assert [line for line in ours if line not in script and not line.startswith(("engine: Any =", *built))] == []
+
+
+def number_of_digits(completion):
+    """Something that a random model's answers differ in."""
+    return float(len(completion) % 7) / 7
+
+
+def make_env(repeats=4, name="train"):
+    env = DatasetChatEnv([f"{a} + 1 =" for a in range(6)], repeats=repeats, name=name, shuffle=True)
+    return env.append_transform(RubricReward(number_of_digits))
+
+
+@pytest.fixture
+def train_tiny(tiny_model_path, tmp_path):
+    """Trains a tiny random model, generating with transformers; gives the folder and what was printed."""
+
+    def train_it(env=None, **options):
+        out = io.StringIO()
+        engine = TransformersEngine(tiny_model_path)
+        settings = {"path": tmp_path / "run", "num_steps": 2, "groups_per_batch": 2, "max_new_tokens": 6}
+        settings |= {"learning_rate": 1e-2, "engine": engine, "console": Console(file=out, width=100)}
+        try:
+            return train(tiny_model_path, make_env() if env is None else env, **{**settings, **options}), out.getvalue()
+        finally:
+            engine.shutdown()
+
+    return train_it
+
+
+def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_model_path):
+    from transformers import AutoModelForCausalLM
+
+    held_out = {"sums": make_env(2, "sums"), "more": make_env(1, "more")}
+    options = {"eval_envs": held_out, "eval_every": 2, "best_by": "eval/sums/reward", "num_epochs": 2}
+    options |= {"schedule": "cosine", "warmup_steps": 1, "kl_to_ref_coeff": 0.1, "max_model_len": 128}
+    path, printed = train_tiny(**options)
+    assert "all 2 steps are done" in printed and "sums pass@1" in printed
+    metrics = {int(row["step"]): row for row in RunFolder(path, resume=True, trackers=()).read_metrics()}
+    assert set(metrics) == {0, 1, 2} and {"eval/sums/pass@2", "eval/more/reward"} <= metrics[0].keys()
+    assert "eval/sums/pass@1" not in metrics[1] and metrics[2]["eval/sums/reward"] >= 0
+    assert metrics[2]["kl_to_ref"] > 0 and metrics[2]["log_prob_difference_mean"] < 1e-3
+    first = AutoModelForCausalLM.from_pretrained(path / "model").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).state_dict()
+    assert not torch.equal(first["lm_head.weight"], before["lm_head.weight"])
+    # The same call goes on, with one entry changed; another task's data is refused.
+    resumed, printed = train_tiny(resume=True, **{**options, "eval_envs": {"sums": make_env(2, "sums")}}, num_steps=3)
+    assert resumed == path and "resumed with train.num_steps=3 in place of 2" in printed
+    assert "resumed after step 2" in printed
+    steps = {int(row["step"]) for row in RunFolder(path, resume=True, trackers=()).read_metrics()}
+    assert steps == {0, 1, 2, 3}
+    assert OmegaConf.load(path / "config.yaml").train.num_epochs == 2
+    with pytest.raises(ValueError, match=r"env\.name"):
+        train_tiny(make_env(name="other"), resume=True, num_steps=4)
+
+
+def test_adapters_are_trained_and_the_model_is_saved_whole(train_tiny, tiny_model_path):
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    path, _ = train_tiny(lora_rank=2, num_steps=1)
+    saved = AutoModelForCausalLM.from_pretrained(path / "model").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).state_dict()
+    assert saved.keys() == before.keys()
+    changed = {name.split(".")[-2] for name in saved if not torch.equal(saved[name], before[name])}
+    assert changed and changed <= {f"{layer}_proj" for layer in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert "eval/" not in json.dumps(RunFolder(path, resume=True, trackers=()).read_metrics())
+
+
+def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path):
+    for env, options, named in (
+        (ChatEnv(), {}, "no dataset"),
+        (make_env(repeats=1), {}, "repeats=1"),
+        (make_env(), {"eval_envs": make_env()}, "name='eval'"),
+        (make_env(), {"eval_every": 5}, "need eval_envs"),
+        (make_env(), {"schedule": "cosin"}, "schedule"),
+        (make_env(), {"patience": 2}, "eval.metric"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            train("no-such-model", env, path=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "_train", lambda cfg, *arguments: seen.append(cfg))
+    train("a-model", make_env(), path=tmp_path / "run")
+    file = OmegaConf.load(ROOT / "sota-implementations/config/hardware/gpu1.yaml")
+    for section in ("model", "engine", "sync", "train"):
+        for entry, value in file[section].items():
+            assert getattr(getattr(seen[0], section), entry) == value, f"{section}.{entry}"
