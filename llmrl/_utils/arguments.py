@@ -39,7 +39,7 @@ def refuse_unknown(
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant, if there is one.
+    """Return the known name that was probably meant, if there is one.
 
     Example:
         >>> nearest("wnadb", ["tensorboard", "wandb"])

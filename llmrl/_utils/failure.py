@@ -20,7 +20,7 @@ class EscapedError(RuntimeError):
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error itself, or an `EscapedError` with it as cause where futures and loops would take it for an order.
+    """Return the error, or an `EscapedError` caused by it where futures and loops would take it for an order.
 
     Raises:
         KeyboardInterrupt: on the main thread, where it is the process's own.
@@ -39,7 +39,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def describe(error: BaseException) -> str:
-    """An error in a line: its type and its text.
+    """Return an error in a line: its type and its text.
 
     Example:
         >>> describe(KeyError("a")), describe(as_exception(SystemExit(3)))
@@ -53,7 +53,7 @@ def describe(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Where an error comes from, as Python prints it."""
+    """Return where an error comes from, as Python prints it."""
     return "".join(traceback.format_exception(error))
 
 
@@ -88,7 +88,7 @@ async def contained(work: Awaitable[Result]) -> Result:
 
 
 def result_of(task: asyncio.Future[Result]) -> Result:
-    """The result of a task that has ended, and that nobody here cancelled.
+    """Return the result of a task that has ended, and that nobody here cancelled.
 
     Raises:
         Exception: whatever it raised, as by `as_exception`.

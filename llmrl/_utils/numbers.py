@@ -13,7 +13,7 @@ _LARGEST = (2 - 2**-23) * 2.0**127
 
 
 def finite_number(value: object, name: str) -> float:
-    """A number as a float: of Python, NumPy or a tensor of one element; true is 1.
+    """Return a number as a float: of Python, NumPy or a tensor of one element; true is 1.
 
     Args:
         value: whatever a function returned.

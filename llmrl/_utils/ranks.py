@@ -18,7 +18,7 @@ def rank_and_size(process_group: torch.distributed.ProcessGroup | None) -> tuple
 
 
 def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[tuple[T, bool]]:
-    """The micro-batches that a rank computes, and of each whether another rank counts it.
+    """Yield the micro-batches that a rank computes, and of each whether another rank counts it.
 
     Ranks that would run out first repeat one, so that all make the same number of passes and their collectives match.
 

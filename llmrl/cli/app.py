@@ -13,7 +13,7 @@ from rich.markup import escape
 
 app = typer.Typer(
     name="llmrl",
-    help="Reinforcement learning of language models the TensorDict way.",
+    help="Post-train language models with reinforcement learning.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,12 +41,12 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """What every command shares."""
+    """Options that every command shares."""
 
 
 @app.command()
 def doctor() -> None:
-    """Look at this machine: versions, CPU, GPUs, vLLM, Ray, model cache; what is wrong, and what mends it.
+    """Look at this machine: versions, CPU, GPUs, vLLM, Ray, model cache. Report what is wrong and how to fix it.
 
     Exits with 1 when something that llmrl cannot do without is wrong.
     """
@@ -60,12 +60,12 @@ def doctor() -> None:
 @app.command()
 def view(
     run: Annotated[Path, typer.Argument(help="Folder of a run.", exists=True, file_okay=False)],
-    out: Annotated[Path | None, typer.Option(help="The page's file; RUN/view.html by default.")] = None,
-    terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Show it here, and write no page.")] = False,
-    png: Annotated[bool, typer.Option("--png", help="Draw the curves as RUN/curve.png, and write no page.")] = False,
-    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Only the last so many rollouts.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; RUN/view.html by default.")] = None,
+    terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Print the run here; write no page.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Draw the curves to RUN/curve.png and write no page.")] = False,
+    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Keep only the last N rollouts.")] = None,
 ) -> None:
-    """Turn a run into one HTML page: curves, conversations, and every token with what is known of it."""
+    """Write a run as one HTML page: curves, conversations, and log-prob and version of every token."""
     from llmrl.runs.viewer import print_run, read_run, write_page
 
     try:
@@ -91,17 +91,17 @@ def evaluate(
         str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
     ] = "embedded",
     data: Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")] = None,
-    split: Annotated[str, typer.Option(help="Of the environment's data.")] = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many problems.")] = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Answers a problem.")] = 4,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
-    max_model_len: Annotated[int, typer.Option(min=16, help="Tokens of prompt and answer.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    split: Annotated[str, typer.Option(help="Split of the environment's data.")] = "test",
+    limit: Annotated[int | None, typer.Option(min=1, help="Measure at most this many problems.")] = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Answers to sample for each problem.")] = 4,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 64,
+    max_model_len: Annotated[int, typer.Option(min=16, help="Maximum tokens of prompt and answer together.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Save rollouts and results into this folder.")] = None,
-    list_environments: Annotated[bool, typer.Option("--list", help="Name the environments and stop.")] = False,
+    list_environments: Annotated[bool, typer.Option("--list", help="List the environments and stop.")] = False,
 ) -> None:
-    """Measure a model in an environment: pass@1, pass@k, confidence intervals, what each reward gave."""
+    """Measure a model in an environment: pass@1, pass@k, confidence intervals, and the mean of each reward."""
     from llmrl.cli import evaluate as command
     from llmrl.cli.models import model_path
     from llmrl.engines import EngineError
@@ -140,12 +140,12 @@ def chat(
         str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
     ] = "embedded",
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    tool: Annotated[list[str] | None, typer.Option(help="A tool that runs live: `python`.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling.")] = 0.7,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 256,
-    max_model_len: Annotated[int, typer.Option(min=16, help="Tokens of the whole conversation.")] = 2048,
+    tool: Annotated[list[str] | None, typer.Option(help="Tool that the model may call: `python`.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 256,
+    max_model_len: Annotated[int, typer.Option(min=16, help="Maximum length of the conversation, in tokens.")] = 2048,
 ) -> None:
-    """Talk to a model through an environment, with its tools; `/tokens` shows how sure it was."""
+    """Talk to a model through an environment, with its tools; `/tokens` shows the probability of each token."""
     from llmrl.cli.chat import ChatSession, make_env, talk
     from llmrl.cli.models import model_path
     from llmrl.engines import AsyncVLLM, EngineError
@@ -175,7 +175,7 @@ def chat(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """Post-train the embedded model on one-digit sums; what follows goes to the script (`seed=1`, …)."""
+    """Post-train the embedded model on one-digit sums. Further arguments go to the script, for example `seed=1`."""
     script = Path(__file__).parents[2] / "sota-implementations/grpo/grpo-sync.py"
     if not script.exists():
         raise _fail("the demo's script is not beside this package; get a checkout of llmrl, and run `make demo` in it.")

@@ -53,7 +53,7 @@ class ChatSession:
                 return
 
     def tokens(self) -> list[tuple[int, float]]:
-        """The last answer's token ids and their log-probs."""
+        """Return the last answer's token ids and their log-probs."""
         conversation = None if self._state is None else plain(self._state.get("conversation", None))
         if conversation is None or conversation.node is None:
             return []
@@ -66,7 +66,7 @@ class ChatSession:
 
 
 def make_env(*, system_prompt: str | None, tools: list[str]) -> EnvBase:
-    """A `ChatEnv` with the named tools.
+    """Make a `ChatEnv` with the named tools.
 
     Raises:
         ValueError: for an unknown tool.
@@ -102,7 +102,7 @@ def talk(session: ChatSession, console: Console, read: Callable[[], str], decode
 
 
 def said(message: Message) -> str:
-    """What a message says, its tool calls included."""
+    """Return what a message says, its tool calls included."""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     return "\n".join(part for part in (text_of(message.get("content")).strip(), *calls) if part)
 

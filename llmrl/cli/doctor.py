@@ -1,4 +1,4 @@
-"""`examine`: what of this machine llmrl needs, what is there, and the command that mends what is not."""
+"""`examine`: what llmrl needs of this machine, what is installed, and the command that installs the rest."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def examine() -> list[Finding]:
 
 
 def check_requirements(requirements: list[str], version_of: Version) -> Iterator[Finding]:
-    """One finding a package that llmrl's metadata names: its version, and whether the tests ran with it.
+    """Yield one finding a package that llmrl's metadata names: its version, and whether the tests ran with it.
 
     Args:
         requirements: lines as in a wheel's metadata, with extras' markers.
@@ -204,7 +204,7 @@ def print_findings(findings: list[Finding], console: Console) -> None:
     for finding in findings:
         table.add_row(marks[finding.state], finding.name, escape(finding.found))
     console.print(table)
-    for state, title in (("wrong", "What is wrong, and what mends it"), ("note", "What some parts want")):
+    for state, title in (("wrong", "What is wrong, and how to fix it"), ("note", "What some features need")):
         of_state = [finding for finding in findings if finding.state == state]
         if of_state:
             console.print(f"\n[bold]{title}[/bold]")

@@ -65,7 +65,7 @@ def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> Evaluat
 
 
 def table_of(report: EvaluationReport) -> Table:
-    """What was measured, as people read it."""
+    """Return what was measured, as people read it."""
     title = f"{report.num_problems} problems, {report.num_samples} answers each"
     table = Table("", "mean", "95 % interval", title=title)
     for k, estimate in report.pass_at.items():

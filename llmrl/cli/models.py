@@ -9,7 +9,7 @@ from llmrl.testing.embedded_model import ensure_embedded_model
 
 
 def model_path(name: str) -> str:
-    """What vLLM loads: the embedded model, of a training run its trained model, else the name itself.
+    """Return what vLLM loads: the embedded model, of a training run its trained model, else the name itself.
 
     Raises:
         FileNotFoundError: for a path where nothing is, or a folder without a model, such as that of a run that has

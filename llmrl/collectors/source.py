@@ -64,7 +64,7 @@ class EnvSource:
 
     @property
     def engine(self) -> Engine:
-        """Who generates."""
+        """The engine that generates."""
         return self.runner.policy.engine
 
     @property

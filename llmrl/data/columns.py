@@ -84,7 +84,7 @@ class TokenColumns:
         self.versions[start:stop] = [CONTEXT_VERSION] * count
 
     def copy(self, stop: int | None = None, *, start: int = 0) -> TokenColumns:
-        """A copy of tokens `start` to `stop` (all of them by default) that shares nothing."""
+        """Return a copy of tokens `start` to `stop` (all of them by default) that shares nothing."""
         columns = TokenColumns()
         columns.token_ids = self.token_ids[start:stop]
         columns.loss_mask = self.loss_mask[start:stop]

@@ -39,7 +39,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
-        """The spec of a turn with these entries."""
+        """Return the spec of a turn with these entries."""
         entries = {key: History.default_spec(shape) for key in keys}
         return Composite(entries, shape=torch.Size(shape), data_cls=ChatHistory)
 
@@ -93,7 +93,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
-        """The spec of a turn with these entries."""
+        """Return the spec of a turn with these entries."""
         entries = {key: NonTensor(shape=tuple(shape), example_data="") for key in keys}
         return Composite(entries, shape=torch.Size(shape), data_cls=Text)
 
@@ -115,7 +115,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         return _each(self, convert)
 
     def to_history(self, *, family: str | None = None) -> ChatHistory:
-        r"""The messages that a chat template wrote, see `History.from_text`; the response is what follows the prompt.
+        r"""Read the messages that a chat template wrote, see `History.from_text`; the response follows the prompt.
 
         Raises:
             ValueError: for an unknown family, or a text without its marks.
@@ -143,11 +143,11 @@ class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Ragged per-token entries; a batch of them is lazily stacked and padded only when asked."""
 
     def as_list(self, key: str) -> list[torch.Tensor]:
-        """One entry as a tensor `[num_tokens]` for each conversation."""
+        """Return one entry as a tensor `[num_tokens]` for each conversation."""
         return list(self.get(key, as_list=True)) if self.batch_size else [self.get(key)]
 
     def as_padded_tensor(self, key: str, *, padding_value: float = 0, padding_side: str = "right") -> torch.Tensor:
-        """One entry as `[*batch, max_num_tokens]`.
+        """Return one entry as `[*batch, max_num_tokens]`.
 
         Raises:
             ValueError: when `padding_side` is neither left nor right.
@@ -160,7 +160,7 @@ class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
         return padded if self.batch_size else padded[0]
 
     def as_nested_tensor(self, key: str) -> torch.Tensor:
-        """One entry as a jagged nested tensor `[*batch, num_tokens]`."""
+        """Return one entry as a jagged nested tensor `[*batch, num_tokens]`."""
         return torch.nested.as_nested_tensor(self.as_list(key), layout=torch.jagged)
 
 
@@ -183,7 +183,7 @@ class Tokens(_Ragged):
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
-        """The spec of a turn with these entries."""
+        """Return the spec of a turn with these entries."""
         return _ragged_spec(Tokens, shape, keys, torch.int64)
 
     def to_text(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> Text:
@@ -223,7 +223,7 @@ class LogProbs(_Ragged):
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
-        """The spec of a turn with these entries."""
+        """Return the spec of a turn with these entries."""
         return _ragged_spec(LogProbs, shape, keys, torch.float32)
 
 
@@ -247,7 +247,7 @@ class Masks(_Ragged):
     def default_spec(
         shape: Sequence[int] = (), keys: Sequence[str] = ("all_attention_mask", "all_assistant_mask")
     ) -> Composite:
-        """The spec of a turn with these entries."""
+        """Return the spec of a turn with these entries."""
         return _ragged_spec(Masks, shape, keys, torch.bool)
 
 
@@ -257,5 +257,5 @@ def _ragged_spec(cls: type, shape: Sequence[int], keys: Sequence[str], dtype: to
 
 
 def _each(container: TensorClass, convert: Callable[[Turn], Converted]) -> Converted:
-    """The conversions of the single conversations of a batch of any shape."""
+    """Return the conversions of the single conversations of a batch of any shape."""
     return restacked([convert(turn) for turn in batch_elements(container)], container.batch_size)

@@ -159,7 +159,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return _map_chats(self.chats, len)
 
     def append(self, message: Message) -> History:
-        """A new history in which each conversation has one more message.
+        """Return a new history in which each conversation has one more message.
 
         Raises:
             ValueError: when the message is malformed.
@@ -167,7 +167,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return self.extend([message])
 
     def extend(self, messages: Iterable[Message]) -> History:
-        """A new history in which each conversation has these messages added at its end."""
+        """Return a new history in which each conversation has these messages added at its end."""
         added = check_messages(messages)
         return History.from_chats(_map_chats(self.chats, lambda chat: (*chat, *added)), check=False)
 
@@ -238,7 +238,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @staticmethod
     def default_spec(shape: Sequence[int] = ()) -> Composite:
-        """The spec of histories of batch shape `shape`."""
+        """Return the spec of histories of batch shape `shape`."""
         return Composite(
             messages=NonTensor(shape=tuple(shape), example_data=Chat()), data_cls=History, shape=torch.Size(shape)
         )
@@ -257,7 +257,7 @@ def _stacked(histories: list[History]) -> History:
 
 
 def is_conversation(value: Chats) -> TypeGuard[Sequence[Message]]:
-    """Whether a value is one conversation: a sequence of messages, possibly empty."""
+    """Return whether a value is one conversation: a sequence of messages, possibly empty."""
     return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], Mapping))
 
 
@@ -288,7 +288,7 @@ def _map_chats(value: Nested[tuple[Message, ...]], function: Callable[[tuple[Mes
 
 
 def flatten(value: Nested[tuple[Message, ...]]) -> list[tuple[Message, ...]]:
-    """The conversations of a batch of any shape, one after another."""
+    """Return the conversations of a batch of any shape, one after another."""
     return [value] if isinstance(value, tuple) else [chat for item in value for chat in flatten(item)]
 
 

@@ -13,14 +13,14 @@ ATTENTION_MASK_KEY: NestedKey = ("masks", "all_attention_mask")
 
 
 def flat_batch(tensordict: TensorDictBase) -> TensorDictBase:
-    """The batch with exactly one batch dimension."""
+    """Return the batch with exactly one batch dimension."""
     if tensordict.ndim == 1:
         return tensordict
     return tensordict.unsqueeze(0) if tensordict.ndim == 0 else tensordict.reshape(-1)
 
 
 def has_entry(tensordict: TensorDictBase, key: NestedKey) -> bool:
-    """Whether a nested key is there, in every row."""
+    """Return whether a nested key is there, in every row."""
     path = (key,) if isinstance(key, str) else tuple(key)
     current = tensordict
     for name in path[:-1]:
@@ -33,7 +33,7 @@ def has_entry(tensordict: TensorDictBase, key: NestedKey) -> bool:
 
 
 def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
-    """One tensor a row, without padding.
+    """Return one tensor a row, without padding.
 
     Padding is told by `("masks", "all_attention_mask")`, never by the value of a token: where the padding id is the
     end-of-turn id, real tokens would be lost.
@@ -61,7 +61,7 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
 
 
 def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
-    """One Python value a row, of a non-tensor or a scalar tensor entry."""
+    """Return one Python value a row, of a non-tensor or a scalar tensor entry."""
     column = tensordict.get(key)
     if isinstance(column, NonTensorData):
         return [column.data] * tensordict.batch_size[0]
@@ -71,7 +71,7 @@ def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
 
 
 def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDictBase:
-    """One TensorDict of several, each entry `[num_tokens, ...]` padded with zeros on the left.
+    """Return one TensorDict of several, each entry `[num_tokens, ...]` padded with zeros on the left.
 
     Example:
         >>> from tensordict import TensorDict
@@ -82,7 +82,7 @@ def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDic
 
 
 def as_nested_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDictBase:
-    """One TensorDict of several, each entry `[num_tokens, ...]` a jagged nested tensor.
+    """Return one TensorDict of several, each entry `[num_tokens, ...]` a jagged nested tensor.
 
     Example:
         >>> from tensordict import TensorDict

@@ -53,7 +53,7 @@ class Rollout:
     seconds: float = 0.0
 
     def to_record(self) -> dict[str, JSON]:
-        """What a reader wants to see, JSON-ready.
+        """Return what a reader wants to see, JSON-ready.
 
         Example:
             >>> Rollout(rollout_id="a", group_id="g", sample_index=0, group_size=1).to_record()["status"]
@@ -79,7 +79,7 @@ class Rollout:
 
 
 def _readable(value: object) -> JSON:
-    """A value as JSON has it, and as its text where JSON has no such thing."""
+    """Return a value as JSON has it, and as its text where JSON has no such thing."""
     if isinstance(value, Mapping):
         return {str(key): _readable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

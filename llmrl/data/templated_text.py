@@ -92,7 +92,7 @@ def _mistral_turns(text: str) -> list[tuple[str, str, bool]]:
 
 
 def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str]) -> list[tuple[int, int]]:
-    """Where in the whole rendering the assistant's turns stand, as `(start, end)` in characters.
+    """Return where in the whole rendering the assistant's turns stand, as `(start, end)` in characters.
 
     Found by rendering the conversation up to each answer, with and without it, so that it works for any template that
     only appends, generation markers or not. Nothing is searched for in the text.

@@ -13,7 +13,7 @@ _NO_BATCH = torch.Size(())
 
 
 def plain(value: object) -> Any:
-    """The Python object behind a non-tensor leaf; anything else as it is."""
+    """Return the Python object behind a non-tensor leaf; anything else as it is."""
     return value.data if isinstance(value, NonTensorData) else value
 
 
@@ -35,14 +35,14 @@ def documented(cls: type[Container]) -> type[Container]:
 
 
 def batch_elements(tensordict: TensorDictBase) -> list[TensorDictBase]:
-    """The single conversations of a batch of any shape, without copying; a single conversation gives itself."""
+    """Return the single conversations of a batch of any shape, without copying; a single conversation gives itself."""
     if not tensordict.batch_size:
         return [tensordict]
     return [leaf for element in tensordict.unbind(0) for leaf in batch_elements(element)]
 
 
 def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase:
-    """The batch of shape `shape` that `batch_elements` took apart, ragged entries as they are.
+    """Return the batch of shape `shape` that `batch_elements` took apart, ragged entries as they are.
 
     Example:
         >>> restacked([TensorDict(a=torch.ones(n)) for n in (1, 2, 3, 4)], torch.Size([2, 2]))[1, 0]["a"].shape
@@ -59,7 +59,7 @@ def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDi
 
 
 def tensordict_of(entries: Mapping[str, object]) -> TensorDict:
-    """A TensorDict of batch shape `[]` from entries that are tensors, containers or `non_tensor`s already.
+    """Return a TensorDict of batch shape `[]` from entries that are tensors, containers or `non_tensor`s already.
 
     Example:
         >>> tensordict_of({"a": torch.ones(2)})["a"].shape
@@ -69,7 +69,7 @@ def tensordict_of(entries: Mapping[str, object]) -> TensorDict:
 
 
 def container_of(cls: type[Container], entries: Mapping[str, object]) -> Container:
-    """A tensorclass of batch shape `[]` from such entries.
+    """Return a tensorclass of batch shape `[]` from such entries.
 
     Example:
         >>> from llmrl.data import Tokens
@@ -80,7 +80,7 @@ def container_of(cls: type[Container], entries: Mapping[str, object]) -> Contain
 
 
 def non_tensor(value: object) -> NonTensorData:
-    """A non-tensor leaf of batch shape `[]`.
+    """Return a non-tensor leaf of batch shape `[]`.
 
     Example:
         >>> non_tensor("a").data

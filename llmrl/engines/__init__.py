@@ -1,4 +1,4 @@
-"""Who generates: one small protocol over vLLM (here, in Ray actors, behind servers) and transformers."""
+"""The engines that generate: one small protocol over vLLM (here, in Ray actors, behind servers) and transformers."""
 
 from __future__ import annotations
 

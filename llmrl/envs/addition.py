@@ -13,7 +13,7 @@ from llmrl.transforms import RubricReward
 def addition_problems(
     split: Split = "train", *, num_digits: int = 1, test_fraction: float = 0.25, seed: int = 0
 ) -> list[dict[str, str]]:
-    """All sums of two `num_digits`-digit numbers, shuffled once and split; train and test share no problem.
+    """Return all sums of two `num_digits`-digit numbers, shuffled once and split; train and test share no problem.
 
     Raises:
         ValueError: for an unknown split, or more than three digits (a million problems).
@@ -92,7 +92,7 @@ def make_addition_env(
     reasoning: bool = False,
     **options: Unpack[TaskOptions],
 ) -> AdditionEnv:
-    """An `AdditionEnv` over generated problems, or over some of one's own.
+    """Make an `AdditionEnv` over generated problems, or over some of one's own.
 
     Example:
         >>> make_addition_env("test").reset()["rollout", "group_id"].split("/")[0]

@@ -122,7 +122,7 @@ class ChatEnv(KnownArguments, EnvBase):
         return TensorDict({self.input_mode: turn, "conversation": non_tensor(None), **_flags(False)}, batch_size=())
 
     def opening_messages(self, query: object) -> tuple[Message, ...]:
-        """The messages that open a conversation: the system prompt, then the query (a string or messages).
+        """Return the messages that open a conversation: the system prompt, then the query (a string or messages).
 
         Raises:
             TypeError, ValueError: when the query is neither.

@@ -175,7 +175,7 @@ def make_countdown_env(
     reasoning: bool = True,
     **options: Unpack[CountdownOptions],
 ) -> CountdownEnv:
-    """A `CountdownEnv` over generated problems, or over some of one's own.
+    """Make a `CountdownEnv` over generated problems, or over some of one's own.
 
     Example:
         >>> make_countdown_env("test").reset()["rollout", "group_id"]

@@ -94,7 +94,7 @@ class PromptSampler:
         return again + list(range(self._position, stop))
 
     def draw(self) -> Drawn:
-        """The next item, its group id and its index in the group.
+        """Return the next item, its group id and its index in the group.
 
         Raises:
             EndOfData: after the last epoch.
@@ -102,7 +102,7 @@ class PromptSampler:
         return self.draw_many(1)[0]
 
     def draw_many(self, count: int) -> list[Drawn]:
-        """The next `count` draws, all of them or none.
+        """Return the next `count` draws, all of them or none.
 
         Raises:
             EndOfData: when there are fewer.
@@ -120,7 +120,7 @@ class PromptSampler:
         return [self.at(position) for position in positions]
 
     def at(self, position: int) -> Drawn:
-        """What a draw at a position gives; nothing is drawn."""
+        """Return what a draw at a position gives; nothing is drawn."""
         group, sample_index = divmod(position, self.num_samples)
         epoch, place = divmod(group, len(self.items))
         if epoch != self._order_epoch:
@@ -153,14 +153,14 @@ class PromptSampler:
         self._again = deque(positions)
 
     def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
-        """The position, in samples drawn, the positions that are to be drawn again first, and what positions mean.
+        """Return the position in samples drawn, the positions to be drawn again first, and what positions mean.
 
         `unfinished` are positions that were drawn and whose rollouts will not outlive this process.
         """
         return {"position": self._position, "again": [*unfinished, *self._again], "order": self._meaning()}
 
     def _meaning(self) -> dict[str, object]:
-        """What gives a position its prompt and its id: with another of these it would be another draw."""
+        """Return what gives a position its prompt and its id: with another of these it would be another draw."""
         order = {"num_prompts": len(self.items), "num_samples": self.num_samples, "shuffle": self.shuffle}
         return {**order, "seed": self.seed, "name": self.name}
 
@@ -196,7 +196,7 @@ def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
 
 
 def with_columns(item: Row, columns: Sequence[str]) -> Row:
-    """A row with all columns, None for what it lacks: conversations that are stacked keep only what all of them have.
+    """Return a row with all columns, None for those it lacks: stacked conversations keep only what all have.
 
     Raises:
         ValueError: for a row with a further column.
@@ -288,7 +288,7 @@ class DatasetChatEnv(ChatEnv):
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], **kwargs: Any) -> DatasetChatEnv:
-        """An environment over everything that a `DataLoader` yields in one pass, in its order.
+        """Return an environment over everything that a `DataLoader` yields in one pass, in its order.
 
         Args:
             dataloader: finite; its batches are columns of equal length, rows, or TensorDicts.
@@ -355,7 +355,7 @@ class DatasetChatEnv(ChatEnv):
         return step.update(self._open(step, step.batch_size))
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """The position in the dataset."""
+        """Return the position in the dataset."""
         return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:

@@ -122,7 +122,7 @@ class GSM8KEnv(TaskEnv):
 def make_gsm8k_env(
     split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
 ) -> GSM8KEnv:
-    """A `GSM8KEnv` over a local copy, or over the hub's.
+    """Make a `GSM8KEnv` over a local copy, or over the hub's.
 
     Example:
         >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}

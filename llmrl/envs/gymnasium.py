@@ -44,7 +44,7 @@ class GymnasiumTextEnv(MessageEnv):
         self.env, self.seed, self.system_prompt = env, seed, system_prompt
 
     async def init(self) -> list[Message]:
-        """The first observation."""
+        """Return the first observation."""
         observation, _ = await asyncio.to_thread(self.env.reset, seed=self.seed)
         opening: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*opening, self._message(observation)]

@@ -147,7 +147,7 @@ class IFEvalEnv(TaskEnv):
 def make_ifeval_env(
     split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
 ) -> IFEvalEnv:
-    """An `IFEvalEnv` over a local copy, or over the hub's, which has only the split `train`.
+    """Make an `IFEvalEnv` over a local copy, or over the hub's, which has only the split `train`.
 
     Example:
         >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}

@@ -70,7 +70,7 @@ class LLMEnv(KnownArguments, EnvBase):
 
     @classmethod
     def from_dataloader(cls, dataloader: Source, *, repeats: int = 1, **options: Any) -> TransformedEnv:
-        """An environment whose reset draws the next row of a `DataLoader`; a column has the name of `str_key`.
+        """Return an environment whose reset draws the next row of a `DataLoader`; a column has the name of `str_key`.
 
         Args:
             dataloader: see `DataLoadingPrimer`.

@@ -94,7 +94,7 @@ class MATHEnv(TaskEnv):
 def make_math_env(
     split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
 ) -> MATHEnv:
-    """A `MATHEnv` over a local copy, or over the hub's.
+    """Make a `MATHEnv` over a local copy, or over the hub's.
 
     Example:
         >>> make_math_env("test", data=[{"problem": "1 + 1?", "answer": "2"}]).reset()["rollout", "group_id"]

@@ -59,7 +59,7 @@ class MessageEnv(ABC):
 
     @abstractmethod
     async def init(self) -> Sequence[Message]:
-        """The opening messages; assistant messages are allowed here (few-shot examples)."""
+        """Return the opening messages; assistant messages are allowed here (few-shot examples)."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStep:
@@ -172,7 +172,7 @@ class MessageChatEnv(DatasetChatEnv):
         return [self._opened_step(None if one is None else next(opened)) for one in drawn]
 
     def _opened_step(self, opened: _Opened | None) -> TensorDictBase:
-        """The first step; without a conversation, the place of one that goes on."""
+        """Return the first step; without a conversation, the place of one that goes on."""
         if opened is None:
             step = self._opened(self.prompts.items[0], "", 0, query="")
         else:

@@ -26,7 +26,7 @@ _folder_lock = threading.Lock()
 
 
 def find_command(reply: str) -> str | None:
-    r"""The last fenced block of a reply, without the name of its language; None without one.
+    r"""Return the last fenced block of a reply, without the name of its language; None without one.
 
     Example:
         >>> find_command("I look around.\n```bash\nls -l\n```"), find_command("I look around.")
@@ -40,7 +40,7 @@ def find_command(reply: str) -> str | None:
 
 
 def score_gain(observation: str) -> float:
-    """How far the evaluation that an observation reports is above the baseline; 0 when it reports none.
+    """Return how far the evaluation that an observation reports is above the baseline; 0 when it reports none.
 
     Example:
         >>> score_gain("Baseline Score: {'Score': 0.5} Evaluation Score: {'Score': 0.75}"), score_gain("ls")

@@ -101,7 +101,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         self.columns = columns_of(self.prompts.items)
 
     def draw(self, count: int) -> list[Drawn]:
-        """The next rows, all of them or none.
+        """Return the next rows, all of them or none.
 
         Raises:
             EndOfData: when there are fewer.
@@ -149,7 +149,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         return input_spec
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """The position in the data."""
+        """Return the position in the data."""
         return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
@@ -197,14 +197,14 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         return require("ray", extra="ray").get(getattr(self._actor, method).remote(*arguments))
 
     def draw(self, count: int) -> list[Drawn]:
-        """The next rows, which no other primer of the actor gets."""
+        """Return the next rows, which no other primer of the actor gets."""
         drawn = self._ask("draw", count)
         if isinstance(drawn, EndOfData):
             raise drawn
         return drawn
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """The position in the data, of all that share it."""
+        """Return the position in the data, of all that share it."""
         return {"prompts": self._ask("state_dict")}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
@@ -235,6 +235,6 @@ class _SharedPrompts:
 
 
 def _rows(source: Source) -> Sequence[Row]:
-    """A loader's batches as rows; any other source through `load_rows`."""
+    """Return a loader's batches as rows; any other source through `load_rows`."""
     rows = load_rows(rows_of_batches(source) if isinstance(source, DataLoader) else source)
     return [{"query": row} for row in rows] if isinstance(rows[0], str) else rows

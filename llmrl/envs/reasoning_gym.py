@@ -174,7 +174,7 @@ class ReasoningGymChatEnv(DatasetChatEnv):
         super().__init__(problems, **options)  # type: ignore[arg-type]
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """The position and the curriculum."""
+        """Return the position and the curriculum."""
         return {**super().state_dict(), "curriculum": self.problems.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
@@ -267,7 +267,7 @@ def make_reasoning_gym_env(
     reasoning: bool = False,
     **options: Unpack[ReasoningGymOptions],
 ) -> ReasoningGymEnv:
-    """A `ReasoningGymEnv` of a task or a weighted mix.
+    """Make a `ReasoningGymEnv` of a task or a weighted mix.
 
     Example:
         >>> make_reasoning_gym_env("test", tasks="spell_backward").reset()["task"]

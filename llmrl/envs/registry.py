@@ -28,7 +28,7 @@ _MAKERS: dict[str, tuple[Callable[..., TaskEnv], str]] = {
 
 
 def task_environments() -> dict[str, str]:
-    """The name of each task environment, and a line about it.
+    """Return the name of each task environment, and a line about it.
 
     Example:
         >>> task_environments()["gsm8k"]
@@ -40,7 +40,7 @@ def task_environments() -> dict[str, str]:
 def make_task_env(
     name: str, /, split: str = "train", *, data: Dataset | None = None, repeats: int = 1, **options: object
 ) -> TaskEnv:
-    """A task environment by its name.
+    """Make a task environment by its name.
 
     Args:
         name: one of `task_environments()`.

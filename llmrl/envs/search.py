@@ -91,7 +91,7 @@ def has_searched(messages: Sequence[Message]) -> float:
 
 
 def example_conversation() -> tuple[Message, ...]:
-    """A question about nobody in any corpus, searched for and answered: it shows a model how it is done.
+    """Return a question about nobody in any corpus, searched for and answered: it shows a model how it is done.
 
     Example:
         >>> [message["role"] for message in example_conversation()]
@@ -185,7 +185,7 @@ class SearchOptions(TaskOptions, total=False):
 def make_search_env(
     split: Split = "train", *, data: Dataset | None = None, **options: Unpack[SearchOptions]
 ) -> SearchEnv:
-    """A `SearchEnv` over a made-up corpus, or over questions and documents of one's own.
+    """Make a `SearchEnv` over a made-up corpus, or over questions and documents of one's own.
 
     Example:
         >>> row = {"query": "Where does Ada live?", "answer": "Oslo", "documents": ["Ada lives in Oslo."]}

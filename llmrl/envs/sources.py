@@ -26,7 +26,7 @@ def load_rows(
     subset: str | None = None,
     columns: Iterable[str] = (),
 ) -> Sequence[Row]:
-    """The rows of a data set, as a sequence of mappings.
+    """Return the rows of a data set, as a sequence of mappings.
 
     Args:
         source: a file (JSON lines, JSON, CSV, Parquet), a folder of such files or one that `datasets` saved, a hub
@@ -83,7 +83,7 @@ _SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "
 
 
 def _is_columns(source: Mapping[str, Any], split: str | None) -> bool:
-    """Whether a mapping is one of columns, and not of splits: its values say so, and its names."""
+    """Return whether a mapping is one of columns, and not of splits: its values say so, and its names."""
     if not source or split in source or _SPLITS.issuperset(source):
         return False
     are_rows = all(len(values) and isinstance(values[0], Mapping) for values in source.values() if _is_column(values))
@@ -152,7 +152,7 @@ def _read_folder(path: Path, split: str | None) -> Any:
 
 
 def _names(relative: Path) -> set[str]:
-    """The splits that a file may belong to by its path: `train-00000-of-00001.parquet`, `train/part-0.jsonl`."""
+    """Return the splits that a file may belong to by its path: `train-00000-of-00001.parquet`, `train/part-0.jsonl`."""
     return {*relative.parts[:-1], relative.stem, relative.stem.split("-")[0], relative.stem.split("_")[0]}
 
 
@@ -204,7 +204,7 @@ _READERS: dict[str, Callable[[Path], object]] = {
 
 
 def rows_of_batches(batches: Iterable[object]) -> list[Row]:
-    """The rows of what a `DataLoader` yields: columns of equal length, lists of rows, TensorDicts or single rows.
+    """Return the rows that a `DataLoader` yields, as columns of one length, lists, TensorDicts or single rows.
 
     Raises:
         TypeError: for a batch of another kind.

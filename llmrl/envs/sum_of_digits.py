@@ -80,7 +80,7 @@ def make_sum_of_digits_env(
     reasoning: bool = False,
     **options: Unpack[SumOfDigitsOptions],
 ) -> SumOfDigitsEnv:
-    """A `SumOfDigitsEnv` over generated problems, or over some of one's own.
+    """Make a `SumOfDigitsEnv` over generated problems, or over some of one's own.
 
     Example:
         >>> make_sum_of_digits_env("test").reset()["rollout", "group_id"]

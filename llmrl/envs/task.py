@@ -81,7 +81,7 @@ class TaskEnv(KnownArguments, TransformedEnv):
         super().__init__(env, reward)
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """The position in the problems, and a curriculum where there is one."""
+        """Return the position in the problems, and a curriculum where there is one."""
         return self.base_env.state_dict()
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
@@ -106,7 +106,7 @@ def task_rows(
 
 
 def is_in_split(problem: str, split: Split) -> bool:
-    """Whether a generated problem belongs to a split: a tenth of all, by their text, are for testing.
+    """Return whether a generated problem belongs to a split: a tenth of all, by their text, are for testing.
 
     Raises:
         ValueError: for an unknown split.
@@ -119,7 +119,7 @@ def is_in_split(problem: str, split: Split) -> bool:
 
 
 def check_split(split: str) -> str:
-    """A split's name, or an error.
+    """Return a split's name, or an error.
 
     Raises:
         ValueError: when it is neither `train` nor `test`.

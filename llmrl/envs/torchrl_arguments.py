@@ -34,7 +34,7 @@ ENV_ARGUMENTS: Mapping[str, str] = {
     "use_ray_service": "use RayDataLoadingPrimer",
     "vocab_size": "token ids are not bounded",
 }
-"""Of environments and primers."""
+"""What to do instead of TorchRL's arguments of environments and primers."""
 
 REWARD_ARGUMENTS: Mapping[str, str] = {
     "eos_token": "the end of a turn is no part of a message's text",
@@ -50,4 +50,4 @@ REWARD_ARGUMENTS: Mapping[str, str] = {
     "tokenizer": "the text of the last message is judged",
     "verbose": "the scores are in ('next', 'reward_breakdown', NAME)",
 }
-"""Of the transforms that judge answers."""
+"""What to do instead of TorchRL's arguments of the transforms that judge answers."""

@@ -226,7 +226,7 @@ class MCAdvantage(Transform):
             row.set(self.advantage_key, torch.zeros(mask.shape).masked_scatter(mask, part))
 
     def _settle(self, rows: list[TensorDictBase]) -> tuple[dict[Hashable, float], bool]:
-        """The advantages of the rollouts of one group that are in the baseline, and whether they are left out."""
+        """Return the advantages of a group's rollouts that are in the baseline, and whether they are left out."""
         scored = [row for row in rows if self.keys.scored(row)]
         rewards = self.keys.rollout_values(scored, self.keys.rewards)
         unscored = {self.keys.rollout_id(row) for row in rows if not self.keys.scored(row)}
@@ -254,7 +254,7 @@ class MCAdvantage(Transform):
         return dict(zip(names, totals, strict=True)), is_constant and self.drop_constant_groups
 
     def has_signal(self, rollouts: Sequence[Rollout]) -> bool:
-        """Whether anything of a collected group would stay in its batch; for `GroupRules(group_filter=)`.
+        """Return whether anything of a collected group would stay in its batch; for `GroupRules(group_filter=)`.
 
         Raises:
             KeyError: when a rollout has no component of `component_weights`.
@@ -285,6 +285,6 @@ class MCAdvantage(Transform):
         )
 
     def _is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
-        """Whether every advantage would be zero, from the values of each component."""
+        """Return whether every advantage would be zero, from the values of each component."""
         is_compared = self.normalization != "none" and self.kl_penalty is None
         return is_compared and all(len(set(column)) == 1 for column in columns)

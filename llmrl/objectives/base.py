@@ -37,7 +37,7 @@ class MicroLoss:
     """Whether another rank counts it: its gradient is zero."""
 
     def total(self) -> torch.Tensor:
-        """The scalar to call `backward` on."""
+        """Return the scalar to call `backward` on."""
         total = torch.stack([loss.sum() for loss in self.losses.values()]).sum()
         return total * 0.0 if self.is_repeated else total
 
@@ -46,7 +46,7 @@ class MicroLoss:
         return replace(self, losses={name: loss.detach() for name, loss in self.losses.items()})
 
     def to(self, device: torch.device | str) -> MicroLoss:
-        """A copy on `device`."""
+        """Return a copy on `device`."""
 
         def moved(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: column.to(device) for name, column in columns.items()}
@@ -112,11 +112,11 @@ class LLMLoss(LossModule):
     def token_loss(
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
     ) -> MicroLoss:
-        """The loss of `[num_tokens]` trained tokens, from their current log-probs; all tokens of a row are here."""
+        """Return the loss of `[num_tokens]` trained tokens, from their current log-probs; rows are whole."""
 
     @abstractmethod
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LossOutput:
-        """The batch's output, from its aggregated losses and its `[num_tokens]` measurements."""
+        """Return the batch's output, from its aggregated losses and its `[num_tokens]` measurements."""
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         """Nothing to forward: there is no value estimator."""
@@ -148,7 +148,7 @@ class LLMLoss(LossModule):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> Iterable[MicroLoss]:
-        """The losses of the batch's micro-batches, one after the other; a plain policy has a single one.
+        """Yield the losses of the batch's micro-batches, one after the other; a plain policy has a single one.
 
         With several ranks, all of which have the whole batch, each gets its share of the micro-batches (`share_of`).
         """
@@ -164,14 +164,14 @@ class LLMLoss(LossModule):
             yield self._plain_policy_loss(inputs, tensordict)
 
     def packed_loss(self, inputs: LossInputs, packed: PackedTokens) -> MicroLoss:
-        """The loss of one packed micro-batch of `inputs`."""
+        """Return the loss of one packed micro-batch of `inputs`."""
         log_probs, entropy = self.actor_network.packed_log_probs(packed, return_entropy=self.measures_entropy)
         tokens = inputs.tokens(packed.row_index, packed.token_index)
         flat_index = inputs.row_starts[packed.row_index] + packed.token_index
         return self._micro_loss(tokens, log_probs, entropy, flat_index)
 
     def _plain_policy_loss(self, inputs: LossInputs, tensordict: TensorDictBase) -> MicroLoss:
-        """The loss from the log-probs, and the entropy if asked, that any TensorDict module writes."""
+        """Return the loss from the log-probs, and the entropy if asked, that any TensorDict module writes."""
         scored = self.actor_network(tensordict.copy())
         flat_index = inputs.is_scored.to(inputs.row_starts.device).nonzero()[:, 0]
         log_probs = at_least_float32(torch.cat(ragged_column(scored, self._log_probs_key))[flat_index])
@@ -210,11 +210,11 @@ class LLMLoss(LossModule):
         return self.output(losses, measured)
 
     def _reduce(self, name: str, losses: torch.Tensor, sequence_index: torch.Tensor) -> torch.Tensor:
-        """The batch's loss from its weighted token losses, in the order of the rows."""
+        """Return the batch's loss from its weighted token losses, in the order of the rows."""
         return losses.sum() if self.is_scalar else losses
 
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
-        """The loss of a batch of training rows, and measurements.
+        """Return the loss of a batch of training rows, and measurements.
 
         The graph of the whole batch is held; `train_step` holds one micro-batch's at a time.
 

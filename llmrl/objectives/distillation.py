@@ -120,7 +120,7 @@ class DistillationLoss(SequenceLoss):
     def token_loss(
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
     ) -> MicroLoss:
-        """The loss of `[num_tokens]` trained tokens, from their current log-probs."""
+        """Return the loss of `[num_tokens]` trained tokens, from their current log-probs."""
         pair = (log_probs, tokens["teacher_log_probs"])
         divergence = kl_estimate(*(pair if self.kl_direction == "reverse" else pair[::-1]), self.kl_estimator)
         losses = {"loss_distill": divergence * tokens.weight}
@@ -130,5 +130,5 @@ class DistillationLoss(SequenceLoss):
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> DistillationLossOutput:
-        """The loss, and means over trained tokens."""
+        """Return the loss, and means over trained tokens."""
         return DistillationLossOutput(**losses, **summarized(measured))

@@ -25,16 +25,16 @@ class GroupKeys:
     num_in_group: NestedKey = ("rollout", "num_in_group")
 
     def scored(self, row: TensorDictBase) -> bool:
-        """Whether the row's rollout was scored, with a finite reward; rows that do not say were."""
+        """Return whether the row's rollout was scored, with a finite reward; rows that do not say were."""
         is_scored = not has_entry(row, self.is_scored) or bool(row.get(self.is_scored))
         return is_scored and (not has_entry(row, self.rewards) or bool(row.get(self.rewards).isfinite().all()))
 
     def rollout_id(self, row: TensorDictBase) -> Hashable:
-        """The id of the row's rollout."""
+        """Return the id of the row's rollout."""
         return value_column(row.unsqueeze(0), self.rollout)[0]
 
     def group_ids(self, batch: TensorDictBase) -> list[Hashable]:
-        """The id of each row's group."""
+        """Return the id of each row's group."""
         return value_column(batch, self.group)
 
     def sizes(self, batch: TensorDictBase, default: int) -> list[int]:
@@ -44,7 +44,7 @@ class GroupKeys:
         return batch.get(self.num_in_group).tolist()
 
     def rollout_values(self, rows: list[TensorDictBase], key: NestedKey) -> dict[Hashable, float]:
-        """The number under `key`, summed over its entries, of each rollout of `rows`.
+        """Return the number under `key`, summed over its entries, of each rollout of `rows`.
 
         Raises:
             KeyError: when a row has no such entry.
@@ -66,7 +66,7 @@ class GroupKeys:
 
 
 def split_by_group(batch: TensorDictBase, keys: GroupKeys) -> list[list[TensorDictBase]]:
-    """The rows of each group, groups in the order of their first row."""
+    """Return the rows of each group, groups in the order of their first row."""
     groups: dict[Hashable, list[TensorDictBase]] = {}
     for row, group in zip(batch.unbind(0), keys.group_ids(batch), strict=True):
         groups.setdefault(group, []).append(row)
@@ -74,7 +74,7 @@ def split_by_group(batch: TensorDictBase, keys: GroupKeys) -> list[list[TensorDi
 
 
 def stack_rows(rows: list[TensorDictBase]) -> TensorDictBase:
-    """A ragged batch; of no row, an empty one."""
+    """Return a ragged batch; of no row, an empty one."""
     return lazy_stack(rows, 0) if rows else TensorDict({}, batch_size=[0])
 
 

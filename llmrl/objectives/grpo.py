@@ -222,7 +222,7 @@ class GRPOLoss(LLMLoss):
     def token_loss(
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
     ) -> MicroLoss:
-        """The loss of `[num_tokens]` trained tokens, from their current log-probs."""
+        """Return the loss of `[num_tokens]` trained tokens, from their current log-probs."""
         current, sampler = log_probs.detach(), tokens["sample_log_probs"]
         # The trainer's own, before the first update on the batch: what separates them from the sampler's is no update.
         own = tokens.columns.get("old_log_probs", current)

@@ -79,7 +79,7 @@ class LossInputs:
         return torch.cat(self.scored_masks)
 
     def tokens(self, row_index: torch.Tensor, token_index: torch.Tensor) -> TokenInputs:
-        """The columns of chosen tokens."""
+        """Return the columns of chosen tokens."""
         assert self.weights is not None
         flat = self.row_starts[row_index] + token_index
         chosen = {name: column[flat] for name, column in self.columns.items()}
@@ -174,7 +174,7 @@ def _flat(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torc
 
 
 def _spread(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torch.Tensor:
-    """One number a token, from one a row or one a token."""
+    """Return one number a token, from one a row or one a token."""
     rows = []
     for row, length in zip(ragged_column(batch, key), lengths, strict=True):
         if row.numel() not in (1, length):
@@ -184,7 +184,7 @@ def _spread(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> to
 
 
 def _numbered(batch: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, int]:
-    """A number for each row, the same where the ids are; one of its own where the batch has no ids."""
+    """Return a number for each row, the same where the ids are; one of its own where the batch has no ids."""
     if not has_entry(batch, key):
         return torch.arange(batch.batch_size[0]), batch.batch_size[0]
     numbers: dict[object, int] = {}

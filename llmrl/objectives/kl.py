@@ -12,7 +12,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator = "k3") -> torch.Tensor:
-    """One estimate a token, with `d = log other - log policy`.
+    """Return one estimate a token, with `d = log other - log policy`.
 
     `k1 = -d` is unbiased and may be negative; `k2 = d^2 / 2` has the gradient of the reverse KL on policy;
     `k3 = exp(d) - 1 - d` is unbiased and never negative (GRPO, arXiv:2402.03300, equation 4).
@@ -41,5 +41,5 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
 def is_clamped_in_kl(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
 ) -> torch.Tensor | bool:
-    """Whether `kl_estimate` clamps: `k3` alone has an exponential."""
+    """Return whether `kl_estimate` clamps: `k3` alone has an exponential."""
     return estimator == "k3" and is_out_of_range(other_log_probs - log_probs)

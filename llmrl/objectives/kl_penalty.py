@@ -89,7 +89,7 @@ class KLPenalty(Transform):
         return tensordict
 
     def to_go(self, batch: TensorDictBase) -> list[torch.Tensor]:
-        """The penalty of each trained token and of those after it in its rollout, `[num_tokens]` a row, 0 elsewhere.
+        """Return the penalty of each trained token and of those after it, `[num_tokens]` a row, 0 elsewhere.
 
         That is the KL's part of the reward-to-go (REINFORCE++, arXiv:2501.03262, equation 8).
 
@@ -115,7 +115,7 @@ class KLPenalty(Transform):
         return penalties[::-1]
 
     def _divergences(self, batch: TensorDictBase) -> list[torch.Tensor]:
-        """One estimate a token, `[num_tokens]` float64 a row; 0 where nothing is trained."""
+        """Return one estimate a token, `[num_tokens]` float64 a row; 0 where nothing is trained."""
         columns = [ragged_column(batch, key) for key in (self.log_prob_key, self.other_log_prob_key, self.mask_key)]
         return [
             torch.where(mask.bool(), kl_estimate(log_probs.double(), others.double(), self.estimator), 0.0)

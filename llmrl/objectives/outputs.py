@@ -16,12 +16,12 @@ class LossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     """
 
     def total_loss(self) -> torch.Tensor:
-        """The sum of the loss terms: what to call `backward` on."""
+        """Return the sum of the loss terms: what to call `backward` on."""
         terms = [value for name, value in self._set_fields().items() if name.startswith("loss_")]
         return torch.stack([term.sum() for term in terms]).sum()
 
     def measurements(self) -> dict[str, float]:
-        """Everything as Python numbers, by name; loss terms summed."""
+        """Return all terms and measurements as Python numbers, by name; loss terms summed."""
         return {name: float(value.detach().sum()) for name, value in self._set_fields().items()}
 
     def _set_fields(self) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def is_out_of_range(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Whether `bounded_exp` clamps it.
+    """Return whether `bounded_exp` clamps it.
 
     Example:
         >>> is_out_of_range(torch.tensor([0.0, -30.0]))
@@ -23,7 +23,7 @@ def is_out_of_range(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """The exponential of a log-ratio, clamped to `MAX_LOG_RATIO`, where its gradient ends.
+    """Return the exponential of a log-ratio, clamped to `MAX_LOG_RATIO`, where its gradient ends.
 
     One token that the policy and another disagree on by hundreds of nats would otherwise make the whole batch's loss,
     and with it the step, infinite or NaN.
@@ -48,7 +48,7 @@ def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> tor
 def sequence_log_ratio(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, sequence_index: torch.Tensor
 ) -> torch.Tensor:
-    """The length-normalized sequence ratio, one entry a token (GSPO, arXiv:2507.18071, equations 7 and 14).
+    """Return the length-normalized sequence ratio, one entry a token (GSPO, arXiv:2507.18071, equations 7 and 14).
 
     Its value at every token is the mean log-ratio of the sequence; its gradient is that of the token's own log-prob,
     so that with the mean over each sequence the gradient is GSPO's (equation 10).
@@ -67,7 +67,7 @@ def sequence_log_ratio(
 
 
 def sequence_totals(values: torch.Tensor, sequence_index: torch.Tensor, *, is_mean: bool = False) -> torch.Tensor:
-    """The sum, or mean, of each token's sequence, one entry a token; differentiable.
+    """Return the sum, or mean, of each token's sequence, one entry a token; differentiable.
 
     Example:
         >>> sequence_totals(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2]))
@@ -130,7 +130,7 @@ def importance_weights(
 def importance_log_weights(
     old_log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, sequence_index: torch.Tensor, level: ImportanceLevel
 ) -> torch.Tensor:
-    """The logs of `importance_weights` before they are bounded, detached."""
+    """Return the logs of `importance_weights` before they are bounded, detached."""
     log_weight = (old_log_probs - sampler_log_probs).detach()
     if level == "token":
         return log_weight
@@ -138,7 +138,7 @@ def importance_log_weights(
 
 
 def bounded_weights(log_weight: torch.Tensor, cap: float, floor: float, mode: ImportanceMode) -> torch.Tensor:
-    """The bounds of `importance_weights`."""
+    """Return the bounds of `importance_weights`."""
     weight = bounded_exp(log_weight)
     return weight.clamp(max=cap) if mode == "truncate" else weight * ((weight >= floor) & (weight <= cap))
 

@@ -143,7 +143,7 @@ class TopKRewardSelector(Transform):
         return selected if selected.batch_size.numel() else None
 
     def select(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The rows of the best rollouts of a batch of complete groups."""
+        """Return the rows of the best rollouts of a batch of complete groups."""
         if not tensordict.batch_size.numel():
             return tensordict
         kept: list[TensorDictBase] = []

@@ -144,7 +144,7 @@ class SFTLoss(SequenceLoss):
     def token_loss(
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
     ) -> MicroLoss:
-        """The loss of `[num_tokens]` trained tokens, from their current log-probs."""
+        """Return the loss of `[num_tokens]` trained tokens, from their current log-probs."""
         losses = {}
         measured = {}
         if self._has_reference:

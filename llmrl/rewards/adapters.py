@@ -14,7 +14,7 @@ from llmrl.rewards.reward import RewardFn
 def prompt_completion_reward(
     function: Callable[[str, str], float | Awaitable[float]], *, name: str | None = None, weight: float = 1.0
 ) -> RewardFn:
-    """A plain or async function of the prompt's text and the completion's, as a `RewardFn`.
+    """Wrap a function of the prompt's text and the completion's, plain or async, as a `RewardFn`.
 
     The prompt is the last user message; a function that wants the whole conversation, or a column of the dataset,
     needs no adapter: `RewardFn` hands it both by parameter name.
@@ -44,7 +44,7 @@ def prompt_completion_reward(
 
 
 def score_reasoning_gym(completion: str, task: str, entry: Mapping[str, object], *, reasoning: bool = False) -> float:
-    """The score, 0 to 1, that reasoning-gym's own scorer of a task gives an answer; 0 where it stumbles over it.
+    """Return the score, 0 to 1, that reasoning-gym's own scorer of a task gives an answer; 0 where it stumbles over it.
 
     Example:
         >>> entry = {"question": "1 + 2 =", "answer": "3", "metadata": {}}

@@ -12,7 +12,7 @@ _MAX_DIGITS = 100
 
 
 def extract_tag(text: str, tag: str) -> str | None:
-    """What stands between the last closing `tag` and the opening one before it; None without such a pair.
+    """Return what stands between the last closing `tag` and the opening one before it; None without such a pair.
 
     Example:
         >>> extract_tag("<think>2 + 2</think> <answer> 4 </answer>", "answer"), extract_tag("4", "answer")
@@ -24,7 +24,7 @@ def extract_tag(text: str, tag: str) -> str | None:
 
 
 def extract_tags(text: str, tag: str) -> list[str]:
-    """What stands between each opening `tag` and the closing one after it.
+    """Return what stands between each opening `tag` and the closing one after it.
 
     Example:
         >>> extract_tags("<answer>4</answer> or <answer> 5</answer><answer>", "answer")
@@ -35,7 +35,7 @@ def extract_tags(text: str, tag: str) -> list[str]:
 
 
 def extract_answer(completion: str, *, reasoning: bool) -> str | None:
-    """The part of a completion that is judged: the `<answer>` of a reasoning prompt, else all after any `</think>`.
+    """Return the part of a completion that is judged: its `<answer>` with `reasoning`, else all after `</think>`.
 
     Example:
         >>> extract_answer("<think>…</think>It is 4.", reasoning=False)
@@ -46,7 +46,7 @@ def extract_answer(completion: str, *, reasoning: bool) -> str | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, written with or without thousands separators; None without one.
+    """Return the last number in a text, written with or without thousands separators; None without one.
 
     Example:
         >>> last_number("48 + 24 = 1,072.50 dollars"), last_number("It lost -$5."), last_number("no idea")

@@ -16,7 +16,7 @@ _MAX_CHARACTERS = 200
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression of whole numbers, `+ - * /` and parentheses, and the numbers it uses.
+    """Return the exact value of an expression of whole numbers, `+ - * /` and parentheses, and the numbers it uses.
 
     Raises:
         ValueError: for anything else, and for a division by zero.
@@ -44,7 +44,7 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
 
 
 def is_countdown_right(completion: str, target: int, numbers: Sequence[int], *, reasoning: bool = False) -> bool:
-    """Whether the answer's expression has the target's value and uses each number at most once.
+    """Return whether the answer's expression has the target's value and uses each number at most once.
 
     A plain answer is its last line; what follows an `=` is not part of the expression.
 

@@ -6,7 +6,7 @@ from llmrl.rewards.answers import extract_answer, last_number
 
 
 def has_gsm8k_answer(completion: str, *, reasoning: bool = False) -> bool:
-    """Whether there is an answer at all: something within `<answer>`, or, in a plain completion, a number.
+    """Return whether there is an answer at all: something within `<answer>`, or, in a plain completion, a number.
 
     Example:
         >>> has_gsm8k_answer("It is 5."), has_gsm8k_answer("no idea")
@@ -17,7 +17,7 @@ def has_gsm8k_answer(completion: str, *, reasoning: bool = False) -> bool:
 
 
 def is_gsm8k_right(completion: str, answer: str, *, reasoning: bool = False) -> bool:
-    """Whether the answer's last number is the one that the reference ends with.
+    """Return whether the answer's last number is the one that the reference ends with.
 
     Example:
         >>> is_gsm8k_right("So it is $1,200.00.", "3 * 400 = 1200 #### 1,200")

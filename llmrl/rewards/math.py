@@ -20,7 +20,7 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What the last `\boxed{…}` holds; None without a complete one.
+    r"""Return what the last `\boxed{…}` holds; None without a complete one.
 
     Example:
         >>> boxed_answer(r"So $x = \boxed{\frac{1}{2}}$.")
@@ -53,7 +53,7 @@ class MathVerifier:
         self._process: subprocess.Popen[str] | None = None
 
     def is_equal(self, reference: str, given: str) -> bool:
-        """Whether two LaTeX or plain expressions are mathematically the same; unparsable or endless ones are not.
+        """Return whether two LaTeX or plain expressions are equal in value; unparsable or endless ones are not.
 
         Raises:
             MissingExtraError: without math-verify.
@@ -89,7 +89,7 @@ class MathVerifier:
         raise RuntimeError(f"math-verify's process ended twice while it compared {given!r:.80} with {reference!r:.80}.")
 
     def _line(self, timeout_seconds: float) -> str | None:
-        """The process's next line; "" when it has ended, None when it takes too long."""
+        """Return the process's next line; "" when it has ended, None when it takes too long."""
         assert self._process is not None and self._process.stdout is not None
         is_ready = select.select([self._process.stdout], [], [], timeout_seconds)[0]
         return self._process.stdout.readline() if is_ready else None
@@ -129,7 +129,7 @@ _verifier = MathVerifier()
 
 
 def is_math_right(completion: str, answer: str, *, reasoning: bool = False) -> bool:
-    r"""Whether a completion's answer equals the reference: its `\boxed{…}`, else, of a plain one, its last line.
+    r"""Return whether a completion's answer equals the reference: its `\boxed{…}`, else, of a plain one, its last line.
 
     Example:
         >>> is_math_right(r"Hence $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"), is_math_right("I cannot.", "2")

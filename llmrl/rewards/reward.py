@@ -33,7 +33,7 @@ class RewardInput:
         return ""
 
     def arguments(self) -> dict[str, object]:
-        """Everything by name; the record's own names win over columns of the same name."""
+        """Return all inputs by name; the record's own names win over columns of the same name."""
         return {**self.columns, **{name: getattr(self, name) for name in ROLLOUT_INPUTS}}
 
 
@@ -92,7 +92,7 @@ class RewardFn:
         self._required = [p.name for p in parameters if p.name in self._names and p.default is p.empty]
 
     def located(self, error: BaseException | None = None) -> str:
-        """Its name with file and line: those of its definition, or where an error was raised in it."""
+        """Return the function's name, file and line: those of its definition, or where an error was raised in it."""
         where = location_of(self.author_function, error)
         return f"reward function {self.name!r}" + (f" ({where})" if where else "")
 
@@ -110,7 +110,7 @@ class RewardFn:
             )
 
     async def score(self, rollout: RewardInput) -> float:
-        """The raw score of one rollout.
+        """Return the raw score of one rollout.
 
         Raises:
             UnknownRewardInput: when the function reads something that neither the rollout nor the dataset has.

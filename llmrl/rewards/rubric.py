@@ -146,7 +146,7 @@ class Rubric:
         return list(await asyncio.gather(*(self.score(rollout) for rollout in rollouts)))
 
     def failed(self, error: str) -> Score:
-        """The score of a rollout that failed or could not be scored."""
+        """Return the score of a rollout that failed or could not be scored."""
         if self.error_reward is None:
             return Score(0.0, is_scored=False, error=error)
         return Score(self.error_reward, error=error)

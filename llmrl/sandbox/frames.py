@@ -29,13 +29,13 @@ class BrokenFrame(Exception):
 
 
 def encode(message: object) -> bytes:
-    """A message as it travels."""
+    """Return a message as it travels."""
     body = json.dumps(message).encode()  # ASCII: lone surrogates travel escaped
     return HEADER.pack(len(body)) + body
 
 
 def receive(channel: socket.socket) -> Any:
-    """The next message; None at the end of the stream.
+    """Return the next message; None at the end of the stream.
 
     Raises:
         BrokenFrame: when it is cut short, too long or no JSON.
@@ -69,7 +69,7 @@ class FrameBuffer:
         self._held = bytearray()
 
     def add(self, data: bytes) -> Iterator[Any]:
-        """The messages that are whole now.
+        """Yield the messages that are whole now.
 
         Raises:
             BrokenFrame: for one that is too long or no JSON.
@@ -87,7 +87,7 @@ class FrameBuffer:
 
 
 def decode(body: bytes) -> Any:
-    """A message from its body.
+    """Return a message from its body.
 
     Raises:
         BrokenFrame: when it is no JSON.

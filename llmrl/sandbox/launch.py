@@ -79,7 +79,7 @@ class PythonLimits:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """The paths that lie in none of the others, nor in the system's folders.
+    """Return the paths that lie in none of the others, nor in the system's folders.
 
     Example:
         >>> outermost(["/srv/python", "/srv/python/lib", "/usr/lib/python3", "/srv/other"])
@@ -140,7 +140,7 @@ class Launcher:
         return kernel.landlock_version() > 0
 
     def describe(self) -> str:
-        """What holds at this level, in a sentence."""
+        """Return what holds at this level, in a sentence."""
         if self.level != "process":
             return f"{self.level}: no network, no files but Python's and the system's (read-only), own processes"
         user = "the user that runs this program" if os.getuid() else "its own user"
@@ -163,7 +163,7 @@ class Launcher:
         return gaps
 
     def start(self) -> socket.socket:
-        """A new interpreter: the socket that it is served through.
+        """Return a new interpreter: the socket that it is served through.
 
         Raises:
             IsolationError: when none can be started any more.

@@ -48,11 +48,11 @@ class _Interpreter:
         self._reader, self._writer = reader, writer
 
     async def is_started(self) -> bool:
-        """Whether there is a supervisor; waits until it says so, or its end is seen. Asked once."""
+        """Return whether there is a supervisor; waits until it says so, or its end is seen. Asked once."""
         return await self._answer(_START_SECONDS) is not None
 
     async def run(self, code: str, timeout: float) -> frames.Answer | None:
-        """What the supervisor answers; None when it is gone."""
+        """Return what the supervisor answers; None when it is gone."""
         with contextlib.suppress(OSError):
             self._writer.write(frames.encode({"code": code, "timeout": timeout}))
         return await self._answer(timeout + _GRACE_SECONDS)
@@ -73,7 +73,7 @@ class _Session:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.interpreter: _Interpreter | None = None
-        """That keeps its variables, while no call runs."""
+        """The interpreter that keeps the session's variables, while no call runs."""
         self.running: _Interpreter | None = None
 
 

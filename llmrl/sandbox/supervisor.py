@@ -67,7 +67,7 @@ class KeptOutput:
             del self._tail[: -self._num_each]
 
     def text(self) -> tuple[str, int]:
-        """The text, with a mark where something is left out, and how many bytes were."""
+        """Return the text, with a mark where something is left out, and how many bytes were."""
         del self._tail[: -self._num_each]
         num_lost = self._num_seen - len(self._head) - len(self._tail)
         mark = f"\n[… {num_lost} bytes left out …]\n".encode() if num_lost else b""
@@ -85,7 +85,7 @@ class Supervisor:
     def __init__(self, service: socket.socket, confinement: Confinement) -> None:
         self.service, self.confinement = service, confinement
         self._number = 0
-        """Of the request that runs: random, so that code cannot answer the next one ahead of time."""
+        """Number of the request that runs: random, so that code cannot answer the next one ahead of time."""
         self._start_interpreter()
 
     def _start_interpreter(self) -> None:
@@ -281,7 +281,7 @@ class Supervisor:
 
 
 def is_answer(message: object) -> bool:
-    """Whether what came from the interpreter, which code may have written, is what ours writes.
+    """Return whether what came from the interpreter, which code may have written, is what ours writes.
 
     Example:
         >>> is_answer({"number": 1, "returncode": 0, "is_exit": False}), is_answer({"number": 1, "returncode": "0"})
@@ -327,7 +327,7 @@ def confine(confinement: Confinement) -> None:
 
 
 def descendants(process: int) -> set[int]:
-    """The processes that came from one and still are, zombies included."""
+    """Return the processes that came from one and still are, zombies included."""
     found: set[int] = set()
     waiting = [process]
     while waiting:

@@ -61,7 +61,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def filter_program(machine: str) -> list[Instruction]:
-    """The filter for an architecture, as `os.uname` names it.
+    """Return the filter for an architecture, as `os.uname` names it.
 
     Raises:
         OSError: for an architecture whose call numbers are not known.

@@ -128,7 +128,7 @@ def _supervise(
 
 
 def is_python_hidden(prefixes: list[str]) -> bool:
-    """Whether somebody other than root cannot read Python's own files.
+    """Return whether somebody other than root cannot read Python's own files.
 
     Example:
         >>> is_python_hidden(["/usr"])

@@ -153,7 +153,7 @@ class BrowserTransform(ToolTransform):
         return Tool(action.__name__, signature.description, signature.schema, run, release=self._release)
 
     async def _responds(self, page: Page) -> bool:
-        """Whether scripts run in the page: one that never ends keeps all others, and what is done next, waiting."""
+        """Return whether scripts run in the page: one that never ends blocks all others and the next action."""
         try:
             await asyncio.wait_for(page.evaluate("1"), self.timeout * _RESPONSE_SHARE)
         except Exception:

@@ -90,7 +90,7 @@ class PageActions:
         return f"[screenshot: {path.name}, {size['width']} × {size['height']}]"
 
     async def _loaded(self) -> str:
-        """The page as it is once it has loaded."""
+        """Return the page as it is once it has loaded."""
         await self._page.wait_for_load_state("load")
         text = await self._page.inner_text("body")
         if text.startswith("Refused: "):  # the gateway's answer to a link or a form
@@ -103,5 +103,5 @@ class PageActions:
 
 
 def first_line(error: BaseException) -> str:
-    """The part of an error's text that says what happened."""
+    """Return the part of an error's text that says what happened."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

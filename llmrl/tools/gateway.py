@@ -17,7 +17,7 @@ _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 
 def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
-    """Whether a host is one of the domains, or below one; a domain with a port allows that port only.
+    """Return whether a host is one of the domains, or below one; a domain with a port allows that port only.
 
     Example:
         >>> is_allowed("docs.python.org", 443, ["python.org"]), is_allowed("evilpython.org", 443, ["python.org"])
@@ -34,7 +34,7 @@ def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
 
 
 def check_domains(allowed_domains: Sequence[str]) -> tuple[str, ...]:
-    """The domains, when each can match something.
+    """Return the domains, when each can match something.
 
     Raises:
         TypeError: for a string, which is a sequence of letters.
@@ -69,7 +69,7 @@ def _is_port(text: str) -> bool:
 
 
 def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> bool:
-    """Whether the gateway connects to an address that a host's name stands for.
+    """Return whether the gateway connects to an address that a host's name stands for.
 
     A name may stand for any address on the internet. One of this machine or its network is reached only where the
     address itself, or the name `localhost`, is among the domains: whoever owns a name decides what it stands for.

@@ -162,7 +162,7 @@ class _Connection:
             self._client = None
 
     async def call(self, tool: str, arguments: dict[str, object], *, is_repeatable: bool) -> mcp_types.CallToolResult:
-        """The result of a call.
+        """Return the result of a call.
 
         Raises:
             ToolError: what the model is to be told when there is none.
@@ -260,7 +260,7 @@ def _tool(server: str, connection: _Connection, description: mcp_types.Tool) -> 
 
 
 def result_text(result: mcp_types.CallToolResult) -> str:
-    """What a result says, as text: images, sounds and files are named, not shown.
+    """Return what a result says, as text: images, sounds and files are named, not shown.
 
     Structured content is shown where there is no other, since servers repeat it as text.
     """

@@ -9,7 +9,7 @@ TruncateSide = Literal["start", "middle", "end"]
 
 
 def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
-    r"""The text, or what fits of it with a mark where the rest was: at its start, in its middle, or at its end.
+    r"""Return the text, or what fits of it with a mark where the rest was: at its start, in its middle, or at its end.
 
     Raises:
         ValueError: for an unknown side, or a limit below one.
@@ -51,7 +51,7 @@ def as_text(value: object) -> str:
 
 
 def encodable(text: str) -> str:
-    r"""The text without lone surrogates, which no tokenizer takes.
+    r"""Return the text without lone surrogates, which no tokenizer takes.
 
     Example:
         >>> encodable("a\ud800b")

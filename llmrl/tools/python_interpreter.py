@@ -129,7 +129,7 @@ class PythonInterpreter(ToolTransform):
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
     ) -> list[Message]:
-        """One tool message for each block, or each call."""
+        """Return one tool message for each block, or each call."""
         if self.calls == "tool_call":
             return await super().answer(message, malformed, session, turn=turn)
         answers = []
@@ -171,7 +171,7 @@ class PythonInterpreter(ToolTransform):
 
 
 def _failure(result: PythonResult) -> str:
-    """What it printed before it failed helps as much as the error."""
+    """Return what it printed before it failed helps as much as the error."""
     return result.stdout + result.stderr
 
 

@@ -56,7 +56,7 @@ class SearchIndex:
         return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)
 
     def search(self, query: str) -> list[tuple[int, str]]:
-        """The documents that share a word with the query, best first: their places in the corpus and their texts."""
+        """Return the documents that share a word with the query, best first: places in the corpus and texts."""
         words = self._bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)
         if not words[0]:
             return []
@@ -69,7 +69,7 @@ class SearchIndex:
         ]
 
     def tool(self, name: str = "search", description: str = _DESCRIPTION) -> Tool:
-        """The index as a tool with one argument, `query`."""
+        """Return the index as a tool with one argument, `query`."""
         query = {"type": "string", "description": "words to look for"}
         parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
 

@@ -57,7 +57,7 @@ class ToolSession:
     # Several transforms may answer one message: each takes its own calls, and exactly one what is nobody's.
 
     def claim(self, turn: int, what: Hashable) -> bool:
-        """Whether the caller is the first to answer this of the turn's calls."""
+        """Return whether the caller is the first to answer this of the turn's calls."""
         self._begin(turn)
         if what in self._claimed:
             return False
@@ -70,7 +70,7 @@ class ToolSession:
         self._answers[owner] = messages
 
     def take_answers(self, turn: int, owner: int) -> list[Message] | None:
-        """What `put_answers` kept; None when nothing was."""
+        """Return what `put_answers` kept; None when nothing was."""
         self._begin(turn)
         return self._answers.pop(owner, None)
 

@@ -52,7 +52,7 @@ class Tool:
 
 
 def function_tool(function: Callable[..., object], *, name: str | None = None) -> Tool:
-    """A tool from a function, sync or async: its type hints are the schema, its docstring the description.
+    """Return a tool from a function, sync or async: its type hints are the schema, its docstring the description.
 
     Arguments are validated, and converted where JSON cannot say what the hint asks for. A sync function runs in a
     thread of its own: one that never returns costs its thread, and nothing else waits for it.
@@ -197,7 +197,7 @@ class Signature:
         self.schema = _without_titles(self._model.model_json_schema())
 
     def validate(self, arguments: dict[str, object]) -> dict[str, object]:
-        """The arguments as the function takes them.
+        """Return the arguments as the function takes them.
 
         Raises:
             InvalidArguments: when they do not fit, saying each of the reasons.

@@ -96,7 +96,7 @@ def register_packed_attention() -> None:
 
 
 def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, window: int | None = None) -> Mask:
-    """The mask of packed rows in the form that an attention implementation takes.
+    """Return the mask of packed rows in the form that an attention implementation takes.
 
     Args:
         packed: the rows.

@@ -223,7 +223,7 @@ def _split_evenly(bins: list[Bin], token_budget: int) -> list[MicroBatch]:
 
 
 def _ends(lengths: list[int], token_budget: int) -> list[int]:
-    """Where micro-batches end, of bins with these lengths, longest first: each holds what pads to the budget."""
+    """Return where micro-batches end, of bins with these lengths, longest first: each holds what pads to the budget."""
     ends: list[int] = []
     start = 0
     while start < len(lengths):

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration of a model's decoder, where it is a part of a larger one."""
+    """Return the configuration of a model's decoder, where it is a part of a larger one."""
     return getattr(model.config, "text_config", None) or model.config
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """A causal language model without its head."""
+    """Return a causal language model without its head."""
     base = model.base_model
     return model.model if base is model and hasattr(model, "model") else base
 

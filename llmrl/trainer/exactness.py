@@ -92,7 +92,7 @@ class ExactnessProbe:
         return "a window that its configuration does not set" if self.has_hidden_window else None
 
     def fault(self, implementation: str, *, is_packed: bool) -> str | None:
-        """What is wrong with computing rows so, in a few words; None when it is exact.
+        """Return what is wrong with computing rows so, in a few words; None when it is exact.
 
         Args:
             implementation: of attention, as transformers names it.
@@ -157,7 +157,7 @@ class ExactnessProbe:
         return [model(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
 
     def _find_transform(self, reference: PreTrainedModel, expected: torch.Tensor) -> LogitTransform:
-        """What the model does between its head and its logits: of what its configuration names, that which fits."""
+        """Return what the model does between head and logits: the scale or cap it names that fits."""
         name, config = type(self.model).__name__, text_config(self.model)
         output = decoder_of(reference)(input_ids=self.rows[0][None], use_cache=False)
         if getattr(output, "last_hidden_state", None) is None:
@@ -180,7 +180,7 @@ class ExactnessProbe:
 
 
 def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with its own modules and configuration that shares the model's weights, in eval mode."""
+    """Return a copy with its own modules and configuration that shares the model's weights, in eval mode."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
 

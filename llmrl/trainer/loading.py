@@ -33,7 +33,7 @@ class LoRAConfig:
     """
 
     rank: int = 16
-    """Of the update of each weight."""
+    """Rank of the update of each weight."""
     alpha: int = 32
     """The update is multiplied by `alpha / rank`."""
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -91,7 +91,7 @@ def load_model(
 
 
 def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[TensorDictBase], TensorDictBase]:
-    """What writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
+    """Return what writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
 
     The reference is the model that the policy was before training. A policy with adapters is that itself, while they
     are off, at no memory; of any other the model at `path` is loaded a second time, frozen. Call it on a batch before

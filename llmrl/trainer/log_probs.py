@@ -32,7 +32,7 @@ class LogitTransform:
     """Logits are divided by it, last: the distribution the sampler drew from."""
 
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """The transformed logits and the derivative of the transform, elementwise."""
+        """Return the transformed logits and the derivative of the transform, elementwise."""
         derivative: torch.Tensor | float = self.scale / self.temperature
         if self.scale != 1.0:
             logits = logits * self.scale

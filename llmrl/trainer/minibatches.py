@@ -23,7 +23,7 @@ def minibatches(
     seed: int,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Iterator[TensorDictBase]:
-    """The batches of `num_epochs * num_minibatches` updates on one batch of rollouts; of one update, the batch itself.
+    """Yield the batches of `num_epochs * num_minibatches` updates on one batch; for one update, the batch itself.
 
     Before the first of several updates the policy's own log-probs are written into the batch, once, where the loss
     reads them (`old_log_prob`), so that its ratio is to the policy before these updates and its clip bounds all of

@@ -94,7 +94,7 @@ class WarmupSchedule(LRScheduler):
         optimizer.register_load_state_dict_post_hook(lambda _: self._write_rates())
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied by at a step, counted from 0."""
+        """Return what the learning rate is multiplied by at a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.schedule == "constant" or self.num_steps is None:
@@ -103,7 +103,7 @@ class WarmupSchedule(LRScheduler):
         return 1.0 - part if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The learning rate of each parameter group at the current step."""
+        """Return the learning rate of each parameter group at the current step."""
         return [rate * self.factor(self.last_epoch) for rate in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
@@ -127,7 +127,7 @@ class WarmupSchedule(LRScheduler):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
-        """The number of steps."""
+        """Return the number of steps."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:

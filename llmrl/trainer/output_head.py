@@ -27,7 +27,7 @@ class OutputHead:
         self._linear()
 
     def _linear(self) -> torch.nn.Linear:
-        """The linear layer that holds the weight now."""
+        """Return the linear layer that holds the weight now."""
         head = self._head
         if hasattr(head, "modules_to_save"):  # peft trains a copy
             head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
@@ -85,7 +85,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A sharded parameter gathered; its gradient is the sum over ranks, scattered."""
+    """Return a sharded parameter gathered; its gradient is the sum over ranks, scattered."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)

@@ -79,13 +79,13 @@ class PackedRows:
         return mask[:, None]
 
     def unpack(self) -> list[torch.Tensor]:
-        """The rows held here, `[num_tokens]` each, in the order of `rows`."""
+        """Return the rows held here, `[num_tokens]` each, in the order of `rows`."""
         computed = self.input_ids.flatten()[self.token_positions].split(self.row_lengths.tolist())
         tails = self.tails.split(self.tail_lengths.tolist())
         return [torch.cat(parts) for parts in zip(computed, tails, strict=True)]
 
     def to(self, device: torch.device | str) -> PackedRows:
-        """A copy on `device`."""
+        """Return a copy on `device`."""
         return replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
 
 

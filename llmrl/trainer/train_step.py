@@ -42,7 +42,7 @@ class TrainStepReport:
     """The policy's before the update, `[num_tokens]` a row of the batch, NaN where nothing is trained."""
 
     def to_metrics(self) -> dict[str, float]:
-        """Everything that is a number, flat; what is not finite, such as the loss of a skipped step, is left out.
+        """Return all numbers, flat; those that are not finite, such as the loss of a skipped step, are left out.
 
         Example:
             >>> TrainStepReport(num_rows=3).to_metrics()["num_rows"]
@@ -62,7 +62,7 @@ def train_step(
     max_grad_norm: float | None = 1.0,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> TrainStepReport:
-    """One update: micro-batches by token budget, gradients of the whole batch's loss, clipping, a step.
+    """Do one update: micro-batches by token budget, gradients of the whole batch's loss, clipping, a step.
 
     A column of the batch, a loss or a gradient that is not finite skips the step; the report says so, and a warning.
     So does, without a warning, a batch in which nothing is trained, or every advantage is zero. A row of advantage zero
@@ -163,7 +163,7 @@ def _skipped(report: TrainStepReport, reason: str, started: float) -> TrainStepR
 
 
 def _gathered(micro_losses: list[MicroLoss], process_group: torch.distributed.ProcessGroup) -> list[MicroLoss]:
-    """The micro-losses of all ranks."""
+    """Return the micro-losses of all ranks."""
     held: list[list[MicroLoss]] = [[] for _ in range(torch.distributed.get_world_size(process_group))]
     torch.distributed.all_gather_object(held, [micro.to("cpu") for micro in micro_losses], group=process_group)
     return [micro for part in held for micro in part]

@@ -14,11 +14,11 @@ class TrainedModel:
     """What is known of one model; `None` where nobody has said."""
 
     compute_dtype: torch.dtype | None = None
-    """Of its forward pass: its policy's autocast, its sharding's, or that of its weights."""
+    """dtype of its forward pass: its policy's autocast, its sharding's, or that of its weights."""
     sharded_dtype: torch.dtype | None = None
-    """That its sharding casts parameters to where they are gathered; None as they are."""
+    """dtype to which sharding casts gathered parameters; None leaves them as they are."""
     engine_dtype: torch.dtype | None = None
-    """Of the engines that its weights are sent to."""
+    """dtype of the engines that its weights are sent to."""
     engine_version: int | None = None
     """Version of the engines' weights that are its own, but for `num_updates`."""
     num_updates: int = 0
@@ -58,7 +58,7 @@ _known: WeakKeyDictionary[torch.nn.Module, TrainedModel] = WeakKeyDictionary()
 
 
 def trained_model(model: torch.nn.Module) -> TrainedModel:
-    """The record of a model, one for a peft model and its base.
+    """Return the record of a model, one for a peft model and its base.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)

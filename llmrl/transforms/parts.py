@@ -8,7 +8,7 @@ from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
 
 def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
-    """The environment within, then its transforms, innermost first; a `Compose` follows the transforms that it holds.
+    """Return the inner environment, then its transforms, innermost first; a `Compose` follows those it holds.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -23,7 +23,7 @@ def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
 
 
 def environment_around(container: EnvBase | Transform | None) -> EnvBase | None:
-    """The environment that a transform's container is, or is in; None while it is in none."""
+    """Return the environment that a transform's container is, or is in; None while it is in none."""
     while isinstance(container, Transform):
         reference = container.__dict__.get("_container")
         container = None if reference is None else reference()

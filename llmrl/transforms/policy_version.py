@@ -90,7 +90,7 @@ class PolicyVersion(KnownArguments, Transform):
         return observation_spec
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, int | str]:
-        """The counter, and what tells the uuids of this run from others."""
+        """Return the counter, and what tells the uuids of this run from others."""
         return {"count": self._count, "run": str(self._run)}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:

@@ -151,7 +151,7 @@ def write_score(next_element: TensorDictBase, score: Score | None, names: Sequen
 
 
 def dataset_columns(element: TensorDictBase) -> dict[str, object]:
-    """The dataset's columns of a conversation, by name: non-tensor entries at its root and in `"columns"`."""
+    """Return the dataset's columns of a conversation, by name: non-tensor entries at its root and in `"columns"`."""
     columns = {
         key: plain(value)
         for key, value in element.items()
@@ -162,7 +162,7 @@ def dataset_columns(element: TensorDictBase) -> dict[str, object]:
 
 
 def find_rubric_reward(env: EnvBase) -> RubricReward | None:
-    """The `RubricReward` among an environment's transforms, if it has one."""
+    """Return the `RubricReward` among an environment's transforms, if it has one."""
     return next((part for part in reversed(environment_parts(env)) if isinstance(part, RubricReward)), None)
 
 

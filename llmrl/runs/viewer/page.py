@@ -77,7 +77,7 @@ def _packed(value: object) -> str:
 
 
 def _finite(value: object) -> object:
-    """The value as browsers read JSON: they know neither NaN nor infinity."""
+    """Return the value as browsers read JSON: they know neither NaN nor infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def _finite(value: object) -> object:
 
 
 def _preview(record: Record) -> str:
-    """The last answer's beginning, to know a rollout by in a list."""
+    """Return the last answer's beginning, to know a rollout by in a list."""
     answers: list[Message] = [message for message in record["messages"] if message["role"] == "assistant"]
     answer = answers[-1] if answers else {}
     calls = " ".join(f"calls {call['function']['name']}" for call in answer.get("tool_calls") or [])

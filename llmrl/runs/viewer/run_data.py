@@ -46,7 +46,7 @@ class RunData:
 
 
 def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
-    """What `summary.json` says, as people read it: names and values.
+    """Return what `summary.json` says, as people read it: names and values.
 
     Example:
         >>> facts_of({"before": {"accuracy": 0.5}, "evaluation": {"pass@1": {"mean": 0.9, "interval": [0.8, 0.95]}}})
@@ -115,7 +115,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
 
 
 def _where_runs_are(path: Path) -> str:
-    """The last run inside, where a folder of runs was given."""
+    """Return the last run inside, where a folder of runs was given."""
     runs = [entry for entry in path.iterdir() if holds_run(entry)] if path.is_dir() else []
     if runs:
         return f"the last one in it is {max(runs, key=lambda run: run.stat().st_mtime)}."
@@ -123,7 +123,7 @@ def _where_runs_are(path: Path) -> str:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    """A step that was logged twice (before and after a kill) counts once."""
+    """Yield the records; a step that was logged twice (before and after a kill) counts once."""
     if not path.exists():
         return
     seen = set()
