@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
+from llmrl.cli.chat import said
 from llmrl.collectors import LLMCollector
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
+from llmrl.runs.live_view import LiveView
 from llmrl.runs.run_folder import RunFolder
 from llmrl.runs.viewer import print_run, read_run, write_page
 from llmrl.testing import ScriptedEngine
@@ -200,6 +202,62 @@ def test_hostile_content_is_shown_as_text(tmp_path, renderer, tokenizer, page):
     other.wait_for_selector(".message.tool")
     assert other.title() == "run" and "<script>" in other.inner_text(".message.user")
     other.close()
+
+
+def test_no_name_in_a_run_becomes_a_script(tmp_path, run_path, page):
+    shutil.copytree(run_path, tmp_path / "run")
+    attack = '"><img src=x onerror=document.body.dataset.hit=1><script>document.body.dataset.hit=1</script>'
+    folder = RunFolder(tmp_path / "run", resume=True, trackers=[])
+    folder.log_metrics(9, {attack: 1.0, f"reward_mean{attack}": 2.0})
+    folder.write_summary({attack: {attack: attack}})
+    records = [json.loads(line) for line in (run_path / "rollouts.jsonl").read_text().splitlines()]
+    with (tmp_path / "run" / "rollouts.jsonl").open("w") as file:
+        for record in records:
+            hostile = {name: attack if isinstance(value, str) else value for name, value in record.items()}
+            hostile |= {
+                "reward_breakdown": {attack: 1.0},
+                "messages": [{"role": attack, "name": attack, "content": attack}],
+            }
+            file.write(json.dumps(hostile) + "\n")
+    path = write_page(read_run(tmp_path / "run"), tmp_path / "page.html")
+    other = page.context.new_page()
+    other.goto(path.as_uri())
+    other.wait_for_selector("body[data-ready]")
+    other.click("#more-curves-box summary")
+    other.wait_for_selector("#more-curves figure")
+    other.click(".item >> nth=0")
+    other.wait_for_selector("#rollout h2")
+    assert other.evaluate("document.body.dataset.hit ?? null") is None
+    assert other.locator("img, main script").count() == 0
+    # And if something became one, it would not run.
+    refused = []
+    other.on("console", lambda message: refused.append(message.text))
+    other.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=document.body.dataset.hit=1>')")
+    other.wait_for_timeout(200)
+    assert other.evaluate("document.body.dataset.hit ?? null") is None
+    assert any("Content Security Policy" in text for text in refused)
+    other.close()
+
+
+HOSTILE = "[/red] a\x1b]52;c;aGk=\x07\x1b[2J \u202etxt\u2066 \x9b31m [link=file:///x]b[/link]"
+
+
+def test_a_terminal_obeys_nothing_that_a_run_says(tmp_path, run_path):
+    shutil.copytree(run_path, tmp_path / "run")
+    RunFolder(tmp_path / "run", resume=True, trackers=[]).log_metrics(9, {HOSTILE: 1.0})
+    record = json.loads((run_path / "rollouts.jsonl").read_text().splitlines()[0])
+    messages = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
+    hostile = {**record, "rollout_id": HOSTILE, "reason": HOSTILE, "status": HOSTILE, "messages": messages}
+    with (tmp_path / "run" / "rollouts.jsonl").open("w") as file:
+        file.write(json.dumps(hostile) + "\n")
+    printed = io.StringIO()
+    print_run(read_run(tmp_path / "run"), console=Console(file=printed, width=400, force_terminal=False))
+    view = LiveView(1, console=Console(file=printed, width=400, force_terminal=False))
+    view.show_sample(hostile)
+    printed.write(said({"role": "assistant", "content": HOSTILE}))
+    text = printed.getvalue()
+    assert text.count("[/red] a\\x1b]52;c;aGk=\\x07\\x1b[2J \\u202etxt\\u2066 \\x9b31m [link=file:///x]b[/link]") >= 8
+    assert not set(text) & set("\x1b\x07\x9b\u202e\u2066")
 
 
 def test_ten_thousand_rollouts_open_fast_and_draw_few(tmp_path, run_path, page):

@@ -11,6 +11,7 @@ from rich.text import Text
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
+from llmrl._utils.terminal import printable
 from llmrl.data import Message, text_of
 from llmrl.data.tensordicts import plain
 from llmrl.envs import ChatEnv
@@ -104,7 +105,7 @@ def talk(session: ChatSession, console: Console, read: Callable[[], str], decode
 def said(message: Message) -> str:
     """Return what a message says, its tool calls included."""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
-    return "\n".join(part for part in (text_of(message.get("content")).strip(), *calls) if part)
+    return printable("\n".join(part for part in (text_of(message.get("content")).strip(), *calls) if part))
 
 
 def coloured(tokens: list[tuple[int, float]], decode: Callable[[list[int]], str]) -> Group:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from llmrl._utils.terminal import printable
 from llmrl.data import Message, text_of
 
 _COLUMNS = (
@@ -48,9 +49,9 @@ def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
     """A conversation in a frame."""
     text = Text()
     for message in messages:
-        text.append(f"{message['role']}: ", style="bold")
-        text.append(text_of(message.get("content")).strip() + "\n")
-    return Panel(text, title=title, title_align="left")
+        text.append(f"{printable(message['role'])}: ", style="bold")
+        text.append(printable(text_of(message.get("content")).strip()) + "\n")
+    return Panel(text, title=Text(printable(title)), title_align="left")
 
 
 class LiveView:

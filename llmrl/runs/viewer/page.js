@@ -20,6 +20,13 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+function drawing(tag, attributes, ...children) {
+  const element = document.createElementNS(byId("drawing").namespaceURI, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
 const number = (value, digits = 4) =>
   value === null || value === undefined ? "–" : Number(value).toLocaleString("en", { maximumSignificantDigits: digits });
 
@@ -37,9 +44,9 @@ function curve(name, metrics) {
   const parts = name.split(/(?<=_)/).flatMap((part) => [part, make("wbr")]);  // long names break after a _
   const figure = make("figure", { "data-metric": name },
     make("figcaption", {}, make("b", {}, ...parts), make("span", {}, `${number(low, 3)} … ${number(high, 3)}`)));
-  figure.insertAdjacentHTML("beforeend",
-    `<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="${name} by step">` +
-    `<line x1="0" x2="100" y1="95" y2="95"/><polyline class="${isDot ? "dot" : ""}" points="${path}"/></svg>`);
+  figure.append(drawing("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": `${name} by step` },
+    drawing("line", { x1: 0, x2: 100, y1: 95, y2: 95 }),
+    drawing("polyline", { class: isDot ? "dot" : "", points: path })));
   const span = figure.querySelector("span"), range = span.textContent;
   figure.addEventListener("mousemove", (event) => {
     const box = figure.querySelector("svg").getBoundingClientRect();

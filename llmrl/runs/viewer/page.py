@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import html
 import json
 import math
@@ -62,13 +63,27 @@ def write_page(run: RunData, path: str | Path) -> Path:
         f'<script type="text/plain" id="block-{number}">{_packed(block)}</script>'
         for number, block in enumerate(blocks)
     ]
+    script = (assets / "page.js").read_text()
     page = page.replace("/* STYLE */", (assets / "page.css").read_text())
-    page = page.replace("/* SCRIPT */", (assets / "page.js").read_text())
+    page = page.replace("/* SCRIPT */", script).replace("/* POLICY */", _policy(f"\n{script}\n"))
     page = page.replace("<!-- TITLE -->", html.escape(run.name)).replace("<!-- DATA -->", "\n".join(scripts))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page)
     return path
+
+
+def _policy(script: str) -> str:
+    """Content-security policy: this script and no other, nothing from elsewhere.
+
+    A run is data of models and of whoever sent it. That it is shown as text is the page's doing; this is for the day
+    on which it is not.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
 
 
 def _packed(value: object) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from rich.columns import Columns
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from llmrl._utils.terminal import printable
 from llmrl.runs.live_view import conversation_panel, sparkline
 from llmrl.runs.viewer.run_data import Record, RunData, facts_of
 
@@ -22,8 +23,11 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
         console: where to print; standard output by default.
     """
     console = console or Console()
-    console.print(f"[bold]{run.name}[/bold]: {len(run.metrics)} steps, {len(run.rollouts)} rollouts")
-    facts = [f"[dim]{escape(name)}[/dim] {value}" for name, value in facts_of(run.summary)]
+    head = Text(printable(run.name), style="bold")
+    console.print(head.append(f": {len(run.metrics)} steps, {len(run.rollouts)} rollouts", style="not bold"))
+    facts = [
+        Text(printable(name), style="dim").append(f" {value}", style="not dim") for name, value in facts_of(run.summary)
+    ]
     if facts:
         console.print(Columns(facts, padding=(0, 3)))
     # A step in which nothing was trained lacks some, so the last one's are not all.
@@ -34,7 +38,7 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
         if not values:
             continue
         line = sparkline(_thinned(values), low=min(values), high=max(values))
-        table.add_row(name, f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
+        table.add_row(Text(printable(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
     if names:
         console.print(table)
     statuses = Table("rollouts", "status", "reason", "mean reward")
@@ -45,7 +49,8 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
             for record in run.rollouts
             if (record["split"], record["status"], record["reason"]) == (split, status, reason)
         ]
-        statuses.add_row(f"{split}: {len(rewards)}", status, reason, f"{sum(rewards) / len(rewards):.3f}")
+        cells = (f"{split}: {len(rewards)}", status, reason, f"{sum(rewards) / len(rewards):.3f}")
+        statuses.add_row(*(Text(printable(cell)) for cell in cells))
     if keys:
         console.print(statuses)
     last = [record for record in run.rollouts if record["step"] == run.rollouts[-1]["step"]]
