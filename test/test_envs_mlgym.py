@@ -158,9 +158,9 @@ def test_the_last_closed_block_is_the_command(reply, found):
 
 
 def test_finding_a_command_in_many_fences_is_quick():
-    started = time.monotonic()
+    started = time.process_time()
     find_command("`" * 200_000)
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_without_mlgym_it_is_said_how_to_install_it():

@@ -124,9 +124,9 @@ def test_an_answer_that_cannot_be_read_gets_nothing_and_ends_the_conversation(na
 def test_a_200_kb_completion_costs_little(name, piece):
     text = piece * (200_000 // len(piece))
     for wrapped in (text, f"<answer>{text}</answer>"):
-        started = time.monotonic()
+        started = time.process_time()
         data = answered(ENVS[name](), wrapped)
-        assert time.monotonic() - started < 3
+        assert time.process_time() - started < 3
         assert data["reward"].item() < 0.11 and data["terminated"].item()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 from tensordict import TensorDict
@@ -103,9 +102,7 @@ def test_code_comes_in_calls_of_a_tool_too(executor):
     assert "ZeroDivisionError" in chat.call("python", code="x / 0")
     assert chat.call("python", code="print(x)") == "6\n"
     assert "'code' (a string) is the one argument" in chat.call("python", source="1")
-    started = time.monotonic()
     assert "ran longer than 1 s" in chat.call("python", code="while True: pass")
-    assert time.monotonic() - started < 4
     assert transform.counts == {"calls": 5, "failures": 3, "invalid": 1, "timeouts": 1}
 
 
