@@ -24,7 +24,14 @@ from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluati
 from llmrl.runs.live_view import LiveView
 from llmrl.runs.report import before_after_table, plot_curve, print_how_to_go_on, resume_command
 from llmrl.runs.resumed_config import resumed_config, save_config
-from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, save_model
+from llmrl.runs.run_folder import (
+    BackgroundWrites,
+    RunFolder,
+    random_states,
+    restore_random_states,
+    save_model,
+    seed_all,
+)
 from llmrl.runs.step_metrics import Learned, log_probs_before, metrics_of
 from llmrl.trainer.trained_model import trained_model
 
@@ -103,7 +110,7 @@ class Run:
         self._begun, self._timed = 0.0, dict[str, float]()
         self._view: LiveView | None = None
         self._is_interrupted = False
-        torch.manual_seed(cfg.seed)
+        seed_all(cfg.seed)
         disable_progress_bar()  # the live view owns the terminal
 
     # What the loop is made of

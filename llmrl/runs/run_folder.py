@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from llmrl._utils.files import write_atomically
@@ -140,9 +141,17 @@ def save_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype) -> No
     tokenizer.save_pretrained(path)
 
 
+def seed_all(seed: int) -> None:
+    """Seed Python's, numpy's and torch's random number generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_states() -> dict[str, Any]:
-    """States of Python's and torch's random number generators."""
-    return {"python": random.getstate(), "torch": torch.get_rng_state()}
+    """States of Python's, numpy's and torch's random number generators, those of GPUs that are in use included."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return {**states, "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
@@ -156,7 +165,10 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         True
     """
     random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 class BackgroundWrites:

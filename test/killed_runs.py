@@ -1,0 +1,200 @@
+"""A training run that is killed and resumed, again and again, in processes forked from one that has all imported.
+
+Everything in it is a function of its weights, its data and random numbers: the engine's answers, too. So a resumed run
+must end with the weights of one that was never killed, bit by bit.
+
+    python killed_runs.py FOLDER NUM_KILLS SEED
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+import types
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from llmrl.collectors import LLMCollector
+from llmrl.envs import DatasetChatEnv
+from llmrl.objectives import MCAdvantage
+from llmrl.policies import LLMWrapperBase
+from llmrl.rendering import TemplateRenderer
+from llmrl.runs.config import (
+    CollectConfig,
+    EnvConfig,
+    EvalConfig,
+    GRPOConfig,
+    GRPOTrainConfig,
+    ModelConfig,
+    RunConfig,
+)
+from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.run import Run
+from llmrl.runs.run_folder import holds_run
+from llmrl.testing import ScriptedEngine, ensure_embedded_model
+from llmrl.trainer import make_optimizer
+from llmrl.transforms import RubricReward
+
+NUM_STEPS = 5
+SUMS = [{"query": f"{number} + 1 =", "answer": str(number + 1)} for number in range(9)]
+
+
+def checksum(model):
+    return int(sum(parameter.double().sum() for parameter in model.parameters()).mul(1e6))
+
+
+class Scheme:
+    """Weights reach the engine as their sum."""
+
+    def __init__(self, served):
+        self.served = served
+
+    def create_sender(self):
+        return self
+
+    def register_model(self, model):
+        self.model = model
+
+    def init_all_workers_group(self, metadata, engine):
+        self.engine = engine
+
+    def update_weights(self, weights=None):
+        self.served["checksum"] = checksum(self.model)
+        self.engine.policy_version += 1
+        return self.engine.policy_version
+
+    def shutdown(self):
+        pass
+
+
+def is_near(completion, answer):
+    return 1.0 - abs(int(completion) - int(answer)) / 10
+
+
+def train(path, renderer, *, resume):
+    """A loop with everything that has a state: random numbers in the loop, moments, a schedule, evaluations."""
+    cfg = GRPOConfig(
+        run=RunConfig(path=str(path), trackers=[], checkpoint_every=2),
+        model=ModelConfig(path="a-line"),
+        env=EnvConfig(name="sums"),
+        collect=CollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=8),
+        train=GRPOTrainConfig(num_steps=NUM_STEPS, learning_rate=0.1, schedule="linear", warmup_steps=2),
+        eval=EvalConfig(every=2),
+        resume=resume,
+    )
+    with Run(cfg, console=Console(file=io.StringIO())) as run:
+        model = torch.nn.Linear(3, 1)
+        served = {"checksum": checksum(model)}
+
+        def answer(prompt_ids):
+            return f"{(random.randrange(10) + served['checksum']) % 10}<|im_end|>"
+
+        engine = ScriptedEngine(answer, encode=renderer.encode, record_requests=False)
+        policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 8})
+        optimizer, schedule = make_optimizer(
+            model, learning_rate=0.1, schedule="linear", warmup_steps=2, num_steps=NUM_STEPS
+        )
+        env = DatasetChatEnv(SUMS, repeats=3, shuffle=True).append_transform(RubricReward(is_near))
+        held_out = DatasetChatEnv(SUMS[:2], repeats=2).append_transform(RubricReward(is_near))
+        collector = run.enter(
+            LLMCollector(
+                env,
+                policy=policy,
+                groups_per_batch=2,
+                weight_sync_schemes={"policy": Scheme(served)},
+                postproc=MCAdvantage(grpo_size=3),
+            )
+        )
+        evaluator = run.enter(Evaluator({"sums": held_out}, policy))
+        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        run.track(collector, engine, tokenizer=renderer.tokenizer, **parts)
+        run.evaluate(0, evaluator)
+        for step, batch in run.steps(NUM_STEPS):
+            for row in batch.unbind(0):
+                features = torch.rand(4, 3) * row["tokens", "full"][-4:, None] / 1000
+                (row["advantage"].mean() * model(features).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            with run.timer("sync"):
+                version = collector.update_policy_weights_(model)
+            run.log(step, {"is_skipped": 0.0}, version=version)
+            if run.is_due(step, cfg.eval.every):
+                run.evaluate(step, evaluator)
+    state = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    (path / "weights.json").write_text(json.dumps({"weights": state, "version": engine.policy_version}))
+
+
+def kill_at(count, counted):
+    """Kill this process at the `count`-th call of a function of the run's, or of what writes files, on any thread."""
+    counted["calls"] = 0
+
+    def counting(function):
+        @functools.wraps(function)
+        def call(*arguments, **options):
+            counted["calls"] += 1
+            if counted["calls"] == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("llmrl.runs.")]
+    owners = {value for module in modules for value in vars(module).values() if is_of_runs(value, type)}
+    for owner in [*modules, *owners]:
+        for name, value in list(vars(owner).items()):
+            if is_of_runs(value, types.FunctionType) and not name.startswith("__"):
+                setattr(owner, name, counting(value))
+    for owner, name in ((os, "fsync"), (torch, "save"), (Path, "replace"), (Path, "unlink")):
+        setattr(owner, name, counting(getattr(owner, name)))
+
+
+def is_of_runs(value, kind):
+    return isinstance(value, kind) and value.__module__.startswith("llmrl.runs.")
+
+
+def forked(path, renderer, *, resume, count=-1):
+    """Train in a process of its own; its exit status."""
+    if (pid := os.fork()) == 0:
+        counted: dict[str, int] = {}
+        code = 1
+        try:
+            kill_at(count, counted)
+            train(path, renderer, resume=resume)
+            (path / "calls").write_text(str(counted["calls"]))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]
+
+
+def main():
+    folder, num_kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    renderer = TemplateRenderer.from_pretrained(str(ensure_embedded_model()))
+    assert forked(folder / "whole", renderer, resume=False) == 0
+    num_calls, choose = int((folder / "whole/calls").read_text()), random.Random(seed)
+    for place in range(num_kills):
+        # Every other one is killed again as it resumes, where that moment comes before its end.
+        path = folder / f"killed-{place}"
+        moments = [choose.randrange(1, num_calls) for _ in range(1 + place % 2)]
+        for count in (*moments, -1):
+            status = forked(path, renderer, resume=holds_run(path), count=count)
+            assert status in (0, signal.SIGKILL), (moments, status)
+            if status == 0:
+                break
+        print(moments)
+
+
+if __name__ == "__main__":
+    main()
