@@ -13,12 +13,12 @@ from typing import Any
 
 from torchrl.envs import EnvBase, TransformedEnv
 
+from llmrl._utils.imports import require
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.rows import portable_turn, rollout_rows
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.source import EnvSource, dataset_env_of
 from llmrl.data import Rollout
-from llmrl.engines.ray_cluster import import_ray
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
 from llmrl.transforms.reward import find_rubric_reward
@@ -119,7 +119,7 @@ class RaySource:
         actor_options: Mapping[str, Any],
         engine: Any,
     ) -> None:
-        ray = import_ray()
+        ray = require("ray", extra="ray")
         own_env = make_env()
         self.dataset_env = dataset_env_of(own_env)
         if self.dataset_env is None:
@@ -223,7 +223,7 @@ class RaySource:
     def _replace(self, place: _Place, error: Exception) -> None:
         logger.warning("a collector actor died (%s); another takes its place", error)
         with contextlib.suppress(Exception):  # where it is only out of reach, it must not go on
-            import_ray().kill(place.actor)
+            require("ray", extra="ray").kill(place.actor)
         place.actor, place.is_ready = self._new_actor(), False
         self.num_restarts += 1
         task = asyncio.create_task(self._wait_until_ready(place))
@@ -248,6 +248,6 @@ class RaySource:
 
     def shutdown(self) -> None:
         """End the actors; Ray goes on."""
-        ray = import_ray()
+        ray = require("ray", extra="ray")
         for place in self._places:
             ray.kill(place.actor)

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
-
-def import_ray() -> Any:
-    """Ray.
-
-    Raises:
-        ImportError: when it is not installed, naming the extra.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("Actors on a cluster need Ray; install llmrl[ray].") from error
-    return ray
+from llmrl._utils.imports import require
 
 
-def connect(ray_init_config: Mapping[str, Any] | None = None) -> Any:
+def connect(ray_init_config: Mapping[str, Any] | None = None) -> ModuleType:
     """Ray, connected to a cluster: that of `address`, or the one this process is connected to.
 
     Without either Ray chooses: `RAY_ADDRESS`, one that runs on this machine, or a new one here (always: `"local"`).
@@ -29,11 +19,11 @@ def connect(ray_init_config: Mapping[str, Any] | None = None) -> Any:
             `{"address": "10.0.0.1:6379"}` or `{"address": "auto"}`.
 
     Raises:
-        ImportError: when Ray is not installed, naming the extra.
+        MissingExtraError: when Ray is not installed, naming the extra.
         ConnectionError: when there is no cluster at the address.
         RuntimeError: when this process is connected to another cluster than the one at the address.
     """
-    ray = import_ray()
+    ray = require("ray", extra="ray")
     config = dict(ray_init_config or {})
     if not ray.is_initialized():
         # A cluster that exists has its own dashboard and resources; a new one on this machine needs neither.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from llmrl._utils.imports import require
 from llmrl.engines.base import (
     Completion,
     Engine,
@@ -23,7 +24,7 @@ from llmrl.engines.base import (
     TransferInfo,
     UpdatableEngine,
 )
-from llmrl.engines.ray_cluster import connect, import_ray
+from llmrl.engines.ray_cluster import connect
 
 if TYPE_CHECKING:
     import torch
@@ -194,7 +195,7 @@ class RayEngine:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         """Count on from `version`."""
-        import_ray().get(self._actor.set_policy_version.remote(version))
+        require("ray", extra="ray").get(self._actor.set_policy_version.remote(version))
         self._policy_version = version
 
     @property
@@ -298,7 +299,7 @@ class RayEngine:
         if not self._is_owner:
             self._is_dead.set()
             return
-        ray = import_ray()
+        ray = require("ray", extra="ray")
         if not ray.is_initialized():
             return
         if self.is_alive:
@@ -322,7 +323,9 @@ class RayEngine:
         if not self.is_alive:
             raise EngineError("The engine's actor is dead; start a new one.")
         try:
-            result, self._policy_version = import_ray().get(self._actor.call.remote(method, *arguments, **options))
+            result, self._policy_version = require("ray", extra="ray").get(
+                self._actor.call.remote(method, *arguments, **options)
+            )
         except Exception as error:
             raise self._translated(error) from error
         return result

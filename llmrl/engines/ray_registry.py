@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from llmrl._utils.imports import require
 from llmrl.engines.base import Engine, EngineError
-from llmrl.engines.ray_cluster import import_ray
 from llmrl.engines.ray_engine import EngineNotice, RayEngine
 from llmrl.engines.replicas import EngineReplicas
 
@@ -56,7 +56,7 @@ class EngineRegistry:
         Raises:
             ImportError: when Ray is not installed, naming the extra.
         """
-        return cls(import_ray().remote(RegistryActor).options(num_cpus=0).remote())
+        return cls(require("ray", extra="ray").remote(RegistryActor).options(num_cpus=0).remote())
 
     def publish_once(self, replicas: EngineReplicas) -> None:
         """Say which engines serve now.
@@ -72,7 +72,7 @@ class EngineRegistry:
                     f"replicas must be Ray actors, got {type(engine).__name__}: start them with use_ray=True."
                 )
             notices.append(engine.notice() if index in serving else None)
-        import_ray().get(self.actor.publish.remote(notices))
+        require("ray", extra="ray").get(self.actor.publish.remote(notices))
 
     def publish(self, replicas: EngineReplicas) -> None:
         """Publish now, and whenever other engines serve, until the replicas are shut down.
@@ -130,7 +130,7 @@ class EngineRegistry:
         return EngineReplicas([RayEngine.reach(notice) for notice in notices], restart=successor)
 
     def _read(self) -> list[EngineNotice | None]:
-        return import_ray().get(self.actor.read.remote())
+        return require("ray", extra="ray").get(self.actor.read.remote())
 
 
 def _serving(replicas: EngineReplicas[Engine]) -> list[Engine]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.imports import require
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, completion_budget
 from llmrl.engines.server_messages import completion_request, is_plain, read_response
 
@@ -37,7 +38,7 @@ class ServerEngine:
         policy_version: of the server's weights.
 
     Raises:
-        ImportError: when aiohttp is not installed, naming the extra.
+        MissingExtraError: when aiohttp is not installed, naming the extra.
         EngineError: when the server cannot be reached.
         ValueError: when it has not that model, or does not say its `max_model_len`.
 
@@ -218,10 +219,7 @@ async def _watch(engine: weakref.ref[ServerEngine]) -> None:
 
 
 async def _open_session(api_key: str | None) -> aiohttp.ClientSession:
-    try:
-        import aiohttp
-    except ImportError as error:
-        raise ImportError("ServerEngine needs aiohttp; install llmrl[server].") from error
+    aiohttp = require("aiohttp", extra="server")
     return aiohttp.ClientSession(
         headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
         connector=aiohttp.TCPConnector(limit=0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from llmrl._utils.imports import require
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.rendering.base import Renderer, RenderingError
 from llmrl.rendering.results import name_results
@@ -26,7 +27,7 @@ def make_renderer(
 
     Raises:
         RenderingError: when no backend renders this model exactly.
-        ImportError: when `renderers` is asked for and not installed.
+        MissingExtraError: when `renderers` is asked for and not installed.
     """
     if backend not in ("auto", "template", "renderers"):
         raise ValueError(f"backend must be 'auto', 'template' or 'renderers', got {backend!r}.")
@@ -49,24 +50,19 @@ class PackageRenderer:
     """The package `renderers` behind our protocol, for models that it knows by name.
 
     Raises:
-        ImportError: when the package is not installed.
+        MissingExtraError: when the package is not installed.
         RenderingError: when it does not know the model.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        try:
-            from renderers.base import MODEL_RENDERER_MAP, create_renderer
-        except ImportError as error:
-            raise ImportError(
-                "backend='renderers' needs the package renderers: pip install 'llmrl[renderers]'"
-            ) from error
+        package = require("renderers.base", extra="renderers")
         name = getattr(tokenizer, "name_or_path", "")
-        if name not in MODEL_RENDERER_MAP:
+        if name not in package.MODEL_RENDERER_MAP:
             raise RenderingError(
                 f"The package renderers does not know {name!r} (it goes by the exact hub name); use backend='template'."
             )
         self.tokenizer = tokenizer
-        self._renderer = create_renderer(tokenizer)
+        self._renderer = package.create_renderer(tokenizer)
         self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self.is_history_rewritten: bool = not self._renderer.is_prefix_stable
 

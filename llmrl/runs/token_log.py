@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.files import write_atomically
 from llmrl.data.tensordicts import batch_elements, plain
 
 _DTYPES = {
@@ -87,17 +88,19 @@ class TokenLog:
                 columns[name].append(value.detach().cpu().numpy().astype(_DTYPES[name]))
         advantages = [_advantage(row) for row in elements]
         self.path.mkdir(parents=True, exist_ok=True)
-        path = self.path / f"{step:06d}.npz"
-        temporary = path.with_name(f".{path.name}.tmp.npz")
-        np.savez_compressed(
-            temporary,
+        arrays = dict(
             lengths=np.array([len(ids) for ids in columns["token_ids"]], dtype=np.int64),
             rollout_ids=np.array([plain(row.get(("rollout", "rollout_id"))) for row in elements], dtype=np.str_),
             row_indices=np.array([int(row.get(("rollout", "row_index"))) for row in elements], dtype=np.int32),
             advantages=np.array(advantages, np.float32),
             **{name: np.concatenate(parts) for name, parts in columns.items()},
         )
-        temporary.replace(path)
+
+        def write(temporary: Path) -> None:
+            with temporary.open("wb") as file:  # given a name, NumPy would append its suffix
+                np.savez_compressed(file, **arrays)
+
+        write_atomically(self.path / f"{step:06d}.npz", write)
 
     def steps(self) -> list[int]:
         """The steps that were kept, in order."""
