@@ -26,8 +26,8 @@ PYTEST := "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadgroup -
 test: lint ## lint, types, then every test and example: about 10 minutes on two cores
 	@$(PYTEST) $(ARGS)
 
-test-fast: setup ## the tests that start neither vLLM nor Ray: about 90 seconds on two cores
-	@$(PYTEST) -m "not engine and not ray" $(ARGS)
+test-fast: setup ## the tests that start neither vLLM nor Ray nor other programs: about 90 seconds on two cores
+	@$(PYTEST) -m "not engine and not ray and not slow" $(ARGS)
 
 lint: setup ## ruff and mypy: half a minute
 	@"$(BIN)/ruff" check .

@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core
 
 # A mark is set by what a test asks for, itself or through another fixture.
-MARKS = {"engine": "real_vllm", "ray": "ray_nodes"}
+MARKS = {"engine": "real_vllm", "ray": "ray_nodes", "slow": "own_programs"}
 # Tests that share what takes long to start run in one process; the others go by files.
 SHARED = {"vllm_engine": "the engine", "ray_nodes": "the cluster"}
 
@@ -46,6 +46,11 @@ def real_vllm():
     """Asked for by whatever starts a vLLM engine."""
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed")
+
+
+@pytest.fixture(scope="session")
+def own_programs():
+    """Asked for by whatever starts programs that import torch, or compiles: ten seconds or more."""
 
 
 @pytest.fixture(scope="session")

@@ -477,12 +477,12 @@ def end_while_collecting(code, how):
     return errors
 
 
-def test_ctrl_c_ends_a_collector_in_the_background_and_leaves_no_process_behind():
+def test_ctrl_c_ends_a_collector_in_the_background_and_leaves_no_process_behind(own_programs):
     code = textwrap.dedent((HEAD + IN_THE_BACKGROUND).format(path=sys.path))
     assert "KeyboardInterrupt" in end_while_collecting(code, signal.SIGINT)
 
 
-def test_a_killed_collector_goes_on_from_its_last_state_and_nothing_is_lost_or_twice(tmp_path):
+def test_a_killed_collector_goes_on_from_its_last_state_and_nothing_is_lost_or_twice(tmp_path, own_programs):
     file = str(tmp_path / "state")
     code = textwrap.dedent((HEAD + STEP_BY_STEP).format(path=sys.path, file=file))
     end_while_collecting(code, signal.SIGKILL)

@@ -61,7 +61,7 @@ def test_examples_run_on_a_real_engine(name, tmp_path, monkeypatch, trainable_en
     exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_the_site_builds_without_a_warning(tmp_path, own_programs):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -65,7 +65,7 @@ def test_the_converted_model_is_whole_and_speaks(model_path):
     assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])
 
 
-def test_a_killed_conversion_leaves_nothing_broken_and_two_callers_convert_once(tmp_path):
+def test_a_killed_conversion_leaves_nothing_broken_and_two_callers_convert_once(tmp_path, own_programs):
     folder = model_folder(tmp_path)
     process = start(tmp_path, 600.0)
     wait_until(lambda: list(folder.parent.glob(".converting-*/config.json")) or process.poll() is not None, 240)

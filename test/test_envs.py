@@ -85,7 +85,7 @@ def test_one_env_plays_batches_of_any_shape():
         assert data["next", "history"].prompt.batch_size == torch.Size(shape)
 
 
-def test_a_parallel_env_plays_conversations():
+def test_a_parallel_env_plays_conversations(own_programs):
     def right(completion, answer):  # local, so that the processes get it by value
         return float(completion == answer)
 

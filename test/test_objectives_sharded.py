@@ -18,7 +18,7 @@ KINDS = ["tied", "untied", "lora"]
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def sharded(tmp_path_factory: pytest.TempPathFactory, own_programs: None) -> dict[str, Any]:
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("sharded")
     script = Path(__file__).parent / "sharded_training.py"

@@ -115,7 +115,7 @@ def test_the_gradient_of_a_bfloat16_head_is_summed_over_chunks_in_float32() -> N
     assert (weight.grad.double() - exact.grad).norm() < 5e-3 * exact.grad.norm()
 
 
-def test_a_compiled_decoder_and_compiled_log_probs_give_the_same_gradients() -> None:
+def test_a_compiled_decoder_and_compiled_log_probs_give_the_same_gradients(own_programs: None) -> None:
     batch = ragged_batch()
     results = []
     for is_compiled in (False, True):

@@ -120,7 +120,7 @@ print(json.dumps({"num_cut_short": num_cut_short, "last": last, "num_files": num
 """
 
 
-def test_a_writer_killed_100_times_never_shows_half_of_its_weights(tmp_path):
+def test_a_writer_killed_100_times_never_shows_half_of_its_weights(tmp_path, own_programs):
     """Read beside the writer and after its death: always whole, never older than before."""
     command = [sys.executable, "-c", KILLS, str(tmp_path), "100"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)

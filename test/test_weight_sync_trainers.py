@@ -104,7 +104,7 @@ class TestAdapters:
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
+def sharded(tmp_path_factory, own_programs):
     """What two gloo processes with a sharded model report, rank 0 first."""
     pytest.importorskip("vllm")
     pytest.importorskip("peft")
