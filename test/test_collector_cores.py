@@ -122,8 +122,8 @@ def test_demand_is_refilled_exactly(groups_per_batch, num_extra, fates):
     fates = iter(fates)
     for _ in range(4):
         assert num_extra or gate.num_admissible(0) == 0
-        gate.ask()
-        while (taken := gate.take(0)) is None:
+        gate.request_batch()
+        while (selected := gate.select(0)) is None:
             while gate.num_admissible(0):
                 gate.admit(str(next_id), 0)
                 next_id += 1
@@ -131,10 +131,10 @@ def test_demand_is_refilled_exactly(groups_per_batch, num_extra, fates):
             assert len(gate._ready) + num_open == groups_per_batch + num_extra
             oldest = next(group_id for group_id in gate.live_ids if group_id not in gate._ready)
             if next(fates, True):
-                gate.ready(oldest)
+                gate.mark_ready(oldest)
             else:
                 gate.discard(oldest)
-        assert len(taken.group_ids) == groups_per_batch
+        assert len(selected.group_ids) == groups_per_batch
         num_delivered += groups_per_batch
         for left in gate.live_ids:
             gate.discard(left)
@@ -145,11 +145,11 @@ def test_turns_beyond_a_batch_are_credited_to_the_next(turns_per_batch, sizes):
     gate, delivered, played = DemandGate(turns_per_batch, surplus="carry"), 0, 0
     for index, size in enumerate(sizes):
         gate.admit(str(index), 0)
-        gate.ready(str(index), size)
+        gate.mark_ready(str(index), size)
         played += size
-        while (taken := gate.take(0)) is not None:
+        while (selected := gate.select(0)) is not None:
             delivered += turns_per_batch
-            assert taken.group_ids or gate._credit >= 0
+            assert selected.group_ids or gate._credit >= 0
     assert 0 <= played - delivered < turns_per_batch
     assert gate._credit + gate._ready_units == played - delivered
 
@@ -159,22 +159,22 @@ def test_a_token_budget_is_exceeded_by_nothing_but_a_single_group(budget, sizes)
     gate, seen = DemandGate(budget, is_estimated=True), []
     for index, size in enumerate(sizes):
         gate.admit(str(index), 0)
-        gate.ready(str(index), size)
-        while (taken := gate.take(0)) is not None:
-            units = [sizes[int(group_id)] for group_id in taken.group_ids]
+        gate.mark_ready(str(index), size)
+        while (selected := gate.select(0)) is not None:
+            units = [sizes[int(group_id)] for group_id in selected.group_ids]
             assert sum(units) <= budget or len(units) == 1
-            seen += taken.group_ids
-    while (taken := gate.take(0, is_last=True)) is not None:
-        seen += taken.group_ids
+            seen += selected.group_ids
+    while (selected := gate.select(0, is_last=True)) is not None:
+        seen += selected.group_ids
     assert seen == [str(index) for index in range(len(sizes))]
 
 
 def play(gate, *, num_batches, seed, updates, drop_rate=0.2, is_unasked=False, stale=None):
-    """A trainer and a collector with random speeds; yields what was taken and at which version."""
+    """A trainer and a collector with random speeds; yields what was selected and at which version."""
     rng, version, next_id, open_ids, stale = random.Random(seed), 0, 0, [], [] if stale is None else stale
     for _ in range(num_batches):
         if not is_unasked:
-            gate.ask()
+            gate.request_batch()
         for _ in range(10_000):
             while gate.num_admissible(version):
                 gate.admit(str(next_id), version)
@@ -187,13 +187,13 @@ def play(gate, *, num_batches, seed, updates, drop_rate=0.2, is_unasked=False, s
             if open_ids and rng.random() < 0.9:
                 # Skewed to the newest: the oldest are the stragglers.
                 settled = open_ids.pop(max(rng.randrange(len(open_ids)) for _ in range(3)))
-                (gate.discard if rng.random() < drop_rate else gate.ready)(settled)
-            taken = gate.take(version)
-            if taken is not None:
+                (gate.discard if rng.random() < drop_rate else gate.mark_ready)(settled)
+            selected = gate.select(version)
+            if selected is not None:
                 break
         else:
             raise AssertionError("no batch came: admission and delivery wait for each other")
-        yield taken, version
+        yield selected, version
         version += updates
 
 
@@ -201,9 +201,9 @@ def play(gate, *, num_batches, seed, updates, drop_rate=0.2, is_unasked=False, s
 @given(st.integers(1, 6), st.integers(0, 4), st.sampled_from(["wait", "drop"]), st.integers(0, 10_000))
 def test_no_group_is_ever_staler_than_the_bound(groups_per_batch, max_staleness, late, seed):
     gate, stale = StalenessGate(groups_per_batch, max_staleness=max_staleness, late=late), []
-    for taken, _ in play(gate, num_batches=20, seed=seed, updates=1, stale=stale):
-        assert len(taken.group_ids) == groups_per_batch
-        assert max(taken.staleness.values()) <= max_staleness
+    for selected, _ in play(gate, num_batches=20, seed=seed, updates=1, stale=stale):
+        assert len(selected.group_ids) == groups_per_batch
+        assert max(selected.staleness.values()) <= max_staleness
     # With one update a batch, waiting alone keeps the bound: nothing is thrown away.
     assert late == "drop" or not stale
 
@@ -211,36 +211,38 @@ def test_no_group_is_ever_staler_than_the_bound(groups_per_batch, max_staleness,
 @settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 10_000))
 def test_the_bound_holds_for_a_buffer_that_never_asks(groups_per_batch, max_staleness, seed):
-    gate = StalenessGate(groups_per_batch, max_staleness=max_staleness, is_unasked=True)
-    for batch, (taken, version) in enumerate(play(gate, num_batches=20, seed=seed, updates=1, is_unasked=True)):
-        assert batch <= version + max_staleness and max(taken.staleness.values()) <= max_staleness
+    gate = StalenessGate(groups_per_batch, max_staleness=max_staleness)
+    gate.run_unasked()
+    for batch, (selected, version) in enumerate(play(gate, num_batches=20, seed=seed, updates=1, is_unasked=True)):
+        assert batch <= version + max_staleness and max(selected.staleness.values()) <= max_staleness
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 10_000))
 def test_a_trainer_that_never_updates_is_never_kept_waiting(groups_per_batch, max_staleness, seed):
     gate = StalenessGate(groups_per_batch, max_staleness=max_staleness)
-    for taken, _ in play(gate, num_batches=20, seed=seed, updates=0):
-        assert set(taken.staleness.values()) == {0}
+    for selected, _ in play(gate, num_batches=20, seed=seed, updates=0):
+        assert set(selected.staleness.values()) == {0}
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(2, 5), st.integers(0, 10_000))
 def test_several_updates_a_batch_never_break_the_bound(groups_per_batch, max_staleness, seed):
     gate = StalenessGate(groups_per_batch, max_staleness=max_staleness)
-    for taken, _ in play(gate, num_batches=15, seed=seed, updates=2):
-        assert max(taken.staleness.values()) <= max_staleness
+    for selected, _ in play(gate, num_batches=15, seed=seed, updates=2):
+        assert max(selected.staleness.values()) <= max_staleness
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(0, 3), st.booleans(), st.integers(0, 10_000))
 def test_batches_that_bring_nothing_are_replaced_within_the_bound(groups_per_batch, max_staleness, is_unasked, seed):
     gate, rng, version = StalenessGate(groups_per_batch, max_staleness=max_staleness), random.Random(seed), 0
-    gate.is_unasked = is_unasked
+    if is_unasked:
+        gate.run_unasked()
     next_id, open_ids, num_trained = itertools.count(), [], 0
     for _ in range(4000):
         if not is_unasked:
-            gate.ask()
+            gate.request_batch()
         for _ in range(gate.num_admissible(version)):
             open_ids.append(str(next(next_id)))
             gate.admit(open_ids[-1], version)
@@ -250,9 +252,9 @@ def test_batches_that_bring_nothing_are_replaced_within_the_bound(groups_per_bat
             gate.discard(group_id)
         open_ids = [group_id for group_id in open_ids if group_id not in overdue]
         if open_ids:
-            gate.ready(open_ids.pop(rng.randrange(len(open_ids))))
-        if (taken := gate.take(version)) is not None:
-            assert max(taken.staleness.values()) <= max_staleness
+            gate.mark_ready(open_ids.pop(rng.randrange(len(open_ids))))
+        if (selected := gate.select(version)) is not None:
+            assert max(selected.staleness.values()) <= max_staleness
             if rng.random() < 0.5:  # nothing in it had signal: no update comes of it
                 gate.rollback()
             else:
@@ -268,9 +270,9 @@ def test_collection_runs_ahead_by_max_staleness_batches_and_no_further():
     assert gate.num_admissible(0) == 9
     for index in range(9):
         gate.admit(str(index), 0)
-        gate.ready(str(index))
+        gate.mark_ready(str(index))
     assert gate.num_admissible(0) == 0
-    assert gate.take(0).group_ids == ["0", "1", "2"]
+    assert gate.select(0).group_ids == ["0", "1", "2"]
     # The trainer still works on that batch.
     assert gate.num_admissible(0) == 0
     assert gate.num_admissible(1) == 3
@@ -280,10 +282,10 @@ def test_a_batch_waits_for_the_straggler_that_would_be_too_old_in_the_next():
     gate = StalenessGate(1, max_staleness=1)
     gate.admit("slow", 0)
     gate.admit("fast", 0)
-    gate.ready("fast")
-    assert gate.take(0).group_ids == ["fast"]
+    gate.mark_ready("fast")
+    assert gate.select(0).group_ids == ["fast"]
     gate.admit("next", 1)
-    gate.ready("next")
-    assert gate.take(1) is None  # `slow` has its deadline at batch 1
-    gate.ready("slow")
-    assert gate.take(1).group_ids == ["slow"]
+    gate.mark_ready("next")
+    assert gate.select(1) is None  # `slow` has its deadline at batch 1
+    gate.mark_ready("slow")
+    assert gate.select(1).group_ids == ["slow"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+from llmrl.collectors.groups import DropReason
 
 Surplus = Literal["carry", "keep", "refuse"]
 
@@ -17,6 +19,60 @@ class Selection:
     """Delivered, in the order in which they were admitted."""
     staleness: dict[str, int] = field(default_factory=dict)
     """Versions between a delivered group's start and now."""
+
+
+class Gate(Protocol):
+    """Says how many groups may be started, and which of those that are ready make the next batch."""
+
+    follows_versions: bool
+    """Whether a new policy version alone may change the answers."""
+    rest_reason: str | None
+    """Why groups that are not in a full batch are dropped with it; None where they wait for the next."""
+
+    @property
+    def live_ids(self) -> list[str]:
+        """Groups that are being played or ready, in order of admission."""
+        ...
+
+    def request_batch(self) -> None:
+        """The consumer waits for its next batch."""
+        ...
+
+    def run_unasked(self) -> None:
+        """From now on batches are taken as they come, whether or not they are trained on: a buffer is filled."""
+        ...
+
+    def num_admissible(self, version: int) -> float:
+        """Groups that may be admitted now."""
+        ...
+
+    def admit(self, group_id: str, version: int) -> None:
+        """A group was started."""
+        ...
+
+    def discard(self, group_id: str) -> None:
+        """A group was dropped; its place is free again."""
+        ...
+
+    def mark_ready(self, group_id: str, units: int = 1) -> None:
+        """A group has settled with so many units."""
+        ...
+
+    def select(self, version: int, *, is_last: bool = False) -> Selection | None:
+        """A full batch, or None while there is not enough; with `is_last` whatever there is."""
+        ...
+
+    def rollback(self) -> None:
+        """The batch that was selected last brought nothing: another one takes its place."""
+        ...
+
+    def carry(self, units: int) -> None:
+        """Count units that are there already, left over by the batches of an earlier run."""
+        ...
+
+    def overdue_ids(self, version: int) -> list[str]:
+        """Groups, ready or not, that are too old to be delivered."""
+        ...
 
 
 class DemandGate:
@@ -32,7 +88,7 @@ class DemandGate:
         is_estimated: whether the units of a group are known only when it is ready; its mean is then expected.
         num_extra: groups started beyond the need, so that the slowest need not be waited for.
         num_ahead: groups kept in hand, being played or ready, whether or not a batch was asked for.
-        is_rest_dropped: whether whoever is not in a full batch is dropped, so that each batch begins afresh.
+        is_reset: whether groups that are not in a full batch are dropped with it, so that each begins afresh.
 
     Raises:
         ValueError: for a batch of less than one unit.
@@ -41,7 +97,7 @@ class DemandGate:
         >>> gate = DemandGate(2)
         >>> gate.num_admissible(0)
         0
-        >>> gate.ask()
+        >>> gate.request_batch()
         >>> gate.num_admissible(0)
         2
     """
@@ -54,17 +110,16 @@ class DemandGate:
         is_estimated: bool = False,
         num_extra: int = 0,
         num_ahead: int = 0,
-        is_rest_dropped: bool = False,
+        is_reset: bool = False,
     ) -> None:
         if units_per_batch < 1:
             raise ValueError(f"units_per_batch must be at least 1, got {units_per_batch}.")
         self.units_per_batch = units_per_batch
-        self.num_extra, self.num_ahead = num_extra, num_ahead
-        self.is_rest_dropped = is_rest_dropped or num_extra > 0
+        self.follows_versions = False
+        self.rest_reason = DropReason.OVERSAMPLED if num_extra else DropReason.RESET if is_reset else None
+        self._num_extra, self._num_ahead, self._is_reset = num_extra, num_ahead, is_reset
         self._surplus, self._is_estimated = surplus, is_estimated
-        self.is_free_running = False
-        """Whether groups are started without demand, as many as there is room for, until a whole batch lies ready: a
-        buffer is filled in the background."""
+        self._is_free_running = False
         self._is_asked = False
         self._admitted: dict[str, int] = {}  # id: version at admission, in order; being played or ready
         self._ready: dict[str, int] = {}  # id: units
@@ -77,23 +132,30 @@ class DemandGate:
         """Groups that are being played or ready, in order of admission."""
         return list(self._admitted)
 
-    def ask(self) -> None:
+    def request_batch(self) -> None:
         """The consumer waits for its next batch."""
         self._is_asked = True
 
+    def run_unasked(self) -> None:
+        """Start groups without demand, as many as there is room for, until a whole batch lies ready.
+
+        Where each batch begins afresh, nothing is started ahead of it.
+        """
+        self._is_free_running = not self._is_reset
+
     def num_admissible(self, version: int) -> float:
         """Groups that may be admitted now."""
-        if self.is_free_running and self._credit + self._ready_units < self.units_per_batch:
+        if self._is_free_running and self._credit + self._ready_units < self.units_per_batch:
             return math.inf
         num_open = len(self._admitted) - len(self._ready)
-        return max(0, self._num_needed() - num_open, self.num_ahead - len(self._admitted))
+        return max(0, self._num_needed() - num_open, self._num_ahead - len(self._admitted))
 
     def _num_needed(self) -> int:
         lacking = self.units_per_batch - self._credit - self._ready_units
         if not self._is_asked or lacking <= 0:
             return 0
         if not self._is_estimated:
-            return lacking + self.num_extra
+            return lacking + self._num_extra
         if not self._num_seen:  # nothing to estimate by: wait for a first one
             return 1
         return math.ceil(lacking * self._num_seen / max(1, self._num_units_seen))
@@ -107,35 +169,35 @@ class DemandGate:
         self._admitted.pop(group_id, None)
         self._ready_units -= self._ready.pop(group_id, 0)
 
-    def ready(self, group_id: str, units: int = 1) -> None:
+    def mark_ready(self, group_id: str, units: int = 1) -> None:
         """A group has settled with so many units."""
         self._ready[group_id] = units
         self._ready_units += units
         self._num_seen += 1
         self._num_units_seen += units
 
-    def take(self, version: int, *, is_last: bool = False) -> Selection | None:
+    def select(self, version: int, *, is_last: bool = False) -> Selection | None:
         """A full batch, or None while there is not enough; with `is_last` whatever there is."""
         have = self._credit + self._ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
-        taken, units = Selection(), self._credit
+        selected, units = Selection(), self._credit
         for group_id in [group_id for group_id in self._admitted if group_id in self._ready]:
             size = self._ready[group_id]
             is_full = units >= self.units_per_batch
-            is_too_much = self._surplus == "refuse" and taken.group_ids and units + size > self.units_per_batch
+            is_too_much = self._surplus == "refuse" and selected.group_ids and units + size > self.units_per_batch
             if is_full or is_too_much:
                 break
             units += size
-            taken.group_ids.append(group_id)
-            taken.staleness[group_id] = version - self._admitted[group_id]
+            selected.group_ids.append(group_id)
+            selected.staleness[group_id] = version - self._admitted[group_id]
             self.discard(group_id)
         self._credit = max(0, units - self.units_per_batch) if self._surplus == "carry" else 0
         self._is_asked = False
-        return taken
+        return selected
 
     def rollback(self) -> None:
-        """The batch that was taken last brought nothing; another one will be asked for."""
+        """The batch that was selected last brought nothing; another one will be asked for."""
 
     def carry(self, units: int) -> None:
         """Count units that are there already, left over by the batches of an earlier run."""

@@ -15,14 +15,12 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl._utils.background_loop import BackgroundLoop
-from llmrl.collectors.admission import DemandGate
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer
 from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallDetector
 from llmrl.collectors.report import Collected, CollectionReport, is_empty
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
 from llmrl.collectors.shape import BatchShape
-from llmrl.collectors.staleness import StalenessGate
 from llmrl.collectors.torchrl_names import missing_attribute
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
@@ -77,14 +75,17 @@ class BatchCollector:
         self.verbose = verbose
         self._background = BackgroundLoop("llmrl-collector")
         self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
-        self._waiting_for: Future[ReadyBatch | None] | None = None
-        self._taking = threading.Lock()  # held by whoever waits for a batch, until it has it
+        self._pending_batch: Future[ReadyBatch | None] | None = None
+        self._batch_lock = threading.Lock()  # held by whoever waits for a batch, until it has it
         self._num_turns = 0
         self._left_over: list[TensorDictBase] = []
-        self._after: tuple[int, list[TensorDictBase]] = (0, [])  # what the batch at hand adds to and leaves of these
+        self._once_delivered: tuple[int, list[TensorDictBase]] = (
+            0,
+            [],
+        )  # turns of the batch at hand, and left over
         self._groups: list[list[Rollout]] = []  # those of the batch at hand
         self._collected = self._reported = Collected(is_grouped=shape.is_grouped)
-        self._signal_watch = StallDetector(
+        self._signal_detector = StallDetector(
             max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
         )
         self._schemes, self._senders = dict(weight_sync_schemes or {}), dict[str, Any]()
@@ -100,7 +101,7 @@ class BatchCollector:
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while True:
-            with self._taking:
+            with self._batch_lock:
                 batch = self._next()
                 if batch is None:
                     return
@@ -117,7 +118,7 @@ class BatchCollector:
             StopIteration: at the end of the data, or of `total_dialog_turns`.
             RuntimeError: after `shutdown`.
         """
-        with self._taking:
+        with self._batch_lock:
             batch = self._next()
             if batch is None:
                 raise StopIteration
@@ -157,7 +158,7 @@ class BatchCollector:
                 break
             self._groups = [] if delivery is None else delivery.groups
             batch, rest = self._shape.assemble(self._groups, self._left_over)
-            self._after = (self._count_turns(batch, delivery), [] if self._is_reset else rest)
+            self._once_delivered = (self._count_turns(batch, delivery), [] if self._is_reset else rest)
             if delivery is not None:
                 self._collected.add(delivery, seconds=time.perf_counter() - started)
             if batch is not None and self.postproc is not None:
@@ -181,7 +182,7 @@ class BatchCollector:
         self._mark_delivered()
         self._background.post(self._scheduler.rollback)
         for group_id in {group[0].group_id for group in self._groups}:
-            self._signal_watch.dropped([one for one in left_out if one[0].group_id == group_id])
+            self._signal_detector.dropped([one for one in left_out if one[0].group_id == group_id])
 
     def _write(self, batch: TensorDictBase) -> bool:
         """Hand a batch on to the buffer; whether anything of it is kept there."""
@@ -196,24 +197,24 @@ class BatchCollector:
         return False
 
     def _delivered(self) -> None:
-        self._signal_watch.delivered()
+        self._signal_detector.delivered()
         self._mark_delivered()
 
     def _mark_delivered(self) -> None:
-        num_turns, self._left_over = self._after
+        num_turns, self._left_over = self._once_delivered
         self._num_turns += num_turns
         self._scheduler.mark_delivered()
 
     def _next_delivery(self) -> ReadyBatch | None:
         # An interrupted wait is taken up by the next call, so that no batch falls between two chairs.
-        if self._waiting_for is None:
-            self._waiting_for = self._background.submit(self._scheduler.next_batch())
-        waiting_for = self._waiting_for
+        if self._pending_batch is None:
+            self._pending_batch = self._background.submit(self._scheduler.next_batch())
+        pending_batch = self._pending_batch
         try:
-            return waiting_for.result()
+            return pending_batch.result()
         finally:
-            if waiting_for.done():
-                self._waiting_for = None
+            if pending_batch.done():
+                self._pending_batch = None
 
     def _report(self) -> None:
         self._reported, self._collected = self._collected, Collected(is_grouped=self._shape.is_grouped)
@@ -239,11 +240,7 @@ class BatchCollector:
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")
-        if isinstance(self._scheduler.gate, StalenessGate):
-            # The thread asks at once for the next batch: that says nothing of how far training is.
-            self._scheduler.gate.is_unasked = True
-        else:
-            self._scheduler.gate.is_free_running = not self._is_reset
+        self._scheduler.gate.run_unasked()
         self._filler.start()
 
     def is_running(self) -> bool:
@@ -346,8 +343,7 @@ class BatchCollector:
                 "flight does not fit: build the collector as it was when the state was saved."
             )
         self._num_turns, self._left_over = state["num_turns"], list(state["left_over"])
-        if isinstance(self._scheduler.gate, DemandGate):
-            self._scheduler.gate.carry(len(self._left_over))
+        self._scheduler.gate.carry(len(self._left_over))
         if self._source.dataset_env is not None:
             self._source.dataset_env.load_state_dict(state["env"])
 
@@ -360,8 +356,8 @@ class BatchCollector:
         Environments and engines are their owner's to end. `timeout`: seconds to wait for a batch that is being written.
         """
         if not self._background.is_closed:
-            if self._waiting_for is not None:
-                self._waiting_for.cancel()
+            if self._pending_batch is not None:
+                self._pending_batch.cancel()
             self._run(self._scheduler.stop())
             if isinstance(self.replay_buffer, QueueBuffer):
                 self.replay_buffer.close()

@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
 from llmrl._utils.arguments import refuse_unknown
+from llmrl.collectors.admission import Gate
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer
 from llmrl.collectors.groups import GroupRules
@@ -139,14 +140,14 @@ class LLMCollector(BatchCollector):
         self.max_concurrent_rollouts = max_concurrent_rollouts or in_flight
         """Conversations in flight."""
         self._play_concurrency = max_concurrent_rollouts
-        gate: Any
+        gate: Gate
         if max_staleness is not None:
             gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
         else:
             gate = shape.demand_gate(
                 num_extra_groups=num_extra_groups,
                 num_ahead=0 if shape.is_grouped or reset_at_each_iter else max_concurrent_rollouts or 0,
-                is_rest_dropped=reset_at_each_iter,
+                is_reset=reset_at_each_iter,
             )
         scheduler = RolloutScheduler(
             source,

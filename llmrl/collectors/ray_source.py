@@ -73,7 +73,7 @@ class CollectorActor:
 
 
 @dataclass(slots=True)
-class _Place:
+class _ActorSlot:
     """Where groups are played: an actor, and the one after it when it dies."""
 
     actor: Any
@@ -139,10 +139,10 @@ class RaySource:
         """The policy's version, as far as it was told."""
         self._changed = asyncio.Event()
         self._starting: set[asyncio.Task[None]] = set()
-        self._places = [_Place(self._new_actor()) for _ in range(num_collectors)]
-        ray.get([place.actor.process_id.remote() for place in self._places])  # an author's mistake is raised here
-        for place in self._places:
-            place.is_ready = True
+        self._slots = [_ActorSlot(self._new_actor()) for _ in range(num_collectors)]
+        ray.get([slot.actor.process_id.remote() for slot in self._slots])  # an author's mistake is raised here
+        for slot in self._slots:
+            slot.is_ready = True
 
     def _new_actor(self) -> Any:
         return self._class.options(**self._options).remote(*self._arguments)
@@ -150,7 +150,7 @@ class RaySource:
     @property
     def actors(self) -> list[Any]:
         """Handles, by place; a dead one is replaced."""
-        return [place.actor for place in self._places]
+        return [slot.actor for slot in self._slots]
 
     @property
     def policy_version(self) -> int:
@@ -194,54 +194,54 @@ class RaySource:
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         for attempt in itertools.count():
-            place = await self._choose()
-            actor = place.actor
-            place.load += 1
+            slot = await self._choose()
+            actor = slot.actor
+            slot.load += 1
             try:
                 return await actor.play.remote(job.payload)
             except RayTaskError:
                 raise
             except RayError as error:  # the actor died, or its node with the answer on it
-                if isinstance(error, RayActorError) and place.actor is actor:
-                    self._replace(place, error)
+                if isinstance(error, RayActorError) and slot.actor is actor:
+                    self._replace(slot, error)
                 if attempt == self._num_retries:
                     raise
             finally:
-                place.load -= 1
+                slot.load -= 1
         raise AssertionError("the loop above ends by itself")
 
-    async def _choose(self) -> _Place:
+    async def _choose(self) -> _ActorSlot:
         while True:
-            ready = [place for place in self._places if place.is_ready]
+            ready = [slot for slot in self._slots if slot.is_ready]
             if ready:
-                return min(ready, key=lambda place: place.load)
+                return min(ready, key=lambda slot: slot.load)
             if not self._starting:
                 raise RuntimeError("no collector actor runs, and none could be started; its own log says why.")
             self._changed.clear()
             await self._changed.wait()
 
-    def _replace(self, place: _Place, error: Exception) -> None:
+    def _replace(self, slot: _ActorSlot, error: Exception) -> None:
         logger.warning("a collector actor died (%s); another takes its place", error)
         with contextlib.suppress(Exception):  # where it is only out of reach, it must not go on
-            require("ray", extra="ray").kill(place.actor)
-        place.actor, place.is_ready = self._new_actor(), False
+            require("ray", extra="ray").kill(slot.actor)
+        slot.actor, slot.is_ready = self._new_actor(), False
         self.num_restarts += 1
-        task = asyncio.create_task(self._wait_until_ready(place))
+        task = asyncio.create_task(self._wait_until_ready(slot))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
         task.add_done_callback(lambda _: self._changed.set())
 
-    async def _wait_until_ready(self, place: _Place) -> None:
+    async def _wait_until_ready(self, slot: _ActorSlot) -> None:
         from ray.exceptions import RayError
 
         try:
-            await place.actor.process_id.remote()
+            await slot.actor.process_id.remote()
         except RayError as error:
-            place.num_failed_starts += 1
-            if place.num_failed_starts <= self._num_retries:
-                self._replace(place, error)
+            slot.num_failed_starts += 1
+            if slot.num_failed_starts <= self._num_retries:
+                self._replace(slot, error)
         else:
-            place.is_ready, place.num_failed_starts = True, 0
+            slot.is_ready, slot.num_failed_starts = True, 0
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
         """Actors score their groups themselves."""
@@ -249,5 +249,5 @@ class RaySource:
     def shutdown(self) -> None:
         """End the actors; Ray goes on."""
         ray = require("ray", extra="ray")
-        for place in self._places:
-            ray.kill(place.actor)
+        for slot in self._slots:
+            ray.kill(slot.actor)

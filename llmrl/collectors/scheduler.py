@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from llmrl._utils.failure import as_exception, describe, traceback_of
-from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.admission import Gate
 from llmrl.collectors.groups import (
     SIGNAL_PATIENCE,
     CollectionStalled,
@@ -28,7 +28,6 @@ from llmrl.collectors.groups import (
     NoSignal,
     StallDetector,
 )
-from llmrl.collectors.staleness import StalenessGate
 from llmrl.data import Rollout, RolloutStatus, StopReason
 
 _VERSION_POLL_SECONDS = 0.05
@@ -114,7 +113,7 @@ class RolloutScheduler:
     def __init__(
         self,
         source: RolloutSource,
-        gate: DemandGate | StalenessGate,
+        gate: Gate,
         *,
         rules: GroupRules,
         max_concurrent_rollouts: int,
@@ -131,17 +130,15 @@ class RolloutScheduler:
         self.is_open.set()
         self.num_running = 0
         """Rollouts in flight."""
-        self._watch, self._signal_watch = (
-            StallDetector(patience),
-            StallDetector(max(patience, SIGNAL_PATIENCE), error=NoSignal),
-        )
+        self._failure_detector = StallDetector(patience)
+        self._signal_detector = StallDetector(max(patience, SIGNAL_PATIENCE), error=NoSignal)
         self._counter = GroupCounter()
         self._groups: dict[str, _Group] = {}
         self._pending: deque[tuple[str, RolloutTask]] = deque()
         self._num_pending = 0
         self._dropped: list[Dropped] = []
-        self._undelivered: list[int] = []
-        self._told_next: list[int] = []  # where those were drawn whose drop is in no delivery yet
+        self._undelivered: list[int] = []  # places in the dataset of groups that were delivered, and not handed on yet
+        self._unreported: list[int] = []  # places in the dataset of groups whose drop no delivery has reported yet
         self._is_end_of_data = self._is_stopped = False
         self._error: BaseException | None = None
         self._wake, self._changed = asyncio.Event(), asyncio.Event()
@@ -162,7 +159,7 @@ class RolloutScheduler:
             raise asyncio.CancelledError
         if self._admitting is None:
             self._admitting = asyncio.create_task(self._admit())
-        self.gate.ask()
+        self.gate.request_batch()
         while True:
             self._wake.set()
             if self._error is not None:
@@ -172,26 +169,26 @@ class RolloutScheduler:
             for group_id in self.gate.overdue_ids(version):
                 self._drop_group(group_id, DropReason.STALE)
             is_last = self._is_end_of_data and all(group.kept is not None for group in self._groups.values())
-            taken = self.gate.take(version, is_last=is_last)
-            if taken is not None:
-                return self._deliver(taken.group_ids, list(taken.staleness.values()))
+            selected = self.gate.select(version, is_last=is_last)
+            if selected is not None:
+                return self._deliver(selected.group_ids, list(selected.staleness.values()))
             if is_last:
                 return self._deliver([], []) if self._dropped else None
             self._changed.clear()
             # New versions may be counted where nobody tells us.
-            poll = _VERSION_POLL_SECONDS if isinstance(self.gate, StalenessGate) else None
+            poll = _VERSION_POLL_SECONDS if self.gate.follows_versions else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), poll)
 
     def _deliver(self, group_ids: list[str], staleness: list[int]) -> ReadyBatch:
-        taken = [self._groups.pop(group_id) for group_id in group_ids]
-        if isinstance(self.gate, DemandGate) and self.gate.is_rest_dropped:
+        delivered = [self._groups.pop(group_id) for group_id in group_ids]
+        if self.gate.rest_reason is not None:
             for group_id in self.gate.live_ids:
-                self._drop_group(group_id, DropReason.OVERSAMPLED if self.gate.num_extra else DropReason.RESET)
+                self._drop_group(group_id, self.gate.rest_reason)
         dropped, self._dropped = self._dropped, []
-        dropped += [one for group in taken for one in group.dropped]
-        self._undelivered, self._told_next = _positions(taken) + self._told_next, []
-        return ReadyBatch(groups=[group.kept or [] for group in taken], staleness=staleness, dropped=dropped)
+        dropped += [one for group in delivered for one in group.dropped]
+        self._undelivered, self._unreported = _positions(delivered) + self._unreported, []
+        return ReadyBatch(groups=[group.kept or [] for group in delivered], staleness=staleness, dropped=dropped)
 
     def mark_delivered(self) -> None:
         """The last delivery has reached whoever asked for it: a saved state need not hold it any more."""
@@ -206,7 +203,7 @@ class RolloutScheduler:
     async def holding_still(self) -> AsyncIterator[list[int]]:
         """While nothing is drawn: where in the dataset the groups stand that were drawn and not handed on yet."""
         async with self._opening:
-            yield self._undelivered + self._told_next + _positions(self._groups.values())
+            yield self._undelivered + self._unreported + _positions(self._groups.values())
 
     def notify(self) -> None:
         """Something that gates look at, such as the policy's version, has changed."""
@@ -326,20 +323,20 @@ class RolloutScheduler:
         kept, dropped = self.rules.judge(settled)
         if kept:
             self._groups[group_id].kept, self._groups[group_id].dropped = kept, dropped
-            self.gate.ready(group_id, self._units(kept))
-            self._watch.delivered()
-            self._signal_watch.delivered()
+            self.gate.mark_ready(group_id, self._units(kept))
+            self._failure_detector.delivered()
+            self._signal_detector.delivered()
             return
         self._dropped += dropped
-        self._told_next += _positions([self._groups.pop(group_id)])
+        self._unreported += _positions([self._groups.pop(group_id)])
         self.gate.discard(group_id)
         is_filtered = {DropReason.CONSTANT_REWARDS, DropReason.FILTERED_GROUP} & {reason for _, reason in dropped}
-        (self._signal_watch if is_filtered else self._watch).dropped(dropped)
+        (self._signal_detector if is_filtered else self._failure_detector).dropped(dropped)
 
     def _drop_group(self, group_id: str, reason: str) -> None:
         """Give up a group that is being played or ready: every rollout of it is accounted for."""
         group = self._groups.pop(group_id)
-        self._told_next += _positions([group])
+        self._unreported += _positions([group])
         self.gate.discard(group_id)
         self._counter.abandon(group_id)
         for task in group.tasks:
@@ -349,7 +346,7 @@ class RolloutScheduler:
         self._dropped += [*dropped, *group.dropped]
         if reason == DropReason.STALE:
             try:
-                self._watch.dropped(dropped)
+                self._failure_detector.dropped(dropped)
             except CollectionStalled as error:
                 self._error = error
 

@@ -80,11 +80,11 @@ class BatchShape:
         *,
         num_extra_groups: int = 0,
         num_ahead: int = 0,
-        is_rest_dropped: bool = False,
+        is_reset: bool = False,
     ) -> DemandGate:
         """A gate that starts what the batch asked for lacks."""
         surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {
-            "turns": "keep" if is_rest_dropped else "carry",
+            "turns": "keep" if is_reset else "carry",
             "trajectories": "keep",
         }
         return DemandGate(
@@ -93,7 +93,7 @@ class BatchShape:
             is_estimated=self.kind == "tokens",
             num_extra=num_extra_groups,
             num_ahead=num_ahead,
-            is_rest_dropped=is_rest_dropped,
+            is_reset=is_reset,
         )
 
     def staleness_gate(self, *, max_staleness: int, late: LatePolicy) -> StalenessGate:

@@ -32,7 +32,6 @@ class StalenessGate:
         groups_per_batch: groups in a batch.
         max_staleness: versions between the start of a group and the update it is used for; 0 is on-policy.
         late: what happens when a group is slower than the bound allows.
-        is_unasked: the consumer never asks: a replay buffer is filled, and only new versions say how far training is.
 
     Raises:
         ValueError: for numbers out of range or an unknown `late`.
@@ -43,15 +42,13 @@ class StalenessGate:
         2
         >>> gate.admit("a", 0); gate.admit("b", 0); gate.num_admissible(0)
         0
-        >>> gate.ready("a"); gate.ready("b"); gate.take(0).group_ids
+        >>> gate.mark_ready("a"); gate.mark_ready("b"); gate.select(0).group_ids
         ['a', 'b']
         >>> gate.num_admissible(0), gate.num_admissible(1)
         (0, 2)
     """
 
-    def __init__(
-        self, groups_per_batch: int, *, max_staleness: int, late: LatePolicy = "wait", is_unasked: bool = False
-    ) -> None:
+    def __init__(self, groups_per_batch: int, *, max_staleness: int, late: LatePolicy = "wait") -> None:
         if groups_per_batch < 1:
             raise ValueError(f"groups_per_batch must be at least 1, got {groups_per_batch}.")
         if max_staleness < 0:
@@ -59,8 +56,9 @@ class StalenessGate:
         if late not in ("wait", "drop"):
             raise ValueError(f"late must be 'wait' or 'drop', got {late!r}.")
         self.groups_per_batch, self.max_staleness, self.late = groups_per_batch, max_staleness, late
-        self.is_unasked = is_unasked
-        """Whether only new versions say how far training is."""
+        self.follows_versions = True
+        self.rest_reason: str | None = None
+        self._is_unasked = False
         self._num_batches = 0
         self._progress = 0  # the batch that the trainer needs next, as far as is known
         self._version: int | None = None
@@ -76,11 +74,15 @@ class StalenessGate:
         """Groups that are being played or ready, in order of admission."""
         return list(self._admitted)
 
-    def ask(self) -> None:
+    def request_batch(self) -> None:
         """The consumer waits for its next batch: it has done with those before, whatever the version."""
-        if self.is_unasked:
+        if self._is_unasked:
             return
         self._progress = max(self._progress, self._num_batches)
+
+    def run_unasked(self) -> None:
+        """Only new versions say how far training is: whoever fills a buffer asks at once for the next batch."""
+        self._is_unasked = True
 
     def _observe(self, version: int) -> None:
         if self._version is None:
@@ -88,7 +90,7 @@ class StalenessGate:
         if version > self._version:
             self._progress += version - self._version
             self._version = version
-            if not self.is_unasked:  # several updates a batch are no licence to run further ahead
+            if not self._is_unasked:  # several updates a batch are no licence to run further ahead
                 self._progress = min(self._progress, self._num_batches)
 
     def num_admissible(self, version: int) -> int:
@@ -119,16 +121,16 @@ class StalenessGate:
             del self._num_by_deadline[deadline]
             self._ready_by_deadline.pop(deadline, None)
 
-    def ready(self, group_id: str, units: int = 1) -> None:
+    def mark_ready(self, group_id: str, units: int = 1) -> None:
         """A group has settled."""
         deadline, _ = self._admitted[group_id]
         self._ready_by_deadline.setdefault(deadline, {})[group_id] = None
         self._num_ready += 1
 
-    def take(self, version: int, *, is_last: bool = False) -> Selection | None:
+    def select(self, version: int, *, is_last: bool = False) -> Selection | None:
         """A full batch, or None while there is none; with `is_last` whatever there is.
 
-        Nothing is taken while `overdue_ids` have not been discarded.
+        Nothing is selected while `overdue_ids` have not been discarded.
         """
         self._observe(version)
         is_full = self._num_ready >= self.groups_per_batch
@@ -153,10 +155,13 @@ class StalenessGate:
         return Selection(group_ids=group_ids, staleness=staleness)
 
     def rollback(self) -> None:
-        """The batch that was taken last brought nothing: another one takes its place and its versions."""
+        """The batch that was selected last brought nothing: another one takes its place and its versions."""
         self._num_batches -= 1
-        if not self.is_unasked:
+        if not self._is_unasked:
             self._progress = min(self._progress, self._num_batches)
+
+    def carry(self, units: int) -> None:
+        """Its batches are whole groups: nothing is left over by them."""
 
     def _is_feasible_without(self, num_taken: Mapping[int, int]) -> bool:
         """*deadlines_stay_feasible*, were so many of each deadline taken as the next batch."""

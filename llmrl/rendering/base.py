@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from llmrl.data import Message, ParsedCompletion, ToolSchema
 
@@ -76,4 +77,52 @@ class Renderer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a template ends an assistant's turn when a message of some role follows."""
+
+    token_id: int
+    """The end-of-turn token; where turns have none, what opens the next role's (GLM), which the model writes too."""
+    offset: int
+    """Characters between the mark in the assistant's message and the end-of-turn token."""
+    lead_ids: tuple[int, ...]
+    """Tokens that the template puts between an answer and the end-of-turn token; most have none."""
+
+
+class ProbedRenderer(Renderer, Protocol):
+    """A renderer of a chat template as probes see it: it renders, and holds what was found out so far."""
+
+    tokenizer: Any
+    chat_template: str
+    is_tool_prompt_added: bool
+    """Whether tools are shown by a prompt of ours, since the template shows none."""
+    _are_arguments_text: bool
+    _are_calls_written: bool
+    _are_parallel_calls_shown: bool
+    _answer_end_ids: tuple[int, ...]
+    _result_role: str
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The whole conversation as the template writes it.
+
+        Raises:
+            RenderingError: when the template refuses the messages.
+        """
+        ...
+
+    def encode_turns(self, text: str) -> list[int]:
+        """As `encode`, turn by turn, from a memory of turns."""
+        ...
+
+    def _ending(self, *, is_call: bool, role: str) -> Ending | None:
+        """How a turn ends when `role` speaks next; None where the template does not write that."""
         ...

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmrl.data import Message
-from llmrl.rendering.base import RenderingError
+from llmrl.rendering.base import Ending, ProbedRenderer, RenderingError
 from llmrl.rendering.reasoning import CLOSING
 from llmrl.rendering.results import TOOL_ROLES
 from llmrl.rendering.tool_calls import ToolCallParser
-
-if TYPE_CHECKING:
-    from llmrl.rendering.template import TemplateRenderer
 
 ANSWER = "Xq7AnswerMarkXq7"
 _REASONING = "Xq7ReasoningMarkXq7"
@@ -76,22 +72,10 @@ def chat_features(messages: Iterable[Message], tools: Sequence[Any] | None) -> f
     return frozenset(features)
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a template ends an assistant's turn when a message of some role follows."""
-
-    token_id: int
-    """The end-of-turn token; where turns have none, what opens the next role's (GLM), which the model writes too."""
-    offset: int
-    """Characters between the mark in the assistant's message and the end-of-turn token."""
-    lead_ids: tuple[int, ...]
-    """Tokens that the template puts between an answer and the end-of-turn token; most have none."""
-
-
 class TemplateProbe:
     """Asks a renderer's template questions."""
 
-    def __init__(self, renderer: TemplateRenderer) -> None:
+    def __init__(self, renderer: ProbedRenderer) -> None:
         self.renderer = renderer
 
     def text(

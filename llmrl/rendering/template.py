@@ -9,8 +9,8 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
-from llmrl.rendering.base import RenderingError
-from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, USER, Ending, TemplateProbe, calling, chat_features
+from llmrl.rendering.base import Ending, RenderingError
+from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, USER, TemplateProbe, calling, chat_features
 from llmrl.rendering.reasoning import CLOSING, OPENING, split_reasoning
 from llmrl.rendering.results import TOOL_ROLES, carry_results, name_results
 from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmrl.data import ToolSchema
-from llmrl.rendering.base import RenderingError
+from llmrl.rendering.base import ProbedRenderer, RenderingError
 from llmrl.rendering.probing import ANSWER, TemplateProbe
 from llmrl.rendering.tool_calls import (
     TOOL_CALL_PARSERS,
@@ -17,9 +17,6 @@ from llmrl.rendering.tool_calls import (
     ToolCallWriter,
     find_tool_call_parser,
 )
-
-if TYPE_CHECKING:
-    from llmrl.rendering.template import TemplateRenderer
 
 _TOOL_PROMPT = """You may call functions to help the user. These are their signatures, as JSON, within <tools></tools>:
 <tools>
@@ -52,7 +49,7 @@ class ToolFormat:
     """Writes a call into a message's content; None where the template writes calls."""
 
 
-def choose_tool_format(renderer: TemplateRenderer, tool_parser: str) -> ToolFormat:
+def choose_tool_format(renderer: ProbedRenderer, tool_parser: str) -> ToolFormat:
     """The format of that name, or for `auto` the one in which the renderer's template writes calls.
 
     Where it writes none, or shows no tools and writes calls in a format that nothing reads, calls are written in a
@@ -91,7 +88,7 @@ def choose_tool_format(renderer: TemplateRenderer, tool_parser: str) -> ToolForm
     return ToolFormat(name, parse, TOOL_CALL_WRITERS[writer])
 
 
-def _unread(renderer: TemplateRenderer, tool_parser: str) -> RenderingError:
+def _unread(renderer: ProbedRenderer, tool_parser: str) -> RenderingError:
     model = getattr(renderer.tokenizer, "name_or_path", "")
     written = TemplateProbe(renderer).written_call("f", {"value": ANSWER})
     shown = f"writes a call as {written!r}" if written else "does not write calls"
