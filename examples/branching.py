@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmrl import AsyncVLLM, SamplingConfig, ensure_embedded_model
 from llmrl._utils.asynchronous import run_sync
-from llmrl.rendering import Conversation, TemplateRenderer, reconcile_tree
+from llmrl.rendering import Conversation, TemplateRenderer, reconcile
 
 
 def main(engine: AsyncVLLM) -> None:
@@ -22,7 +22,7 @@ def main(engine: AsyncVLLM) -> None:
     question = {"role": "user", "content": "Say one thing about it."}
     branches = [answer(root.with_prompt([*root.messages, question])) for _ in range(3)]
 
-    result = reconcile_tree([branch.node for branch in branches])
+    result = reconcile([branch.node for branch in branches])
     num_trained = sum(sum(row.columns.loss_mask) for row in result.rows)
     num_sampled = sum(branch.node.num_completion_tokens for branch in branches) + root.node.num_completion_tokens
     print(len(result.rows), "rows;", num_trained, "tokens trained of", num_sampled, "sampled")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rendering_families import END_OF_TURN, FAMILIES, TOOLS, family_renderer
 from tensordict import NonTensorData, TensorDict
 
-from llmrl.rendering import Conversation, reconcile_tree
+from llmrl.rendering import Conversation, reconcile
 
 APPENDING = ["chatml", "gemma", "llama3", "qwen25"]
 
@@ -293,7 +293,7 @@ def test_continuing_a_value_twice_branches(chatml):
         assert chatml.decode(leaf.prompt_ids).endswith(f"{text}<|im_end|>")
         assert leaf.tensor_view("token_ids").tolist() == leaf.prompt_ids == leaf.node.token_ids()
         assert leaf.node.parent is root.node
-    result = reconcile_tree([left.node, right.node, other.node])
+    result = reconcile([left.node, right.node, other.node])
     trained = [t for row in result.rows for t, m in zip(row.columns.token_ids, row.columns.loss_mask, strict=True) if m]
     expected = [*root.node.completion_ids, *left.node.completion_ids, *right.node.completion_ids]
     assert trained == [*expected, *other.node.completion_ids]

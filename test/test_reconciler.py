@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmrl.rendering import Turn, TurnNode, reconcile, reconcile_tree
-from llmrl.rendering.reconciler import common_prefix_length
+from llmrl.rendering import Conversation, TurnNode, common_prefix_length
+from llmrl.rendering import reconcile as reconcile_tree
+
+
+class Turn(NamedTuple):
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
 
 
 def turn(prompt, completion, version=0):
-    return Turn(
-        tuple(prompt), tuple(completion), tuple(-token / 100 for token in completion), (version,) * len(completion)
-    )
+    log_probs = [-token / 100 for token in completion]
+    return Turn(list(prompt), list(completion), log_probs, [version] * len(completion))
+
+
+def reconcile(turns, fork_threshold_tokens=64):
+    conversation = Conversation.start(None, fork_threshold_tokens=fork_threshold_tokens)
+    for each in turns:
+        conversation = conversation.with_prompt_ids(each.prompt_ids)
+        assert conversation.prompt_ids == each.prompt_ids
+        conversation = conversation.with_completion(
+            each.completion_ids, log_probs=each.log_probs, versions=each.versions
+        )
+        # held_is_prompt_and_completion
+        assert conversation.prompt_ids == each.prompt_ids + each.completion_ids
+    return conversation.reconcile()
 
 
 def masks(result):
@@ -111,10 +132,11 @@ def turn_lists(draw):
         kept = draw(st.integers(0, len(held)) | st.just(len(held)))
         prompt = held[:kept] + draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
         turns.append(turn(prompt, draw(tokens), draw(st.integers(0, 5))))
-        held = list(turns[-1].full_ids)
+        held = turns[-1].prompt_ids + turns[-1].completion_ids
     return turns
 
 
+@settings(deadline=None)
 @given(turn_lists(), st.integers(0, 6))
 def test_every_sampled_token_is_trained_once_or_counted_as_realigned(turns, threshold):
     result = reconcile(turns, fork_threshold_tokens=threshold)
@@ -130,11 +152,12 @@ def test_every_sampled_token_is_trained_once_or_counted_as_realigned(turns, thre
         )
         last = turns[row.turn_span[1] - 1]
         if row is result.rows[-1] and row.turn_span[1] == len(turns):
-            assert tuple(columns.token_ids) == last.full_ids
+            assert columns.token_ids == last.prompt_ids + last.completion_ids
     kinds = sum(result.counts[f"num_{kind}_turns"] for kind in ("clean", "realigned", "forked"))
     assert kinds == len(turns) - 1
 
 
+@settings(deadline=None)
 @given(tokens, tokens)
 def test_common_prefix_is_that_of_the_plain_definition(left, right):
     expected = next(
@@ -143,32 +166,35 @@ def test_common_prefix_is_that_of_the_plain_definition(left, right):
     assert common_prefix_length(left, right) == expected
 
 
-def to_path(turns):
+def to_path(turns, threshold):
     node, held = None, []
     for each in turns:
         kept = common_prefix_length(held, list(each.prompt_ids))
-        node = TurnNode(node, kept, each.prompt_ids[kept:], each.completion_ids, each.log_probs, each.versions)
-        held = list(each.full_ids)
+        context = each.prompt_ids[kept:]
+        node = TurnNode(node, kept, context, each.completion_ids, each.log_probs, each.versions, threshold)
+        held = each.prompt_ids + each.completion_ids
     return node
 
 
+@settings(deadline=None)
 @given(turn_lists(), st.integers(0, 6))
 def test_a_path_of_the_tree_gives_the_rows_of_its_turns(turns, threshold):
-    leaf = to_path(turns)
+    leaf = to_path(turns, threshold)
     flat, tree = (
         reconcile(turns, fork_threshold_tokens=threshold),
-        reconcile_tree([leaf], fork_threshold_tokens=threshold),
+        reconcile_tree([leaf]),
     )
     assert flat.counts == tree.counts
     assert [row.columns.token_ids for row in flat.rows] == [row.columns.token_ids for row in tree.rows]
     assert masks(flat) == masks(tree)
-    assert tuple(leaf.token_ids()) == turns[-1].full_ids
+    assert leaf.token_ids() == turns[-1].prompt_ids + turns[-1].completion_ids
 
 
 @st.composite
 def trees(draw):
     """Nodes whose sampled tokens are all different, so that a trained token tells which one it is."""
     nodes: list[TurnNode] = []
+    threshold = draw(st.integers(0, 6))
     fresh = iter(range(1000, 10**6))
     for _ in range(draw(st.integers(1, 8))):
         parent = draw(st.sampled_from([None, *nodes]))
@@ -176,15 +202,17 @@ def trees(draw):
         kept = draw(st.integers(0, num_tokens) | st.just(num_tokens))
         completion = [next(fresh) for _ in range(draw(st.integers(0, 4)))]
         context = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
-        nodes.append(TurnNode(parent, kept, context, completion, [-0.5] * len(completion), [1] * len(completion)))
+        n = len(completion)
+        nodes.append(TurnNode(parent, kept, context, completion, [-0.5] * n, [1] * n, threshold))
     parents = {id(node.parent) for node in nodes}
     return nodes, [node for node in nodes if id(node) not in parents]
 
 
-@given(trees(), st.integers(0, 6))
-def test_no_token_of_a_tree_is_trained_twice_and_none_is_lost_but_to_a_realign(tree, threshold):
+@settings(deadline=None)
+@given(trees())
+def test_no_token_of_a_tree_is_trained_twice_and_none_is_lost_but_to_a_realign(tree):
     nodes, leaves = tree
-    result = reconcile_tree(leaves, fork_threshold_tokens=threshold)
+    result = reconcile_tree(leaves)
     trained = [
         t
         for row in result.rows

@@ -111,7 +111,8 @@ class RolloutRunner:
             for element in held:
                 await self.stepper.release(element)
         if rollout.conversation is not None:
-            rollout.num_forks, rollout.num_realigned_tokens = rollout.conversation.count_rewrites()
+            counts = rollout.conversation.count_turns()
+            rollout.num_forks, rollout.num_realigned_tokens = counts["num_forked_turns"], counts["num_realigned_tokens"]
         await self._score_unscored(rollout)
         _refuse_reward(rollout)
         rollout.seconds = asyncio.get_running_loop().time() - started

@@ -59,16 +59,12 @@ class TokenColumns:
         self.log_probs.extend(log_probs)
         self.versions.extend(versions)
 
-    def cut(self, length: int) -> None:
-        """Keep the first `length` tokens.
-
-        Raises:
-            ValueError: when `length` is negative or beyond the end.
-        """
-        if not 0 <= length <= len(self.token_ids):
-            raise ValueError(f"length must lie in 0..{len(self.token_ids)}, got {length}.")
-        for column in (self.token_ids, self.loss_mask, self.log_probs, self.versions):
-            del column[length:]
+    def extend(self, columns: TokenColumns) -> None:
+        """Append the tokens of other columns, as they are."""
+        self.token_ids += columns.token_ids
+        self.loss_mask += columns.loss_mask
+        self.log_probs += columns.log_probs
+        self.versions += columns.versions
 
     def mark_context(self, start: int, stop: int) -> None:
         """Make tokens `start` to `stop` context: they stay and are not trained.

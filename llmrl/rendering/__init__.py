@@ -6,19 +6,11 @@ import llmrl.rendering.call_formats  # noqa: F401  # registers the parsers
 from llmrl.rendering.backend import PackageRenderer, make_renderer
 from llmrl.rendering.base import Renderer, RenderingError
 from llmrl.rendering.conversation import Conversation
-from llmrl.rendering.reconciler import (
-    DEFAULT_FORK_THRESHOLD_TOKENS,
-    Reconciliation,
-    Row,
-    RowBuilder,
-    classify,
-    common_prefix_length,
-    reconcile,
-)
+from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
+from llmrl.rendering.rows import Reconciliation, Row, reconcile
 from llmrl.rendering.template import TemplateRenderer
 from llmrl.rendering.tool_calls import TOOL_CALL_PARSERS, ParsedCalls, register_tool_call_parser
-from llmrl.rendering.tree import TurnNode, reconcile_tree
-from llmrl.rendering.turn import Turn
+from llmrl.rendering.turn import TurnNode
 
 __all__ = [
     "DEFAULT_FORK_THRESHOLD_TOKENS",
@@ -30,14 +22,11 @@ __all__ = [
     "Renderer",
     "RenderingError",
     "Row",
-    "RowBuilder",
     "TemplateRenderer",
-    "Turn",
     "TurnNode",
     "classify",
     "common_prefix_length",
     "make_renderer",
     "reconcile",
-    "reconcile_tree",
     "register_tool_call_parser",
 ]

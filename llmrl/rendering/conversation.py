@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmrl.data import Message, ParsedCompletion, TokenColumns, ToolSchema, check_messages
+from llmrl.data import Message, ParsedCompletion, ToolSchema, check_messages
 from llmrl.rendering.base import Renderer
-from llmrl.rendering.reconciler import (
-    DEFAULT_FORK_THRESHOLD_TOKENS,
-    Reconciliation,
-    RowBuilder,
-    classify,
-    common_prefix_length,
-)
+from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
 from llmrl.rendering.results import name_results
-from llmrl.rendering.token_buffer import Column, TokenBuffer
-from llmrl.rendering.tree import TurnNode
+from llmrl.rendering.rows import Reconciliation, count_turns, open_row, reconcile
+from llmrl.rendering.turn import Column, TokenBuffer, TurnNode
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +153,7 @@ class Conversation:
             tail = self._held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
             # Results have their functions' names from the calls of the last answer.
             new = name_results(messages[len(self.messages) - 1 :])[1:]
-            prompted = self._append(self.renderer.bridge(tail, new, tools=tools))
+            prompted = self._continued(self._num_tokens, self.renderer.bridge(tail, new, tools=tools))
         else:
             assert shown is not None
             prompted = self._compared(shown, is_answer_kept_whole=is_appended)
@@ -203,41 +197,29 @@ class Conversation:
         `is_answer_kept_whole` forks rather than losing the tail of an answer that its author left as it was.
         """
         num_kept = common_prefix_length(self.prompt_ids, prompt_ids)
-        if num_kept == self._num_tokens:
-            return self._append(prompt_ids[num_kept:])
-        if is_answer_kept_whole and self.node is not None:
+        if num_kept < self._num_tokens and is_answer_kept_whole and self.node is not None:
             num_kept = min(num_kept, self._num_tokens - self.node.num_completion_tokens)
-        rewritten = self._rewritten(num_kept)
-        rewritten.append_context(prompt_ids[num_kept:])
-        return self._with(
-            _held=TokenBuffer(rewritten), _num_tokens=len(prompt_ids), _num_kept=num_kept, _before=self, last=None
-        )
+        return self._continued(num_kept, prompt_ids[num_kept:])
 
-    def _rewritten(self, num_kept: int) -> TokenColumns:
-        """The row to go on with after its tail was rewritten: shortened, or a new one that holds context alone."""
-        assert self.node is not None
-        num_answer = self.node.num_completion_tokens
+    def _continued(self, num_kept: int, context_ids: Sequence[int]) -> Conversation:
+        """The conversation with a prompt of the first `num_kept` held tokens and these: append, realign or fork."""
+        num_answer = 0 if self.node is None else self.node.num_completion_tokens
         kind = classify(self._num_tokens, num_kept, num_answer, fork_threshold_tokens=self.fork_threshold_tokens)
-        columns = self._held.columns.copy(num_kept)
+        held = self._extendable() if kind == "clean" else self._rewritten(num_kept)
         if kind == "forked":
-            columns.mark_context(0, num_kept)
-        # The old columns would be kept whole for the sake of these turns' own tokens.
-        for node in self.node.ancestors():
+            held.columns.mark_context(0, num_kept)
+        held.columns.append_context(context_ids)
+        num_tokens = num_kept + len(context_ids)
+        return self._with(_held=held, _num_tokens=num_tokens, _num_kept=num_kept, _before=self, last=None)
+
+    def _rewritten(self, num_kept: int) -> TokenBuffer:
+        """The first tokens of the row, in columns of their own; the row so far is closed: each turn keeps its part."""
+        rewritten = TokenBuffer(self._held.columns.copy(num_kept))
+        for node in () if self.node is None else self.node.ancestors():
             if not node.shares(self._held.columns):
                 break
             node.own()
-        return columns
-
-    def _append(self, context_ids: Sequence[int]) -> Conversation:
-        held = self._extendable()
-        held.columns.append_context(context_ids)
-        return self._with(
-            _held=held,
-            _num_tokens=self._num_tokens + len(context_ids),
-            _num_kept=self._num_tokens,
-            _before=self,
-            last=None,
-        )
+        return rewritten
 
     def _extendable(self) -> TokenBuffer:
         """The held tokens if nobody extended them since, otherwise a copy: a branch."""
@@ -258,9 +240,14 @@ class Conversation:
         if self._before is None:
             raise ValueError("there is no prompt to complete; call with_prompt first.")
         held = self._extendable()
-        start = self._num_kept
         held.columns.append_completion(token_ids, log_probs=log_probs, versions=versions)
-        node = TurnNode.over(self.node, self._num_kept, held.columns, start=start, num_completion_tokens=len(token_ids))
+        node = TurnNode.over(
+            self.node,
+            self._num_kept,
+            held.columns,
+            num_completion_tokens=len(token_ids),
+            fork_threshold_tokens=self.fork_threshold_tokens,
+        )
         parsed = None if self.renderer is None else self.renderer.parse(token_ids, tools=self.tools)
         return self._with(
             _held=held,
@@ -301,28 +288,13 @@ class Conversation:
         """
         return self._held.tensor_view(column, self._num_tokens)
 
-    def _builder(self) -> RowBuilder:
-        builder = RowBuilder(fork_threshold_tokens=self.fork_threshold_tokens)
-        for node in [] if self.node is None else self.node.path():
-            kept, context_ids, completion_ids, log_probs, versions = node.record()
-            builder.add_turn(kept, context_ids, completion_ids, log_probs=log_probs, versions=versions)
-        return builder
-
     def reconcile(self) -> Reconciliation:
         """The training rows of the turns so far, with the counts of how they came about."""
-        return self._builder().finish()
+        return reconcile([] if self.node is None else [self.node])
 
-    def count_rewrites(self) -> tuple[int, int]:
-        """Forks, and sampled tokens that realigns turned into context: what `reconcile` counts, without its rows."""
-        num_forks = num_realigned_tokens = 0
-        for node in () if self.node is None else self.node.ancestors():
-            if (parent := node.parent) is None:
-                continue
-            num_held, num_kept, num_answer = parent.num_tokens, node.num_kept_tokens, parent.num_completion_tokens
-            kind = classify(num_held, num_kept, num_answer, fork_threshold_tokens=self.fork_threshold_tokens)
-            num_forks += kind == "forked"
-            num_realigned_tokens += num_held - num_kept if kind == "realigned" else 0
-        return num_forks, num_realigned_tokens
+    def count_turns(self) -> dict[str, int]:
+        """How those rows came about, without making them: clean, realigned and forked turns, realigned tokens."""
+        return count_turns(self.node)
 
     def __reduce__(self) -> Any:
         # What travels is cloned to its own size: the turns, and the context of a prompt that waits.
@@ -348,13 +320,12 @@ def _rebuild(
 ) -> Conversation:
     renderer, mode, fork_threshold_tokens, messages, tools, last = state
     conversation = Conversation.start(renderer, mode=mode, fork_threshold_tokens=fork_threshold_tokens)
-    conversation = conversation._with(node=node)
-    held = conversation._builder().held
-    conversation = conversation._with(_held=TokenBuffer(held), _num_tokens=len(held))
+    if node is not None:
+        conversation = conversation._with(node=node, _held=TokenBuffer(open_row(node)), _num_tokens=node.num_tokens)
     if pending is not None:
         num_kept, context_ids, messages_before, tools_before = pending
         conversation = conversation._with(messages=messages_before, tools=tools_before)
-        conversation = conversation._compared(held.token_ids[:num_kept] + context_ids)
+        conversation = conversation._continued(num_kept, context_ids)
     return conversation._with(messages=messages, tools=tools, last=last)
 
 

@@ -1,38 +1,216 @@
-"""A turn: what the engine was given and what it sampled."""
+"""Turns as a tree: what the engine was given and what it sampled; branches share their prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
-from llmrl.data.columns import check_per_token
+from llmrl.data import TokenColumns
+from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, ReconciliationKind, classify
+
+if TYPE_CHECKING:
+    import torch
+
+Column = Literal["token_ids", "loss_mask", "log_probs", "versions"]
+COLUMNS: tuple[Column, ...] = ("token_ids", "loss_mask", "log_probs", "versions")
+
+_MIN_CAPACITY = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One request to the engine and its answer, by token.
+class TokenBuffer:
+    """Columns that only grow, shared by successive values of a conversation, each of which sees a prefix.
 
-    Raises:
-        ValueError: when log-probs or versions are missing or not one a completion token.
-
-    Example:
-        >>> Turn(prompt_ids=(1, 2), completion_ids=(3,), log_probs=(-0.1,), versions=(0,)).full_ids
-        (1, 2, 3)
+    Tensors are made when first asked for; from then on each turn writes its own tokens only.
     """
 
-    prompt_ids: Sequence[int]
-    """[num_prompt_tokens] everything the engine was given."""
-    completion_ids: Sequence[int]
-    """[num_completion_tokens] everything it sampled."""
-    log_probs: Sequence[float]
-    """[num_completion_tokens] the sampler's log-probs."""
-    versions: Sequence[int]
-    """[num_completion_tokens] the policy version that sampled each token."""
+    __slots__ = ("_mirrors", "columns")
 
-    def __post_init__(self) -> None:
-        check_per_token(self.completion_ids, log_probs=self.log_probs, versions=self.versions)
+    def __init__(self, columns: TokenColumns | None = None) -> None:
+        self.columns = TokenColumns() if columns is None else columns
+        self._mirrors: dict[Column, tuple[torch.Tensor, int]] = {}
+
+    def tensor_view(self, column: Column, length: int) -> torch.Tensor:
+        """The first `length` entries of a column, [length], sharing memory with views of other lengths.
+
+        Raises:
+            ValueError: for an unknown column.
+        """
+        import torch
+
+        if column not in COLUMNS:
+            raise ValueError(f"column must be one of {COLUMNS}, got {column!r}.")
+        values = getattr(self.columns, column)
+        dtypes = {"loss_mask": torch.bool, "log_probs": torch.float32}
+        buffer, num_written = self._mirrors.get(column, (None, 0))
+        if buffer is None or buffer.shape[0] < length:
+            # Doubling: views handed out earlier keep the smaller buffer, together no larger than the new one.
+            capacity = max(_MIN_CAPACITY, 2 * length)
+            larger = torch.empty(capacity, dtype=dtypes.get(column, torch.int64))
+            if buffer is not None:
+                larger[:num_written] = buffer[:num_written]
+            buffer = larger
+        if num_written < length:
+            buffer[num_written:length] = torch.tensor(values[num_written:length], dtype=buffer.dtype)
+            num_written = length
+        self._mirrors[column] = (buffer, num_written)
+        return buffer[:length]
+
+
+class TurnNode:
+    """One turn, stored as what it adds to its parent; immutable.
+
+    Its prompt is the first `num_kept_tokens` of its parent's tokens, then `context_ids`. Branches are nodes with the
+    same parent: best-of-n from the middle, sub-agents, compaction (which keeps little), siblings of one prompt.
+
+    Raises:
+        ValueError: when log-probs or versions are missing or not one a completion token, or when more tokens are
+            kept than the parent has.
+
+    Example:
+        >>> root = TurnNode(None, 0, [1, 2], [3], [-0.1], [0])
+        >>> left, right = (TurnNode(root, 3, [9], [token], [-0.2], [0]) for token in (4, 5))
+        >>> left.token_ids(), right.token_ids()
+        ([1, 2, 3, 9, 4], [1, 2, 3, 9, 5])
+    """
+
+    __slots__ = (
+        "_columns", "_start", "fork_threshold_tokens", "num_completion_tokens", "num_context_tokens", "num_kept_tokens",
+        "parent",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        parent: TurnNode | None,
+        num_kept_tokens: int,
+        context_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+        fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
+    ) -> None:
+        columns = TokenColumns()
+        columns.append_context(context_ids)
+        columns.append_completion(completion_ids, log_probs=log_probs, versions=versions)
+        self._set(parent, num_kept_tokens, columns, 0, len(completion_ids), fork_threshold_tokens)
+
+    def _set(
+        self,
+        parent: TurnNode | None,
+        num_kept_tokens: int,
+        columns: TokenColumns,
+        start: int,
+        num_completion_tokens: int,
+        fork_threshold_tokens: int,
+    ) -> None:
+        num_parent_tokens = 0 if parent is None else parent.num_tokens
+        if not 0 <= num_kept_tokens <= num_parent_tokens:
+            raise ValueError(f"num_kept_tokens must lie in 0..{num_parent_tokens}, got {num_kept_tokens}.")
+        self.parent, self.num_kept_tokens = parent, num_kept_tokens
+        self.num_context_tokens = len(columns) - start - num_completion_tokens
+        self.num_completion_tokens = num_completion_tokens
+        self.fork_threshold_tokens = fork_threshold_tokens
+        self._columns, self._start = columns, start
+
+    @classmethod
+    def over(
+        cls,
+        parent: TurnNode | None,
+        num_kept_tokens: int,
+        columns: TokenColumns,
+        *,
+        num_completion_tokens: int,
+        fork_threshold_tokens: int,
+    ) -> TurnNode:
+        """A node that ends a row which is being built: its tokens are read there, nothing is copied."""
+        node = cls.__new__(cls)
+        node._set(parent, num_kept_tokens, columns, num_kept_tokens, num_completion_tokens, fork_threshold_tokens)
+        return node
+
+    def own(self) -> None:
+        """Let go of columns that others share, keeping a copy of this turn's tokens alone; nothing else changes."""
+        self._columns, self._start = self.columns(), 0
+
+    def shares(self, columns: TokenColumns) -> bool:
+        """Whether this turn's tokens lie in `columns`."""
+        return self._columns is columns
 
     @property
-    def full_ids(self) -> tuple[int, ...]:
-        """Prompt and completion, [num_prompt_tokens + num_completion_tokens]."""
-        return (*self.prompt_ids, *self.completion_ids)
+    def kind(self) -> ReconciliationKind | None:
+        """What its prompt did to the row of its parent; None for the first turn."""
+        if self.parent is None:
+            return None
+        held, answer = self.parent.num_tokens, self.parent.num_completion_tokens
+        return classify(held, self.num_kept_tokens, answer, fork_threshold_tokens=self.fork_threshold_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion."""
+        return self.num_kept_tokens + self.num_context_tokens + self.num_completion_tokens
+
+    def columns(self, num_completion_tokens: int | None = None) -> TokenColumns:
+        """A copy of what the turn adds: its context, and its completion or the beginning of that."""
+        num_sampled = self.num_completion_tokens if num_completion_tokens is None else num_completion_tokens
+        return self._columns.copy(self._start + self.num_context_tokens + num_sampled, start=self._start)
+
+    @property
+    def context_ids(self) -> list[int]:
+        """[num_context_tokens] what the prompt adds to what it keeps."""
+        return self._columns.token_ids[self._start : self._start + self.num_context_tokens]
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """[num_completion_tokens] what was sampled."""
+        return self._columns.token_ids[self._completion_slice]
+
+    @property
+    def log_probs(self) -> list[float]:
+        """[num_completion_tokens] the sampler's log-probs."""
+        return self._columns.log_probs[self._completion_slice]
+
+    @property
+    def versions(self) -> list[int]:
+        """[num_completion_tokens] policy versions."""
+        return self._columns.versions[self._completion_slice]
+
+    @property
+    def _completion_slice(self) -> slice:
+        start = self._start + self.num_context_tokens
+        return slice(start, start + self.num_completion_tokens)
+
+    def path(self) -> list[TurnNode]:
+        """The turns from the root to this one."""
+        nodes = list(self.ancestors())
+        nodes.reverse()
+        return nodes
+
+    def ancestors(self) -> Iterator[TurnNode]:
+        """This turn, its parent, and so on to the root."""
+        node: TurnNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def token_ids(self) -> list[int]:
+        """Prompt and completion, [num_tokens], put together on demand."""
+        pieces: list[list[int]] = []
+        num_wanted = self.num_tokens
+        for node in self.ancestors():
+            pieces.append(node.columns().token_ids[: max(0, num_wanted - node.num_kept_tokens)])
+            num_wanted = min(num_wanted, node.num_kept_tokens)
+        return [token for piece in reversed(pieces) for token in piece]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Flat, because a chain of parents pickled one inside the other meets the recursion limit.
+        records = [
+            (n.num_kept_tokens, n.context_ids, n.completion_ids, n.log_probs, n.versions, n.fork_threshold_tokens)
+            for n in self.path()
+        ]
+        return _rebuild_path, (records,)
+
+
+def _rebuild_path(records: Sequence[tuple[int, list[int], list[int], list[float], list[int], int]]) -> TurnNode:
+    node: TurnNode | None = None
+    for record in records:
+        node = TurnNode(node, *record)
+    assert node is not None
+    return node
