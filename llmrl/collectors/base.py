@@ -22,6 +22,7 @@ from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.torchrl_names import missing_attribute
+from llmrl.collectors.weights import WeightSenders
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
 
@@ -88,7 +89,7 @@ class BatchCollector:
         self._signal_detector = StallDetector(
             max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
         )
-        self._schemes, self._senders = dict(weight_sync_schemes or {}), dict[str, Any]()
+        self._senders = WeightSenders(weight_sync_schemes or {}, source)
         self.report: CollectionReport | None = None
         """What the collection of the last batch did."""
         self.rollouts: list[Rollout] = []
@@ -278,27 +279,30 @@ class BatchCollector:
         Raises:
             ValueError: without a scheme, or without a model at the first call.
         """
-        if not self._schemes:
-            raise ValueError("update_policy_weights_ needs weight_sync_schemes={'policy': scheme}.")
-        version = 0
-        for name, scheme in self._schemes.items():
-            if name not in self._senders:
-                if policy_or_weights is None:
-                    raise ValueError("the first update_policy_weights_ needs the trainer's model.")
-                self._senders[name] = self._make_sender(scheme, policy_or_weights)
-            version = max(version, self._senders[name].update_weights())
-        self._background.post(self._scheduler.notify)
+        version = max(sender.update_weights() for sender in self._senders.connected(policy_or_weights))
+        self._updated(version)
         return version
 
-    def _make_sender(self, scheme: Any, model: Any) -> Any:
-        from llmrl.weight_sync import get_model_metadata
+    def start_update(self, policy_or_weights: Any = None) -> Future[int]:
+        """As `update_policy_weights_`, but training may go on when this returns, while the engines load a copy.
 
-        if self._source.engine is None:
-            raise ValueError("weight_sync_schemes need an engine that is reached from here: pass engine=.")
-        sender = scheme.create_sender()
-        sender.register_model(model)
-        sender.init_all_workers_group(get_model_metadata(model), self._source.engine)
-        return sender
+        The future has the new policy version, or the error. What cannot be copied first is sent before this returns.
+
+        Raises:
+            ValueError: without a scheme, or without a model at the first call.
+        """
+        updates = [sender.start_update() for sender in self._senders.connected(policy_or_weights)]
+
+        async def finish() -> int:
+            version = max([await asyncio.wrap_future(update) for update in updates])
+            self._updated(version)
+            return version
+
+        return self._background.submit(finish())
+
+    def _updated(self, version: int) -> None:
+        """The engines have the weights of this version."""
+        self._background.post(self._scheduler.notify)
 
     @property
     def policy_version(self) -> int:
@@ -365,9 +369,7 @@ class BatchCollector:
                 self._filler.stop(timeout)
             self._background.close()
             self._source.shutdown()
-        for sender in self._senders.values():
-            sender.shutdown()
-        self._senders = {}
+        self._senders.shutdown()
 
     def async_shutdown(self, timeout: float | None = 10.0) -> None:
         """The same, for a collector that was started in the background."""

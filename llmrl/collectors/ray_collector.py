@@ -115,11 +115,8 @@ class RayLLMCollector(LLMCollector):
         """Tell the collector of one such update."""
         self.set_policy_version(self.policy_version + 1)
 
-    def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
-        """Send the trainer's weights to the engines by the schemes; the new policy version."""
-        version = super().update_policy_weights_(policy_or_weights)
+    def _updated(self, version: int) -> None:
         self.set_policy_version(version)
-        return version
 
 
 def _ahead(arguments: Mapping[str, Any]) -> dict[str, Any]:

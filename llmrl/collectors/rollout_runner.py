@@ -18,7 +18,8 @@ from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
 from llmrl.data.tensordicts import non_tensor, plain
 from llmrl.engines import Completion, EngineError, completion_budget
 from llmrl.engines.stop_strings import StopStringWatch
-from llmrl.policies import LLMWrapperBase
+from llmrl.policies import LLMWrapperBase, answered
+from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric, Score
 from llmrl.transforms.reward import dataset_columns, find_rubric_reward, write_score
 
@@ -125,7 +126,7 @@ class RolloutRunner:
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         held.append(element)
         rollout.columns = rollout.columns or dataset_columns(element)
-        await self._play(element, rollout)
+        await self._play(element, rollout, held)
 
     @staticmethod
     def open(element: TensorDictBase) -> Rollout:
@@ -140,7 +141,7 @@ class RolloutRunner:
             columns=dataset_columns(element),
         )
 
-    async def _play(self, element: TensorDictBase, rollout: Rollout) -> None:
+    async def _play(self, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]) -> None:
         if self._is_scored_here:
             element.set(("rollout", "is_scored_later"), non_tensor(True))
         while True:
@@ -153,22 +154,22 @@ class RolloutRunner:
             if conversation.num_tokens > self.max_prompt_tokens:
                 return self._end(rollout, StopReason.PROMPT_TOO_LONG)
             completion = await self._complete(conversation.prompt_ids, rollout)
-            self.policy.respond(element, conversation, completion)
-            self._count_turn(element, completion, rollout)
+            conversation = answered(conversation, completion)
+            self.policy.write_turn(element, conversation, completion, is_read=self.stepper.are_turns_read)
+            self._count_turn(conversation, completion, rollout)
             element.set(("rollout", "reason"), non_tensor(rollout.reason))
             try:
-                stepped, root = await self.stepper.step(element)
+                stepped, element = await self.stepper.step(element)
             except Exception as error:
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
             error_text = plain(stepped.get(("next", "env_error"), ""))
             if error_text:
                 rollout.traceback = plain(stepped.get(("next", "env_traceback"), ""))
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
+            held[:] = [element]
             if self._settle(rollout, stepped):
                 return None
-            element = root
-            if not self.stepper.keep_steps:
-                element.pop("next", None)
+            del stepped  # nothing of the turn is kept while the engine answers
 
     async def _complete(self, prompt_ids: list[int], rollout: Rollout) -> Completion:
         """One completion, whatever becomes of its requests.
@@ -214,9 +215,8 @@ class RolloutRunner:
                 break
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _count_turn(self, element: TensorDictBase, completion: Completion, rollout: Rollout) -> None:
+    def _count_turn(self, conversation: Conversation, completion: Completion, rollout: Rollout) -> None:
         rollout.num_turns += 1
-        conversation = plain(element.get("conversation"))
         rollout.conversation, rollout.messages = conversation, conversation.messages
         rollout.num_completion_tokens += len(completion.token_ids)
         if completion.finish_reason == "length":

@@ -7,15 +7,16 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
 
 from llmrl._utils.failure import as_exception
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import WorkerThread, run_in_thread
+from llmrl.data.tensordicts import tensordict_of
 from llmrl.envs import ChatEnv
 from llmrl.envs.dataset import Drawn
-from llmrl.transforms import environment_parts
+from llmrl.transforms import environment_parts, is_ours, reads_turns
 
 logger = logging.getLogger("llmrl")
 
@@ -35,8 +36,9 @@ class EnvStepper:
     and the event loop goes on serving the engine. The environment must not be batch-locked.
 
     What is slow in a step (tools, services) an environment or a transform does in `async def before_step(element)`,
-    for one conversation: it is awaited on a loop of its own, all conversations in parallel, before the batched step.
-    So is `async def before_reset(drawn)` of a dataset's environment, which gives what `reset` is called with.
+    for one conversation: it is awaited, all conversations in parallel, before the batched step. So is
+    `async def before_reset(drawn)` of a dataset's environment, which gives what `reset` is called with. Those of users
+    run on a loop of their own, where they may block; those of ours only wait for loops on which users' code runs.
     `release(element)` tells of a conversation's end, in a thread of its own.
 
     Whatever escapes from any of these is an exception of the conversation that it was called for.
@@ -45,7 +47,7 @@ class EnvStepper:
         env: a `ChatEnv` or a transformed one, without a fixed batch size.
         timeout_seconds: limit of one step, its `before_step` and its batched part each; past it the step fails and
             a fresh thread takes over. Of `before_reset`, and of `release` (30 s where there is none), too.
-        keep_steps: whether a stepped conversation stays as it is, because somebody keeps it.
+        keep_steps: whether stepped conversations are kept, and read, by somebody.
 
     Raises:
         ValueError: when the environment is batch-locked.
@@ -58,13 +60,15 @@ class EnvStepper:
                 "build the environment without batch_size."
             )
         self.env, self.timeout_seconds, self.keep_steps = env, timeout_seconds, keep_steps
+        self.are_turns_read = keep_steps or reads_turns(env)
+        """Whether somebody may read the tensors of a turn while it is stepped, or afterwards."""
         self._before_reset = next(iter(_parts(env, "before_reset")), None)
         self._slow_parts = _parts(env, "before_step")
         self._releases = [
             release for release in _parts(env, "release") if getattr(release, "__func__", None) is not ChatEnv.release
         ]
         self.slow_loop = ReplaceableLoop("llmrl-slow-steps")
-        """Where slow steps run."""
+        """Where slow steps of users' classes run."""
         self._waiting: list[tuple[TensorDictBase, asyncio.Future[Any]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._thread = WorkerThread("llmrl-env")
@@ -94,25 +98,33 @@ class EnvStepper:
         if isinstance(opening, Exception):
             raise opening
         assert self._before_reset is not None
-        opened = await self._before(self._before_reset(opening))
+        opened = await self._before(self._before_reset, opening)
         try:
             return await self.call(self.env.reset, opened)
         except BaseException:
             await self.release(opened)
             raise
 
-    async def _before(self, slow_part: Coroutine[Any, Any, Any]) -> Any:
-        return await self.slow_loop.wait(slow_part, self.timeout_seconds)
+    async def _before(self, slow_part: Callable[[Any], Coroutine[Any, Any, Any]], argument: Any) -> Any:
+        if not is_ours(slow_part.__self__):  # type: ignore[attr-defined]
+            return await self.slow_loop.wait(slow_part(argument), self.timeout_seconds)
+        try:
+            async with asyncio.timeout(self.timeout_seconds) as limit:
+                return await slow_part(argument)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"it took more than {self.timeout_seconds:g} s.") from None
 
     async def step(self, element: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Step one conversation: it with its `next`, and the root of its next turn (the same object, unless kept).
+        """Step one conversation: it with its `next`, and the root of its next turn.
 
         Raises:
             Exception: whatever the environment raised for this conversation, as by `as_exception`.
             TimeoutError: when the step took too long.
         """
         for before_step in self._slow_parts:
-            await self._before(before_step(element))
+            await self._before(before_step, element)
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((element, future))
         if self._worker is None or self._worker.done():
@@ -174,18 +186,11 @@ class EnvStepper:
         except BaseException as error:
             return as_exception(error)
 
-    def _next_root(self, element: TensorDictBase) -> TensorDictBase:
-        """What `step_mdp` gives, without rebuilding what nobody keeps."""
-        following = element.get("next")
-        changes = {key: value for key, value in following.items() if key != "reward"}
-        if not self.keep_steps:
-            for key in _TURN_KEYS - {"next"}:
-                element.pop(key, None)  # less for the garbage collector to walk through while the engine answers
-            for key, value in changes.items():
-                element.set(key, value)
-            return element
-        kept = {key: value for key, value in element.items() if key not in _TURN_KEYS and key not in changes}
-        return TensorDict({**kept, **changes}, batch_size=())
+    @staticmethod
+    def _next_root(element: TensorDictBase) -> TensorDictBase:
+        """What `step_mdp` gives, as an object of its own: entries are taken over, and not checked again."""
+        root = {key: value for key, value in element.items() if key not in _TURN_KEYS}
+        return tensordict_of(root | {key: value for key, value in element.get("next").items() if key != "reward"})
 
     def shutdown(self) -> None:
         """Let the environment's threads end."""

@@ -39,6 +39,8 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         ([[1, 2, 3]], torch.Size([1, 1]))
     """
 
+    reads_turns = True
+
     def __init__(
         self,
         vocab_size: int | None = None,

@@ -40,6 +40,7 @@ class LLMEnv(KnownArguments, EnvBase):
         '7 + 8 = 15'
     """
 
+    reads_turns = True
     explained_arguments = ENV_ARGUMENTS
 
     def __init__(

@@ -17,8 +17,8 @@ from llmrl._utils.failure import describe, traceback_of
 from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.types import Row
-from llmrl.data import History, Message, check_messages
-from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
+from llmrl.data import ChatHistory, History, Message, check_messages
+from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.envs.dataset import DatasetChatEnv, Drawn
 
 
@@ -207,23 +207,27 @@ class MessageChatEnv(DatasetChatEnv):
             step = super()._step(element)
             failed = isinstance(answer, BaseException)
             # A failure ends this conversation alone; the others of the batch go on.
-            step.set("env_error", non_tensor(describe(answer) if failed else ""))
-            step.set("env_traceback", non_tensor(traceback_of(answer) if failed else ""))
-            step.set("env_info", non_tensor(None if failed else dict(answer.info) or None))
+            entries: dict[str, Any] = {
+                "env_error": non_tensor(describe(answer) if failed else ""),
+                "env_traceback": non_tensor(traceback_of(answer) if failed else ""),
+                "env_info": non_tensor(None if failed else dict(answer.info) or None),
+            }
             if not failed:
-                self._write(step, answer)
-            steps.append(step)
+                entries |= self._written(step.get(("history", "prompt")), answer)
+            steps.append(tensordict_of({**dict(step.items()), **entries}))
         return restacked(steps, tensordict.batch_size)
 
     @staticmethod
-    def _write(step: TensorDictBase, answer: MessageStep) -> None:
-        prompt: History = step.get(("history", "prompt"))
-        if answer.messages:
-            step.set(("history", "prompt"), prompt.extend(answer.messages))
-        step.set("reward", torch.full((1, 1), float(answer.reward)))
+    def _written(prompt: History, answer: MessageStep) -> dict[str, Any]:
         is_cut = answer.is_truncated and not answer.is_done
-        for key, value in (("terminated", answer.is_done), ("truncated", is_cut), ("done", answer.is_done or is_cut)):
-            step.set(key, torch.full((1,), bool(value)))
+        flags = {"terminated": answer.is_done, "truncated": is_cut, "done": answer.is_done or is_cut}
+        return {
+            "history": container_of(
+                ChatHistory, {"prompt": prompt.extend(answer.messages) if answer.messages else prompt}
+            ),
+            "reward": torch.full((1, 1), float(answer.reward)),
+            **{key: torch.full((1,), bool(value)) for key, value in flags.items()},
+        }
 
     def release(self, element: TensorDictBase) -> None:
         """Close the environment of a conversation that has ended, and wait for that.

@@ -136,7 +136,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         completion = await self.engine.generate(
             conversation.prompt_ids, sampling, request_id=request_id, routing_key=routing_key
         )
-        return self.respond(element, conversation, completion)
+        return self.write_turn(element, answered(conversation, completion), completion)
 
     def prepare(self, element: TensorDictBase) -> Conversation:
         """The conversation of `element`, its prompt rendered, ready for the engine."""
@@ -153,37 +153,54 @@ class LLMWrapperBase(TensorDictModuleBase):
             return conversation.with_prompt_ids(self.renderer.encode(plain(prompt)))
         return conversation.with_prompt_ids(prompt.tolist())
 
-    def respond(self, element: TensorDictBase, conversation: Conversation, completion: Completion) -> TensorDictBase:
-        """Write a completion into `element`: tokens, log-probs, masks, versions, and the response."""
-        num_prompt_tokens = conversation.num_tokens
-        conversation = conversation.with_completion(
-            completion.token_ids, log_probs=completion.log_probs, versions=completion.versions
-        )
-        token_ids = conversation.tensor_view("token_ids")
-        log_probs = conversation.tensor_view("log_probs")
-        versions = conversation.tensor_view("versions")
-        loss_mask = conversation.tensor_view("loss_mask")
+    def write_turn(
+        self, element: TensorDictBase, conversation: Conversation, completion: Completion, *, is_read: bool = True
+    ) -> TensorDictBase:
+        """Write an answered conversation into `element`: the history or text with its response, and what was sampled.
+
+        Args:
+            element: one conversation, batch shape `[]`.
+            conversation: with `completion` as its last turn.
+            completion: the engine's.
+            is_read: whether anybody may read the turn's tensors, its response and its finish reason. Where nobody does,
+                they are left out: training rows are made from the conversation.
+        """
         element.set("conversation", non_tensor(conversation))
-        element.set("finish_reason", non_tensor(completion.finish_reason))
-        spans = {"prompt": slice(num_prompt_tokens), "response": slice(num_prompt_tokens, None), "full": slice(None)}
-        element.set("tokens", container_of(Tokens, {name: token_ids[span] for name, span in spans.items()}))
-        element.set(
-            "log_probs", container_of(LogProbs, {name: log_probs[spans[name]] for name in ("response", "full")})
-        )
-        masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
-        element.set("masks", container_of(Masks, masks))
-        element.set("policy_versions", tensordict_of({"full": versions}))
+        if is_read or self.input_mode == "tokens":
+            _write_tensors(element, conversation)
+            element.set("finish_reason", non_tensor(completion.finish_reason))
         if self.input_mode == "history":
             prompt: History = element.get(("history", "prompt"))
             assert conversation.last is not None
             message = conversation.last.message
-            response = History.from_chats([message], check=False)
-            full = History.from_chats((*prompt.chats, message), check=False)
-            history = container_of(ChatHistory, {"prompt": prompt, "response": response, "full": full})
-            element.set("history", history)
+            histories = {"prompt": prompt, "full": History.from_chats((*prompt.chats, message), check=False)}
+            if is_read:
+                histories["response"] = History.from_chats([message], check=False)
+            element.set("history", container_of(ChatHistory, histories))
         elif self.input_mode == "text":
             assert self.renderer is not None
             text_prompt = plain(element.get(("text", "prompt")))
             text_response = self.renderer.decode(completion.token_ids)
             element.set("text", Text(prompt=text_prompt, response=text_response, full=text_prompt + text_response))
         return element
+
+
+def answered(conversation: Conversation, completion: Completion) -> Conversation:
+    """The conversation after its prompt was completed so."""
+    return conversation.with_completion(
+        completion.token_ids, log_probs=completion.log_probs, versions=completion.versions
+    )
+
+
+def _write_tensors(element: TensorDictBase, conversation: Conversation) -> None:
+    """Write the tokens of the last turn with their log-probs, masks and versions, as views of the conversation's."""
+    assert conversation.node is not None
+    split = conversation.num_tokens - conversation.node.num_completion_tokens
+    token_ids, log_probs = conversation.tensor_view("token_ids"), conversation.tensor_view("log_probs")
+    loss_mask, versions = conversation.tensor_view("loss_mask"), conversation.tensor_view("versions")
+    tokens = {"prompt": token_ids[:split], "response": token_ids[split:], "full": token_ids}
+    masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
+    element.set("tokens", container_of(Tokens, tokens))
+    element.set("log_probs", container_of(LogProbs, {"response": log_probs[split:], "full": log_probs}))
+    element.set("masks", container_of(Masks, masks))
+    element.set("policy_versions", tensordict_of({"full": versions}))

@@ -159,9 +159,14 @@ class PythonInterpreter(ToolTransform):
         if result.reason == "timeout":
             self.counts["timeouts"] += 1
 
+    async def _start(self) -> None:
+        _ = self.executor  # which takes a moment
+
     async def _execute(self, code: str, conversation_id: str) -> PythonResult:
         session = conversation_id if self.persistent else None
         if self._remote is None:
+            if self._executor is None:
+                await self._loops.wait(self._start())
             return await self.executor.run(code, session=session, timeout=self.timeout)
         try:
             answer = await self._remote.execute.remote(code, session, self.timeout)

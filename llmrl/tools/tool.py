@@ -42,7 +42,7 @@ class Tool:
     release: Callable[[str], None] | None = None
     """Called with the id of a conversation that has ended, if the tool keeps anything for it."""
     keeps_time: bool = False
-    """Whether it ends by itself when it takes too long."""
+    """Whether it ends by itself when it takes too long, and blocks no thread: it is awaited where it is called."""
 
     @property
     def schema(self) -> ToolSchema:

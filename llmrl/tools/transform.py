@@ -242,7 +242,8 @@ class ToolTransform(Transform):
             if not isinstance(arguments, dict):
                 raise InvalidArguments(f"the arguments must be an object, got {arguments!r:.200}")
             async with asyncio.timeout(None if tool.keeps_time else self.timeout) as limit:
-                return as_text(await self._loops.wait(_run(tool, arguments, session.id), on=self._home))
+                run = _run(tool, arguments, session.id)
+                return await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
         except TimeoutError as error:
             self.counts["failures"] += 1
             self.counts["timeouts"] += 1
@@ -281,8 +282,8 @@ class ToolTransform(Transform):
         return message
 
 
-async def _run(tool: Tool, arguments: dict[str, Any], conversation_id: str) -> Any:
-    return await tool.run(arguments, conversation_id)
+async def _run(tool: Tool, arguments: dict[str, Any], conversation_id: str) -> str:
+    return as_text(await tool.run(arguments, conversation_id))
 
 
 def _turn(element: TensorDictBase) -> int:

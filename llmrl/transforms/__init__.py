@@ -10,7 +10,7 @@ from llmrl.tools import (
 )
 from llmrl.transforms.incremental_tokenizer import IncrementalTokenizer
 from llmrl.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
-from llmrl.transforms.parts import environment_parts
+from llmrl.transforms.parts import environment_parts, is_ours, reads_turns
 from llmrl.transforms.policy_version import PolicyVersion
 from llmrl.transforms.reward import RubricReward, dataset_columns, find_rubric_reward, write_score
 from llmrl.transforms.template import TemplateTransform
@@ -37,5 +37,7 @@ __all__ = [
     "dataset_columns",
     "environment_parts",
     "find_rubric_reward",
+    "is_ours",
+    "reads_turns",
     "write_score",
 ]

@@ -59,6 +59,7 @@ class RetrieveLogProb(KnownArguments, Transform):
     """
 
     explained_arguments = _EXPLAINED
+    reads_turns = True
 
     def __init__(
         self,
@@ -142,6 +143,7 @@ class KLComputation(KnownArguments, Transform):
     """
 
     explained_arguments = _EXPLAINED
+    reads_turns = True
 
     def __init__(
         self,

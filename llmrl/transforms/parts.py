@@ -22,6 +22,26 @@ def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
     return [env]
 
 
+def reads_turns(env: EnvBase) -> bool:
+    """Whether a part of an environment may read a turn's tensors: its tokens, log-probs, masks and policy versions.
+
+    Parts of ours that do have an attribute `reads_turns`. Of anybody else's nobody knows, so they count as reading.
+
+    Example:
+        >>> from llmrl.envs import ChatEnv
+        >>> from torchrl.envs import StepCounter
+        >>> reads_turns(ChatEnv()), reads_turns(ChatEnv().append_transform(StepCounter()))
+        (False, True)
+    """
+    parts = (part for part in environment_parts(env) if type(part) is not Compose)
+    return any(getattr(part, "reads_turns", not is_ours(part)) for part in parts)
+
+
+def is_ours(part: EnvBase | Transform) -> bool:
+    """Whether a part of an environment is of a class of this library, not of a user's that derives from one."""
+    return type(part).__module__.startswith("llmrl.")
+
+
 def environment_around(container: EnvBase | Transform | None) -> EnvBase | None:
     """Return the environment that a transform's container is, or is in; None while it is in none."""
     while isinstance(container, Transform):

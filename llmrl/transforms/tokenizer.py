@@ -48,6 +48,7 @@ class Tokenizer(KnownArguments, Transform):
         tensor([ 72, 105])
     """
 
+    reads_turns = True
     explained_arguments: Mapping[str, str] = {
         "padding": _RAGGED,
         "max_length": _RAGGED,
