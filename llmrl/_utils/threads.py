@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class WorkerThread:
-    """A thread that calls functions one after another.
+    """A thread that calls functions one after another; it begins with the first call.
 
     Example:
         >>> async def main():
@@ -32,7 +32,7 @@ class WorkerThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
-        self._begin()
+        self._is_left: threading.Event | None = None
 
     def _begin(self) -> None:
         self._is_left = threading.Event()
@@ -41,7 +41,8 @@ class WorkerThread:
 
     def leave_behind(self) -> None:
         """Go on in another thread, also with what waits: what this one does cannot be interrupted."""
-        self._is_left.set()
+        if self._is_left is not None:
+            self._is_left.set()
         self._begin()
 
     async def call(
@@ -56,6 +57,8 @@ class WorkerThread:
         Raises:
             Exception: whatever it raised, as by `as_exception`.
         """
+        if self._is_left is None:
+            self._begin()
         call = _Call(lambda: function(*arguments, **keywords))
         self._calls.put(call)
         return await call.future
