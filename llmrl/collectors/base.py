@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -95,7 +95,7 @@ class BatchCollector:
         self.rollouts: list[Rollout] = []
         """Records of the last batch's rollouts, those dropped since the batch before included."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise missing_attribute(self, name)
 
     # Batches
@@ -266,7 +266,7 @@ class BatchCollector:
         finally:
             self._background.post(self._scheduler.resume)
 
-    def _not_writing(self) -> contextlib.AbstractContextManager[Any]:
+    def _not_writing(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._filler is None else self._filler.lock
 
     # Weights
@@ -375,14 +375,14 @@ class BatchCollector:
         """The same, for a collector that was started in the background."""
         self.shutdown(timeout)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
 
-def _check_group_size(transform: Any, dataset_env: DatasetChatEnv | DataLoadingPrimer | None) -> None:
+def _check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | None) -> None:
     """Refuse advantages (`MCAdvantage`) of groups of another size than those that the environment draws."""
     for part in getattr(transform, "transforms", [transform]):
         size = getattr(part, "sampled_group_size", None)

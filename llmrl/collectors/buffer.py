@@ -30,7 +30,7 @@ class BufferFiller:
         [1, 2, 3]
     """
 
-    def __init__(self, next_batch: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+    def __init__(self, next_batch: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self._next_batch, self._write = next_batch, write
         self.lock = threading.RLock()
         """Held while a batch is written."""

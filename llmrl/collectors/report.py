@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tensordict import TensorDictBase
 
@@ -122,7 +121,7 @@ class Collected:
         self.staleness += delivery.staleness
         self.seconds += seconds
 
-    def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: Any) -> list[Dropped]:
+    def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: object) -> list[Dropped]:
         """Count as dropped what of these delivered groups is not in their batch, and give it with the reason.
 
         A batch of its author's own, without ids, does not say what is in it.
@@ -145,6 +144,6 @@ class Collected:
         return CollectionReport.of(self.rollouts, seconds=self.seconds, dropped=self.dropped, staleness=self.staleness)
 
 
-def is_empty(batch: Any) -> bool:
+def is_empty(batch: object) -> bool:
     """Whether there is no row in what is to be a batch."""
     return batch is None or (isinstance(batch, TensorDictBase) and not batch.batch_size.numel())

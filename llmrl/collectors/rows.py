@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
@@ -77,7 +76,7 @@ def _live_keys(step: TensorDictBase, prefix: tuple[str, ...] = ()) -> list[tuple
     return keys
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

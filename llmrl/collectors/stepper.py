@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase, lazy_stack
@@ -19,6 +19,9 @@ from llmrl.envs.dataset import Drawn
 from llmrl.transforms import environment_parts, is_ours, reads_turns
 
 logger = logging.getLogger("llmrl")
+
+Stepped: TypeAlias = tuple[TensorDictBase, TensorDictBase]
+"""A stepped conversation, and the root of its next turn."""
 
 _RELEASE_SECONDS = 30.0
 
@@ -69,7 +72,7 @@ class EnvStepper:
         ]
         self.slow_loop = ReplaceableLoop("llmrl-slow-steps")
         """Where slow steps of users' classes run."""
-        self._waiting: list[tuple[TensorDictBase, asyncio.Future[Any]]] = []
+        self._waiting: list[tuple[TensorDictBase, asyncio.Future[Stepped]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._thread = WorkerThread("llmrl-env")
 
@@ -116,7 +119,7 @@ class EnvStepper:
                 raise
             raise TimeoutError(f"it took more than {self.timeout_seconds:g} s.") from None
 
-    async def step(self, element: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    async def step(self, element: TensorDictBase) -> Stepped:
         """Step one conversation: it with its `next`, and the root of its next turn.
 
         Raises:
@@ -145,6 +148,7 @@ class EnvStepper:
         await asyncio.sleep(0)
         while self._waiting:
             batch, self._waiting = self._waiting, []
+            results: Sequence[Stepped | Exception]
             try:
                 results = await self._step_within_time([element for element, _ in batch])
             except Exception as error:
@@ -157,7 +161,7 @@ class EnvStepper:
                 else:
                     future.set_result(result)
 
-    async def _step_within_time(self, elements: list[TensorDictBase]) -> list[Any]:
+    async def _step_within_time(self, elements: list[TensorDictBase]) -> list[Stepped | Exception]:
         try:
             return await asyncio.wait_for(self.call(self._step_batch, elements), self.timeout_seconds)
         except TimeoutError:
@@ -166,7 +170,7 @@ class EnvStepper:
             error = TimeoutError(f"the environment's step took more than {self.timeout_seconds} s.")
             return [error] * len(elements)
 
-    def _step_batch(self, elements: list[TensorDictBase]) -> list[Any]:
+    def _step_batch(self, elements: list[TensorDictBase]) -> list[Stepped | Exception]:
         if len(elements) == 1:
             return [self._step_one(elements[0])]
         for element in elements:
@@ -178,7 +182,7 @@ class EnvStepper:
             return [self._step_one(element) for element in elements]
         return [(element, self._next_root(element)) for element in elements]
 
-    def _step_one(self, element: TensorDictBase) -> Any:
+    def _step_one(self, element: TensorDictBase) -> Stepped | Exception:
         try:
             element.pop("next", None)
             self.env.step(element)

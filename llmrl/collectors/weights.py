@@ -10,7 +10,7 @@ class HasEngine(Protocol):
     """What reaches the engines."""
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> object:
         """What weights are sent to; None where it is not reached from here."""
         ...
 

@@ -87,7 +87,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             stop_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids)))
             sampling = sampling.with_changes(stop_token_ids=stop_token_ids)
         self.sampling = sampling
-        self.conversation_mode: Any = conversation_mode
+        self.conversation_mode = conversation_mode
         self.fork_threshold_tokens = fork_threshold_tokens
         self.in_keys = [(input_mode, "prompt")]
         self.out_keys = [

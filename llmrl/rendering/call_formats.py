@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from llmrl.data import MalformedToolCall, ToolSchema
 from llmrl.rendering.tool_calls import (
     UNREADABLE,
+    Arguments,
+    Json,
     ParsedCalls,
+    ToolCall,
     check_call,
     finish,
     make_tool_call,
@@ -21,11 +23,11 @@ from llmrl.rendering.tool_calls import (
 )
 
 
-def _json_call(name: str, arguments: Mapping[str, Any]) -> str:
+def _json_call(name: str, arguments: Arguments) -> str:
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-def _tagged(name: str, arguments: Mapping[str, Any]) -> str:
+def _tagged(name: str, arguments: Arguments) -> str:
     return f"<tool_call>\n{_json_call(name, arguments)}\n</tool_call>"
 
 
@@ -61,7 +63,7 @@ def parse_glm(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return _between(text, "<tool_call>", "</tool_call>", lambda body: [_read_glm_call(body, tools)])
 
 
-def _lines_of_name_and_json(name: str, arguments: Mapping[str, Any]) -> str:
+def _lines_of_name_and_json(name: str, arguments: Arguments) -> str:
     return f"{name}\n{json.dumps(arguments, ensure_ascii=False)}"
 
 
@@ -75,7 +77,7 @@ def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
         >>> parse_glm4('add\n{"a": 1}').tool_calls[0]["function"]
         {'name': 'add', 'arguments': {'a': 1}}
     """
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     position, start = 0, re.compile(r"\s*(?:<\|assistant\|>)?\s*([A-Za-z_][\w.-]*)[^\S\n]*\n\s*(?=\{)")
     while begun := start.match(text, position):
         try:
@@ -95,7 +97,7 @@ def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 def parse_mistral(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """`[TOOL_CALLS]` before a JSON list of calls, or before each `NAME[ARGS]{...}`."""
     content, *pieces = text.split("[TOOL_CALLS]")
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     malformed: list[MalformedToolCall] = []
     for piece in pieces:
         try:
@@ -112,7 +114,7 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCall
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not is_tagged and not re.match(r'\{\s*"(name|type|parameters|function)"\s*:', body):
         return ParsedCalls(text)
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     decoder, position = json.JSONDecoder(), 0
     try:
         while position < len(body):
@@ -144,7 +146,7 @@ def parse_pythonic(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return finish("", calls, [])
 
 
-def _pythonic_in_marks(name: str, arguments: Mapping[str, Any]) -> str:
+def _pythonic_in_marks(name: str, arguments: Arguments) -> str:
     written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     return f"<|tool_call_start|>[{name}({written})]<|tool_call_end|>"
 
@@ -153,7 +155,7 @@ def _pythonic_in_marks(name: str, arguments: Mapping[str, Any]) -> str:
 def parse_lfm2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """`<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`, or a JSON list of calls between these marks."""
 
-    def read(body: str) -> list[dict[str, Any]]:
+    def read(body: str) -> list[ToolCall]:
         body = body.strip()
         return _read_json_list(body) if re.match(r"\[?\s*\{", body) else _read_pythonic_list(body)
 
@@ -193,7 +195,7 @@ def parse_fenced(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
         >>> parse_fenced(text).tool_calls[0]["function"]["name"]
         'add'
     """
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     malformed: list[MalformedToolCall] = []
 
     def read(block: re.Match[str]) -> str:
@@ -227,10 +229,10 @@ _register_json_between_marks("phi4", "<|tool_call|>", "<|/tool_call|>")
 _register_json_between_marks("granite", "<|tool_call|>", "")
 
 
-def _between(text: str, opening: str, closing: str, read: Callable[[str], list[dict[str, Any]]]) -> ParsedCalls:
+def _between(text: str, opening: str, closing: str, read: Callable[[str], list[ToolCall]]) -> ParsedCalls:
     """What `read` finds between each pair of marks; the rest is content."""
     content: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     malformed: list[MalformedToolCall] = []
     position = 0
     while (start := text.find(opening, position)) >= 0:
@@ -250,12 +252,12 @@ def _between(text: str, opening: str, closing: str, read: Callable[[str], list[d
     return finish("".join(content), calls, malformed)
 
 
-def _read_json_list(body: str) -> list[dict[str, Any]]:
+def _read_json_list(body: str) -> list[ToolCall]:
     value = json.loads(body)
     return [check_call(each) for each in (value if isinstance(value, list) else [value])]
 
 
-def _read_xml_call(body: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
+def _read_xml_call(body: str, tools: Sequence[ToolSchema]) -> ToolCall:
     function = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", body, re.DOTALL)
     if function is None:
         raise ValueError("<function=NAME>...</function> is expected")
@@ -263,7 +265,7 @@ def _read_xml_call(body: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
     return make_tool_call(function[1], {key: read_value(text, function[1], key, tools) for key, text in written})
 
 
-def _read_glm_call(body: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
+def _read_glm_call(body: str, tools: Sequence[ToolSchema]) -> ToolCall:
     name, *_ = body.split("<arg_key>", 1)
     name = name.strip()
     if not re.fullmatch(r"[\w.-]+", name):
@@ -275,7 +277,7 @@ def _read_glm_call(body: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
     return make_tool_call(name, {key: read_value(text, name, key, tools) for key, text in written})
 
 
-def _read_mistral_piece(piece: str, num_before: int) -> list[dict[str, Any]]:
+def _read_mistral_piece(piece: str, num_before: int) -> list[ToolCall]:
     named = re.match(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\s*\{)", piece)
     if named is not None:
         value = {"name": named[1], "arguments": json.loads(piece[named.end() :]), "id": named[2]}
@@ -288,14 +290,14 @@ def _read_mistral_piece(piece: str, num_before: int) -> list[dict[str, Any]]:
     return [check_call(value, default_id=f"call{num_before + index:05d}") for index, value in enumerate(values)]
 
 
-def _read_pythonic_list(body: str) -> list[dict[str, Any]]:
+def _read_pythonic_list(body: str) -> list[ToolCall]:
     tree = ast.parse(body, mode="eval").body
     if not isinstance(tree, ast.List):
         raise ValueError("a list of calls is expected")
     return [_read_pythonic_call(node) for node in tree.elts]
 
 
-def _read_pythonic_call(node: ast.expr) -> dict[str, Any]:
+def _read_pythonic_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("calls with keyword arguments are expected")
     arguments = {}
@@ -314,7 +316,7 @@ class _JSONConstants(ast.NodeTransformer):
         return ast.Constant(constants[node.id]) if node.id in constants else node
 
 
-def _read_gemma4_call(body: str) -> dict[str, Any]:
+def _read_gemma4_call(body: str) -> ToolCall:
     begun = re.match(r"\s*call:([\w.-]+)(?=\{)", body)
     if begun is None:
         raise ValueError("call:NAME{...} is expected")
@@ -327,7 +329,7 @@ def _read_gemma4_call(body: str) -> dict[str, Any]:
 _QUOTE = '<|"|>'
 
 
-def _read_gemma4_value(text: str, position: int) -> tuple[Any, int]:
+def _read_gemma4_value(text: str, position: int) -> tuple[Json, int]:
     """A value and where it ends: texts between quotation marks of their own, keys bare or between these."""
     position = _skip_space(text, position)
     if text.startswith(_QUOTE, position):
@@ -368,7 +370,7 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def _read_deepseek_call(body: str) -> dict[str, Any]:
+def _read_deepseek_call(body: str) -> ToolCall:
     name, separator, written = body.partition("<｜tool▁sep｜>")
     if not separator:
         raise ValueError("<｜tool▁sep｜> is expected after the name")

@@ -10,6 +10,7 @@ from llmrl.rendering.base import Renderer
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
 from llmrl.rendering.results import name_results
 from llmrl.rendering.rows import Reconciliation, count_turns, open_row, reconcile
+from llmrl.rendering.tool_calls import ToolCall
 from llmrl.rendering.turn import Column, TokenBuffer, TurnNode
 
 if TYPE_CHECKING:
@@ -106,16 +107,16 @@ class Conversation:
         )
 
     @classmethod
-    def _make(cls, **values: Any) -> Conversation:
+    def _make(cls, **values: object) -> Conversation:
         conversation = cls.__new__(cls)
         for name, value in values.items():
             object.__setattr__(conversation, name, value)
         return conversation
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Conversation does not change; with_prompt and with_completion return the next one.")
 
-    def _with(self, **changes: Any) -> Conversation:
+    def _with(self, **changes: object) -> Conversation:
         return self._make(**{name: changes.get(name, getattr(self, name)) for name in self.__slots__})
 
     # Prompts
@@ -296,7 +297,7 @@ class Conversation:
         """How those rows came about, without making them: clean, realigned and forked turns, realigned tokens."""
         return count_turns(self.node)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         # What travels is cloned to its own size: the turns, and the context of a prompt that waits.
         pending = None
         if self._before is not None:
@@ -315,9 +316,11 @@ class Conversation:
         )
 
 
-def _rebuild(
-    state: tuple[Any, ...], node: TurnNode | None, pending: tuple[int, list[int], Any, Any] | None
-) -> Conversation:
+# Of a prompt that waits: how many tokens it keeps, its context, and the messages and tools before it.
+_Pending = tuple[int, list[int], tuple[Message, ...], tuple[ToolSchema, ...] | None]
+
+
+def _rebuild(state: tuple[Any, ...], node: TurnNode | None, pending: _Pending | None) -> Conversation:
     renderer, mode, fork_threshold_tokens, messages, tools, last = state
     conversation = Conversation.start(renderer, mode=mode, fork_threshold_tokens=fork_threshold_tokens)
     if node is not None:
@@ -337,12 +340,12 @@ def _starts_with(messages: tuple[Message, ...], held: tuple[Message, ...]) -> bo
     return all(a is b or _meaning(a) == _meaning(b) for a, b in zip(messages, held, strict=False))
 
 
-def _reading(message: Message) -> tuple[str, str, list[Any]]:
+def _reading(message: Message) -> tuple[str, str, list[ToolCall]]:
     """What a message says, thinks and calls, however it is laid out."""
     content, reasoning = ((message.get(key) or "").strip() for key in ("content", "reasoning_content"))
     return content, reasoning, [call["function"] for call in message.get("tool_calls") or ()]
 
 
-def _meaning(message: Message) -> dict[str, Any]:
+def _meaning(message: Message) -> Message:
     """A message without what says nothing: None, empty text and empty lists count as absent."""
     return {key: value for key, value in message.items() if value is not None and value != [] and value != ""}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from llmrl.data import Message
+from llmrl.data import Message, ToolSchema
 from llmrl.rendering.base import Ending, ProbedRenderer, RenderingError
 from llmrl.rendering.reasoning import CLOSING
 from llmrl.rendering.results import TOOL_ROLES
-from llmrl.rendering.tool_calls import ToolCallParser
+from llmrl.rendering.tool_calls import Arguments, ToolCallParser
 
 ANSWER = "Xq7AnswerMarkXq7"
 _REASONING = "Xq7ReasoningMarkXq7"
@@ -25,7 +24,7 @@ _ORPHAN_RESULT: Message = {"role": "tool", "content": _RESULT}
 # What a call is to be read back with: a text that looks like a number, and the mark, which comes last, also in the
 # alphabet, by which some templates order them.
 _ARGUMENTS = {"code": "90210", "value": ANSWER}
-_TOOL: dict[str, Any] = {
+_TOOL: ToolSchema = {
     "type": "function",
     "function": {
         "name": _TOOL_NAME,
@@ -39,7 +38,7 @@ _TOOL: dict[str, Any] = {
 }
 
 
-def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Mapping[str, Any] | None = None) -> Message:
+def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Arguments | None = None) -> Message:
     """An assistant's message that calls these functions, the mark in each call's arguments."""
     arguments = {"value": ANSWER} if arguments is None else arguments
     return {
@@ -56,7 +55,7 @@ def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Mappi
     }
 
 
-def chat_features(messages: Iterable[Message], tools: Sequence[Any] | None) -> frozenset[str]:
+def chat_features(messages: Iterable[Message], tools: Sequence[ToolSchema] | None) -> frozenset[str]:
     """What of a conversation makes some templates rewrite its earlier turns.
 
     Example:
@@ -79,7 +78,7 @@ class TemplateProbe:
         self.renderer = renderer
 
     def text(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, is_prompt: bool = True
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, is_prompt: bool = True
     ) -> str | None:
         """What the template writes; None when it refuses."""
         try:
@@ -265,14 +264,14 @@ class TemplateProbe:
         )
 
     @staticmethod
-    def _turns() -> Iterator[tuple[list[Any] | None, Message, Message]]:
+    def _turns() -> Iterator[tuple[list[ToolSchema] | None, Message, Message]]:
         for tools in (None, [_TOOL]):
             for reasoning in ({}, {"reasoning_content": _REASONING}):
                 yield tools, {**PLAIN_ANSWER, **reasoning}, _NEXT_USER
                 yield tools, {**calling(), **reasoning}, _TOOL_RESULT
 
     def _is_rewritten(
-        self, tools: list[Any] | None, answer: Message, following: Message, is_reasoning_read: bool
+        self, tools: list[ToolSchema] | None, answer: Message, following: Message, is_reasoning_read: bool
     ) -> bool:
         prompt = self.text([USER], tools=tools)
         later_turns = [[following], [following, PLAIN_ANSWER, _NEXT_USER]]
@@ -291,7 +290,7 @@ class TemplateProbe:
                 return True
         return False
 
-    def written_call(self, name: str, arguments: Mapping[str, Any], *, num_calls: int = 1) -> str | None:
+    def written_call(self, name: str, arguments: Arguments, *, num_calls: int = 1) -> str | None:
         """What the template writes for a message that calls a function, from the end of the prompt to that of the turn.
 
         The mark must be the last argument. None where it writes no such message.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from llmrl.data import Message, text_of
 
@@ -25,7 +24,7 @@ def name_results(messages: Sequence[Message]) -> list[Message]:
         'add'
     """
     named: list[Message] = []
-    calls: list[Mapping[str, Any]] = []
+    calls: list[Message] = []
     place = 0
     for message in messages:
         if message["role"] == "assistant":
@@ -39,16 +38,14 @@ def name_results(messages: Sequence[Message]) -> list[Message]:
     return named
 
 
-def _call_of(result: Message, calls: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any] | None:
+def _call_of(result: Message, calls: Sequence[Message], place: int) -> Message | None:
     call_id = result.get("tool_call_id")
     if call_id is not None and any(call.get("id") is not None for call in calls):
         return next((call for call in calls if call.get("id") == call_id), None)
     return calls[place] if place < len(calls) else None
 
 
-def carry_results(
-    messages: Iterable[Message], *, are_carried: bool, are_orphans_carried: bool
-) -> list[Message | dict[str, Any]]:
+def carry_results(messages: Iterable[Message], *, are_carried: bool, are_orphans_carried: bool) -> list[Message]:
     """The messages with tool results as messages of the user, each between marks.
 
     Results that follow each other, and a user's message after them, make one message: many templates want the roles
@@ -59,7 +56,7 @@ def carry_results(
         are_carried: whether all results are.
         are_orphans_carried: whether those are that answer no call: after an answer without any, or without name and id.
     """
-    written: list[Message | dict[str, Any]] = []
+    written: list[Message] = []
     has_calls = is_open = False
     for message in messages:
         role, content = message["role"], text_of(message.get("content"))

@@ -5,9 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from llmrl.data import MalformedToolCall, ToolSchema
+
+Json: TypeAlias = Any
+"""A value as JSON has it, whichever that is."""
+
+Arguments: TypeAlias = Mapping[str, Json]
+"""A call's arguments by name."""
+
+ToolCall: TypeAlias = dict[str, Json]
+"""`{"type": "function", "id"?, "function": {"name", "arguments"}}`, arguments a dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +25,7 @@ class ParsedCalls:
 
     content: str
     """The text without its well-formed calls; malformed ones stay in it, so that the history shows them."""
-    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     """`{"type": "function", "function": {"name", "arguments"}}`, arguments a dict."""
     malformed: tuple[MalformedToolCall, ...] = ()
 
@@ -29,7 +38,7 @@ class ToolCallParser(Protocol):
         ...
 
 
-ToolCallWriter = Callable[[str, Mapping[str, Any]], str]
+ToolCallWriter = Callable[[str, Arguments], str]
 """Writes one call, of a name and its arguments, as the model is to write it."""
 
 TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {}
@@ -73,20 +82,20 @@ def find_tool_call_parser(name: str) -> ToolCallParser:
     return TOOL_CALL_PARSERS[name]
 
 
-def make_tool_call(name: str, arguments: Mapping[str, Any], *, call_id: str | None = None) -> dict[str, Any]:
+def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = None) -> ToolCall:
     """A tool call in the chat-template convention.
 
     Example:
         >>> make_tool_call("add", {"a": 1})
         {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}
     """
-    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    call: ToolCall = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     if call_id is not None:
         call["id"] = call_id
     return call
 
 
-def check_call(value: Any, *, default_id: str | None = None) -> dict[str, Any]:
+def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
     """A call that was written as JSON.
 
     Raises:
@@ -108,7 +117,7 @@ def check_call(value: Any, *, default_id: str | None = None) -> dict[str, Any]:
     return make_tool_call(name, arguments, call_id=call_id if isinstance(call_id, str) else default_id)
 
 
-def finish(content: str, calls: Sequence[dict[str, Any]], malformed: Sequence[MalformedToolCall]) -> ParsedCalls:
+def finish(content: str, calls: Sequence[ToolCall], malformed: Sequence[MalformedToolCall]) -> ParsedCalls:
     """What was read; content beside calls loses the white space that templates put there themselves."""
     return ParsedCalls(content.strip() if calls else content, tuple(calls), tuple(malformed))
 
@@ -118,7 +127,7 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
 
 
-def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> Any:
+def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
     """An argument that a format writes as bare text, whatever its type: by its schema, else as JSON where it is JSON.
 
     Example:
@@ -141,7 +150,7 @@ def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> A
     return value
 
 
-def _schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Any:
+def _schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -151,7 +160,7 @@ def _schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Any:
     return None
 
 
-def _schema_types(schema: Any) -> set[str]:
+def _schema_types(schema: Json) -> set[str]:
     """Names of the JSON types that a schema allows; empty where it does not say."""
     if not isinstance(schema, Mapping):
         return set()
@@ -164,7 +173,7 @@ def _schema_types(schema: Any) -> set[str]:
     return types
 
 
-def _json_types(value: Any) -> set[str]:
+def _json_types(value: Json) -> set[str]:
     if value is None:
         return {"null"}
     if isinstance(value, bool):
