@@ -140,7 +140,7 @@ class RolloutScheduler:
         self._undelivered: list[int] = []  # places in the dataset of groups that were delivered, and not handed on yet
         self._unreported: list[int] = []  # places in the dataset of groups whose drop no delivery has reported yet
         self._is_end_of_data = self._is_stopped = False
-        self._error: BaseException | None = None
+        self._errors: deque[Exception] = deque()  # not raised yet; nothing is started meanwhile
         self._wake, self._changed = asyncio.Event(), asyncio.Event()
         self._opening = asyncio.Lock()
         self._admitting: asyncio.Task[None] | None = None
@@ -161,10 +161,9 @@ class RolloutScheduler:
             self._admitting = asyncio.create_task(self._admit())
         self.gate.request_batch()
         while True:
+            if self._errors:
+                raise self._errors.popleft()
             self._wake.set()
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
             version = self.source.policy_version
             for group_id in self.gate.overdue_ids(version):
                 self._drop_group(group_id, DropReason.STALE)
@@ -239,13 +238,13 @@ class RolloutScheduler:
             self._wake.clear()
             try:
                 is_more = True
-                while is_more and self.is_open.is_set():
+                while is_more and self.is_open.is_set() and not self._errors:
                     async with self._opening:
                         is_more = await self._admit_some()
             except BaseException as error:
                 if self._is_stopped:
                     raise
-                self._error = as_exception(error)
+                self._errors.append(as_exception(error))
                 self._changed.set()
 
     async def _admit_some(self) -> bool:
@@ -306,7 +305,7 @@ class RolloutScheduler:
         except BaseException as error:  # an author's rules, or nothing but drops
             if isinstance(error, asyncio.CancelledError) and self._is_given_up(group_id):
                 raise
-            self._error = as_exception(error)
+            self._errors.append(as_exception(error))
             self._changed.set()
             if group_id in self._groups:
                 self._drop_group(group_id, DropReason.FAILED_GROUP)
@@ -348,7 +347,7 @@ class RolloutScheduler:
             try:
                 self._failure_detector.dropped(dropped)
             except CollectionStalled as error:
-                self._error = error
+                self._errors.append(error)
 
 
 def _positions(groups: Iterable[_Group]) -> list[int]:
