@@ -207,7 +207,7 @@ class MessageChatEnv(DatasetChatEnv):
             step = super()._step(element)
             failed = isinstance(answer, BaseException)
             # A failure ends this conversation alone; the others of the batch go on.
-            entries: dict[str, Any] = {
+            entries: dict[str, object] = {
                 "env_error": non_tensor(describe(answer) if failed else ""),
                 "env_traceback": non_tensor(traceback_of(answer) if failed else ""),
                 "env_info": non_tensor(None if failed else dict(answer.info) or None),
@@ -218,7 +218,7 @@ class MessageChatEnv(DatasetChatEnv):
         return restacked(steps, tensordict.batch_size)
 
     @staticmethod
-    def _written(prompt: History, answer: MessageStep) -> dict[str, Any]:
+    def _written(prompt: History, answer: MessageStep) -> dict[str, object]:
         is_cut = answer.is_truncated and not answer.is_done
         flags = {"terminated": answer.is_done, "truncated": is_cut, "done": answer.is_done or is_cut}
         return {
