@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmrl.engines.base import Completion, FinishReason, SamplingConfig
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor, PreTrainedModel
 
 DISTRIBUTION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What must be equal for sequences to be sampled together."""
@@ -61,7 +64,9 @@ class DecodedSequence:
 class DecodingBatch:
     """Sequences that share a distribution and are decoded in step, left-padded, each until its own end."""
 
-    def __init__(self, model: Any, sequences: list[DecodedSequence], *, version: int, generator: torch.Generator):
+    def __init__(
+        self, model: PreTrainedModel, sequences: list[DecodedSequence], *, version: int, generator: torch.Generator
+    ):
         from transformers import DynamicCache
 
         self.sequences = list(sequences)
@@ -135,7 +140,7 @@ def _shaped_logits(logits: torch.Tensor, sequences: list[DecodedSequence]) -> to
             logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
     if sampling.temperature == 0:
         return logits
-    warpers: list[Any] = []
+    warpers: list[LogitsProcessor] = []
     if sampling.temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_k:

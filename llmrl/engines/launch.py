@@ -20,8 +20,8 @@ def start_engines(
     model: str | os.PathLike[str],
     num_replicas: int,
     use_ray: bool,
-    ray_options: Mapping[str, Any] | None,
-    ray_init_config: Mapping[str, Any] | None,
+    ray_options: Mapping[str, object] | None,
+    ray_init_config: Mapping[str, object] | None,
     options: Mapping[str, Any],
 ) -> tuple[list[UpdatableEngine], Callable[[int], UpdatableEngine]]:
     """The engines, started at once, and what starts one in the place of another; see `EngineReplicas.from_pretrained`.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 from llmrl._utils.imports import require
 
 
-def connect(ray_init_config: Mapping[str, Any] | None = None) -> ModuleType:
+def connect(ray_init_config: Mapping[str, object] | None = None) -> ModuleType:
     """Ray, connected to a cluster: that of `address`, or the one this process is connected to.
 
     Without either Ray chooses: `RAY_ADDRESS`, one that runs on this machine, or a new one here (always: `"local"`).
@@ -30,9 +29,9 @@ def connect(ray_init_config: Mapping[str, Any] | None = None) -> ModuleType:
         here = {} if "address" in config else {"include_dashboard": False}
         ray.init(**{"log_to_driver": False, **here, **config})
         return ray
-    address = config.get("address")
+    address = str(config.get("address", ""))
     connected = ray.get_runtime_context().gcs_address
-    if address is not None and ":" in address and "://" not in address and address != connected:
+    if ":" in address and "://" not in address and address != connected:
         raise RuntimeError(
             f"ray_init_config asks for the cluster at {address}, but this process is connected to {connected}; "
             "call ray.shutdown() first, or leave the address out."

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from llmrl._utils.imports import require
 from llmrl.engines.base import (
@@ -28,6 +28,7 @@ from llmrl.engines.ray_cluster import connect
 
 if TYPE_CHECKING:
     import torch
+    from ray.actor import ActorHandle
     from transformers import PreTrainedTokenizerBase
 
 MAX_IN_FLIGHT = 1 << 16
@@ -84,7 +85,7 @@ class EngineActor:
         """As the engine's, which may have none."""
         return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def call(self, method: str, *arguments: object, **options: object) -> tuple[object, int]:
         """A blocking method of the engine, with the version it has afterwards."""
         result = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
         return result, self._engine.policy_version
@@ -103,7 +104,7 @@ class EngineActor:
 class EngineNotice:
     """What another process needs to reach an engine's actor; it can be pickled."""
 
-    actor: Any
+    actor: ActorHandle
     facts: EngineFacts
 
 
@@ -114,7 +115,7 @@ class RayEngine:
     one call that is left waiting, so `is_alive` asks nobody. Ray restarts nothing: `EngineReplicas` does.
     """
 
-    def __init__(self, actor: Any, facts: EngineFacts, *, start_s: float) -> None:
+    def __init__(self, actor: ActorHandle, facts: EngineFacts, *, start_s: float) -> None:
         self._actor = actor
         self.start_s = start_s
         """Seconds from the call to an engine that takes requests."""
@@ -143,8 +144,8 @@ class RayEngine:
         cls,
         make_engine: Callable[[], Engine],
         *,
-        ray_options: Mapping[str, Any] | None = None,
-        ray_init_config: Mapping[str, Any] | None = None,
+        ray_options: Mapping[str, object] | None = None,
+        ray_init_config: Mapping[str, object] | None = None,
     ) -> RayEngine:
         """Start an engine in a new actor.
 
@@ -314,12 +315,12 @@ class RayEngine:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Never:
         raise TypeError(
             "A RayEngine follows its actor from one process and cannot be pickled; start it where it is used."
         )
 
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, method: str, *arguments: object, **options: object) -> Any:
         if not self.is_alive:
             raise EngineError("The engine's actor is dead; start a new one.")
         try:

@@ -7,12 +7,15 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmrl._utils.imports import require
 from llmrl.engines.base import Engine, EngineError
 from llmrl.engines.ray_engine import EngineNotice, RayEngine
 from llmrl.engines.replicas import EngineReplicas
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 _LOOK_AGAIN_S = 1.0
 _LOGGER = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ class EngineRegistry:
         >>> policy_factory = lambda: vLLMWrapper(registry.connect())             # doctest: +SKIP
     """
 
-    actor: Any
+    actor: ActorHandle
 
     @classmethod
     def start(cls) -> EngineRegistry:

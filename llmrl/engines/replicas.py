@@ -112,8 +112,8 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         num_replicas: int = 1,
         *,
         use_ray: bool = False,
-        ray_options: Mapping[str, Any] | None = None,
-        ray_init_config: Mapping[str, Any] | None = None,
+        ray_options: Mapping[str, object] | None = None,
+        ray_init_config: Mapping[str, object] | None = None,
         hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
         **options: Any,
     ) -> EngineReplicas[UpdatableEngine]:

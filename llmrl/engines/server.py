@@ -184,7 +184,7 @@ class ServerEngine:
                 )
         self._is_distribution_known = True
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _request(self, method: str, path: str, body: dict[str, object] | None = None) -> Any:
         import aiohttp
 
         try:

@@ -25,7 +25,7 @@ def is_plain(sampling: SamplingConfig) -> bool:
     )
 
 
-def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int) -> dict[str, Any]:
+def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int) -> dict[str, object]:
     """Body of a `/v1/completions` request. Every parameter is said: a server's own defaults would be silent ones."""
     return {
         "model": model,

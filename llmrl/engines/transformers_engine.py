@@ -9,12 +9,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, completion_budget
 from llmrl.engines.decoding import DISTRIBUTION_FIELDS, DecodedSequence, DecodingBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GATHERING_S = 0.002
 """How long a batch waits for requests that come in the same burst."""
@@ -48,9 +51,9 @@ class TransformersEngine:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel | str | os.PathLike[str],
         *,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         seed: int = 0,
@@ -103,7 +106,7 @@ class TransformersEngine:
         """Requests that have not returned yet."""
         return len(self._in_flight)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, `None` when it was given none."""
         return self._tokenizer
 

@@ -10,8 +10,8 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never, Self
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from llmrl.engines.vllm_private import AsyncEngineArgs, AsyncLLM
 
+
+T = TypeVar("T")
 
 _OF_REPLICAS = dict.fromkeys(
     ("num_replicas", "use_ray", "ray_options", "ray_init_config", "hang_timeout_seconds"),
@@ -319,14 +321,14 @@ class AsyncVLLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Never:
         raise TypeError("AsyncVLLM holds a running process and cannot be pickled; start it where it is used.")
 
     def _require_weight_transfer(self) -> None:
         if self._weight_transfer_backend is None:
             raise EngineError("This engine was started with weight_transfer=False; start it with weight_transfer=True.")
 
-    def _control(self, coroutine: Any) -> Any:
+    def _control(self, coroutine: Coroutine[object, object, T]) -> T:
         if not self.is_alive:
             coroutine.close()
             raise EngineError("The vLLM engine is not running; start a new one.")
@@ -338,7 +340,7 @@ class AsyncVLLM:
             raise EngineError(f"vLLM refused: {error}") from error
 
 
-async def _unless_it_dies(llm: AsyncLLM, coroutine: Any) -> Any:
+async def _unless_it_dies(llm: AsyncLLM, coroutine: Coroutine[object, object, T]) -> T:
     """Await an answer of the engine's process; vLLM would wait for it for ever when that dies meanwhile."""
     task = asyncio.ensure_future(coroutine)
     while not (await asyncio.wait({task}, timeout=0.2))[0]:

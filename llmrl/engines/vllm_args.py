@@ -87,7 +87,7 @@ def build_engine_args(
     is_cpu: bool,
     kv_cache_memory: int | None,
     weight_transfer: bool | str,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     engine_args: Mapping[str, Any],
 ) -> AsyncEngineArgs:
     """vLLM's arguments: `options` are ours that carry vLLM's own name, `engine_args` anything else vLLM takes.
@@ -104,7 +104,7 @@ def build_engine_args(
             mend = _OWNED.get(name, name)
             advice = f"pass {mend}= to from_pretrained instead" if mend else "llmrl sets it, log-probs depend on it"
             raise TypeError(f"engine_args may not hold {name!r}: {advice}.")
-    arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    arguments: dict[str, object] = {name: value for name, value in options.items() if value is not None}
     # As `TransformersWrapper` by default. On CPU bfloat16 is no faster as a rule, and small updates are lost in it.
     arguments.setdefault("dtype", "float32" if is_cpu else "bfloat16")
     backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
@@ -132,5 +132,5 @@ def build_engine_args(
 
 def _is_in_placement_group() -> bool:
     """Whether Ray has a place for each worker, so that vLLM leaves them to Ray."""
-    ray: Any = sys.modules.get("ray")
+    ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None

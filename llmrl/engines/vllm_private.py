@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from llmrl.engines.base import PauseMode
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     import torch
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.engine.async_llm import AsyncLLM
 
 VLLM_VERSION = "0.32"
@@ -50,6 +51,7 @@ _NAMES = {
     "model_executor.layers.attention": ("is_deferred_attention_layer",),
     "model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
     "model_executor.layers.linear": ("LinearBase", "UnquantizedLinearMethod"),
+    "model_executor.layers.quantization.base_config": ("QuantizeMethodBase",),
     "model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "model_executor.layers.vocab_parallel_embedding": (
         "ParallelLMHead",
@@ -84,7 +86,7 @@ def __getattr__(name: str) -> Any:
 # -- the engine's process, as seen from its parent ---------------------------------------------------------------
 
 
-def pause_at_once(llm: AsyncLLM, mode: PauseMode) -> Any:
+def pause_at_once(llm: AsyncLLM, mode: PauseMode) -> Coroutine[object, object, None]:
     """As `pause_generation` without its nap of 20 ms, which is for callers who want outputs in a nicer order."""
     return llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
@@ -153,7 +155,7 @@ def _make_executor() -> type:
         call: once an update was refused, each later call fails or succeeds for what the one before it did.
         """
 
-        response_mqs: list[Any]
+        response_mqs: list[MessageQueue]
 
         def _init_executor(self) -> None:
             super()._init_executor()
@@ -164,12 +166,12 @@ def _make_executor() -> type:
     return InStepExecutor
 
 
-class _AllAnswers(list[Any]):
+class _AllAnswers(list["MessageQueue"]):
     """Queues that are read together as soon as the first of them is, when they are gone through."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[MessageQueue]:
         queues = list(super().__iter__())
-        answers: list[Any] = []
+        answers: list[object] = []
         for index, queue in enumerate(queues):
             yield _Together(queue, index, queues, answers)
 
@@ -177,14 +179,14 @@ class _AllAnswers(list[Any]):
 class _Together:
     """One queue of several; whatever else is asked of it goes to the queue itself."""
 
-    def __init__(self, queue: Any, index: int, queues: list[Any], answers: list[Any]) -> None:
+    def __init__(self, queue: MessageQueue, index: int, queues: list[MessageQueue], answers: list[object]) -> None:
         self._queue, self._index, self._queues, self._answers = queue, index, queues, answers
 
-    def dequeue(self, timeout: float | None = None) -> Any:
+    def dequeue(self, timeout: float | None = None) -> object:
         """This queue's answer, once all of them are there."""
         if not self._answers:
             self._answers += [queue.dequeue(timeout=timeout) for queue in self._queues]
         return self._answers[self._index]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._queue, name)

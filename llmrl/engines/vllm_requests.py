@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig
 
@@ -55,7 +55,7 @@ async def generate_one(llm: AsyncLLM, prompt_ids: list[int], params: SamplingPar
 
     final: RequestOutput | None = None
     try:
-        prompt = cast(Any, {"type": "token", "prompt_token_ids": prompt_ids})
+        prompt = {"type": "token", "prompt_token_ids": prompt_ids}
         async for output in llm.generate(prompt, params, request_id):
             final = output
     except EngineDeadError as error:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from llmrl._utils.files import flush_to_disk
 from llmrl.weight_sync.buffers import PackedLayout
+from llmrl.weight_sync.source import ModelWeights, WeightMeta
 
 POINTER_NAME = "current.json"
 FILE_NAME = "model.safetensors"
@@ -68,11 +68,11 @@ class DoubleBuffer:
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"the pointer {path} is damaged: {error}") from error
 
-    def write(self, weights: Any, version: int | None = None) -> BufferPointer:
+    def write(self, weights: ModelWeights | Mapping[str, torch.Tensor], version: int | None = None) -> BufferPointer:
         """Write into the buffer that is not current and move the pointer to it.
 
         Args:
-            weights: tensors by name, or a vLLM `WeightSource`, of which one weight at a time is held.
+            weights: tensors by name, or a model's, of which one weight at a time is held.
             version: the next one, unless given.
 
         Raises:
@@ -84,7 +84,9 @@ class DoubleBuffer:
         path.parent.mkdir(parents=True, exist_ok=True)
         for stale in path.parent.iterdir():  # the weights before the current ones, and what killed writers left
             stale.unlink()
-        num_bytes, checksum = _write_safetensors(path, weights)
+        num_bytes, checksum = _write_safetensors(
+            path, ModelWeights(weights) if isinstance(weights, Mapping) else weights
+        )
         pointer = BufferPointer(
             slot=slot,
             serial=1 if current is None else current.serial + 1,
@@ -179,16 +181,12 @@ def _read_into(view: memoryview, file: FileIO) -> tuple[int, int]:
     return end, checksum
 
 
-def _write_safetensors(path: Path, weights: Any) -> tuple[int, int]:
+def _write_safetensors(path: Path, weights: ModelWeights) -> tuple[int, int]:
     """Size and CRC-32 of the file. safetensors' own writer holds all of the weights twice while it writes."""
-    if isinstance(weights, Mapping):
-        entries: list[Any] = [(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
-        pairs: Iterable[tuple[str, torch.Tensor]] = weights.items()
-    else:
-        entries = [(meta.name, meta.dtype, meta.shape) for meta in weights.metadata()]
-        pairs = weights
+    entries = weights.metadata()
+    pairs: Iterable[tuple[str, torch.Tensor]] = weights
     # Wide types first, so that each weight begins at a multiple of its own width.
-    in_order = sorted(entries, key=lambda entry: -entry[1].itemsize)
+    in_order = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     if in_order != entries:
         held = dict(pairs)
         pairs = ((name, held[name]) for name, _, _ in in_order)
@@ -207,7 +205,9 @@ def _write_safetensors(path: Path, weights: Any) -> tuple[int, int]:
     return num_bytes, checksum
 
 
-def _parts(text: bytes, entries: list[Any], pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
+def _parts(
+    text: bytes, entries: list[WeightMeta], pairs: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for (name, dtype, shape), (given_name, tensor) in zip(entries, pairs, strict=True):
         if (name, dtype, tuple(shape)) != (given_name, tensor.dtype, tuple(tensor.shape)):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmrl.engines.vllm_private import (
+    QuantizeMethodBase,
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
     _get_original_loader,
@@ -115,7 +115,7 @@ class LoadPlan:
         """Put the weights of `buffer` ([num_bytes] uint8) to use; none of them refers to it afterwards."""
         for plan in self._parameters:
             layer = plan.layer
-            method: Any = getattr(layer, "quant_method", None)
+            method: QuantizeMethodBase = getattr(layer, "quant_method", None)
             own = layer._parameters[plan.name]
             assert own is not None
             is_weight = plan.name == "weight" and method is not None
@@ -239,7 +239,13 @@ class _CopyRecorder(TorchDispatchMode):
         self.is_copying_only = True
         """Whether every parameter was written with weights as they came."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[torch.Tensor, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> torch.Tensor:
         plan = self._plans.get(_storage(args[0])) if args and isinstance(args[0], torch.Tensor) else None
         if plan is None or not function._schema.is_mutable:
             return function(*args, **(kwargs or {}))

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -112,7 +112,7 @@ class ModelWeights:
 class _AdaptedWeight:
     """The weight of a layer with adapters that are not merged into it."""
 
-    layer: Any
+    layer: torch.nn.Module
     weight: torch.Tensor
 
     @property
@@ -139,17 +139,19 @@ class _AdaptedWeight:
         return _whole(weight)
 
 
-def _is_sharded(tensor: Any) -> bool:
+def _is_sharded(tensor: torch.Tensor) -> bool:
     return callable(getattr(tensor, "full_tensor", None))
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
-def _named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+def _named_weights(
+    model: torch.nn.Module | Mapping[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor | _AdaptedWeight]]:
     if isinstance(model, Mapping):
-        named: Any = _once(model)
+        named = _once(model)
     elif isinstance(model, torch.nn.Module):
         named = _with_adapters(model) if getattr(model, "peft_config", None) else model.named_parameters()
     else:
@@ -169,7 +171,7 @@ def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
         seen.add(memory)
 
 
-def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | _AdaptedWeight]]:
     for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]  # of a peft model
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
             raise TypeError(f"adapter {name!r} is {config.peft_type}; only LoRA adapters are merged on the way.")
@@ -192,7 +194,7 @@ def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, tensor
 
 
-def _require_plain_lora(name: str, layer: Any, num_names: Counter[int]) -> None:
+def _require_plain_lora(name: str, layer: torch.nn.Module, num_names: Counter[int]) -> None:
     """Refuse what a sum of the weight and its update would leave out."""
     variants = {type(variant).__name__ for variant in layer.lora_variant.values()}
     if variants or any(layer.lora_bias.values()) or hasattr(layer, "parameter_name"):
@@ -208,5 +210,5 @@ def _require_plain_lora(name: str, layer: Any, num_names: Counter[int]) -> None:
         )
 
 
-def _sent_dtype(tensor: Any, dtype: torch.dtype | None) -> torch.dtype:
+def _sent_dtype(tensor: torch.Tensor | _AdaptedWeight, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
