@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,7 +112,7 @@ class ModelWeights:
 class _AdaptedWeight:
     """The weight of a layer with adapters that are not merged into it."""
 
-    layer: torch.nn.Module
+    layer: Any  # peft's
     weight: torch.Tensor
 
     @property
@@ -139,11 +139,11 @@ class _AdaptedWeight:
         return _whole(weight)
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
+def _is_sharded(tensor: object) -> bool:
     return callable(getattr(tensor, "full_tensor", None))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
@@ -151,7 +151,7 @@ def _named_weights(
     model: torch.nn.Module | Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[str, torch.Tensor | _AdaptedWeight]]:
     if isinstance(model, Mapping):
-        named = _once(model)
+        named: Iterable[tuple[str, torch.Tensor | _AdaptedWeight]] = _once(model)
     elif isinstance(model, torch.nn.Module):
         named = _with_adapters(model) if getattr(model, "peft_config", None) else model.named_parameters()
     else:
@@ -194,7 +194,7 @@ def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor |
             yield name, tensor
 
 
-def _require_plain_lora(name: str, layer: torch.nn.Module, num_names: Counter[int]) -> None:
+def _require_plain_lora(name: str, layer: Any, num_names: Counter[int]) -> None:
     """Refuse what a sum of the weight and its update would leave out."""
     variants = {type(variant).__name__ for variant in layer.lora_variant.values()}
     if variants or any(layer.lora_bias.values()) or hasattr(layer, "parameter_name"):
