@@ -11,9 +11,7 @@ from llmrl import (
     LLMCollector,
     MCAdvantage,
     TransformersWrapper,
-    VLLMWeightSyncScheme,
     ensure_embedded_model,
-    get_model_metadata,
     train_step,
     vLLMWrapper,
 )
@@ -24,9 +22,6 @@ def main(engine: AsyncVLLM) -> None:
     model = AutoModelForCausalLM.from_pretrained(ensure_embedded_model(), dtype=torch.float32)
     loss = GRPOLoss(TransformersWrapper(model, token_budget=2048))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    sender = VLLMWeightSyncScheme().create_sender()
-    sender.register_model(model)
-    sender.init_all_workers_group(get_model_metadata(model), engine)
 
     env = make_addition_env("train", repeats=4)
     policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 12})
@@ -34,7 +29,7 @@ def main(engine: AsyncVLLM) -> None:
     with LLMCollector(env, policy=policy, groups_per_batch=1, postproc=advantages) as collector:
         for step, batch in zip(range(2), collector, strict=False):
             report = train_step(loss, batch, optimizer)
-            version = sender.update_weights()
+            version = collector.update_policy_weights_(model)
             difference = report.measurements["log_prob_difference_mean"]
             print(f"step {step}: log-prob difference {difference:.4f}, now version {version}")
 

@@ -66,7 +66,8 @@ class LLMCollector(BatchCollector):
         limits: turn, prompt and time limits of a rollout.
         step_timeout_seconds: limit of one environment step, its tools included.
         track_policy_version: adds a `PolicyVersion` that follows the engine; or one of yours.
-        weight_sync_schemes: by policy name (`{"policy": scheme}`); `update_policy_weights_` uses them.
+        weight_sync_schemes: by policy name (`{"policy": scheme}`), for `update_policy_weights_`; by default the scheme
+            that the engine wants.
         async_envs: conversations never wait for each other, so only true makes sense.
         flatten_data: batches have one dimension, so only true makes sense.
         verbose: print a line about each batch to stderr.

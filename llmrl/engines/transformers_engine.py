@@ -113,6 +113,8 @@ class TransformersEngine:
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
         """Copy weights into the model, by the names of its `state_dict`, between two tokens; return their version.
 
+        Of tied weights one name is enough.
+
         Requests in flight go on with the new weights over the key-value cache of the old ones, as vLLM's do when it
         is told to keep them; each token carries the version that it was sampled from.
 
@@ -120,7 +122,10 @@ class TransformersEngine:
             RuntimeError: when names or shapes are not the model's.
         """
         with self._weights_lock:
-            self._model.load_state_dict(dict(weights))
+            # What has no name of its own in `named_parameters` is tied to what has.
+            lacking = {name for name, _ in self._model.named_parameters()} - weights.keys()
+            unknown = weights.keys() - self._model.state_dict().keys()
+            self._model.load_state_dict(dict(weights), strict=bool(lacking or unknown))
             self._policy_version = self._policy_version + 1 if version is None else version
             return self._policy_version
 
