@@ -14,6 +14,10 @@ from llmrl.trainer import LoRAConfig, TransformersWrapper, load_model
 from llmrl.transforms import RubricReward
 
 
+def score(completion):
+    return 1.0
+
+
 def perturbed(model, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -26,7 +30,7 @@ def perturbed(model, seed):
 def collector(tiny_model_path, renderer):
     engine = TransformersEngine(tiny_model_path)
     policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 4})
-    env = DatasetChatEnv(["1 + 1 =", "2 + 2 ="]).append_transform(RubricReward(lambda completion: 1.0))
+    env = DatasetChatEnv(["1 + 1 =", "2 + 2 ="]).append_transform(RubricReward(score))
     with LLMCollector(env, policy=policy, groups_per_batch=2) as collector:
         yield collector
     engine.shutdown()
