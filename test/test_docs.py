@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import llmrl
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -57,6 +59,7 @@ def test_examples_run_on_a_real_engine(name, tmp_path, monkeypatch, trainable_en
 
     monkeypatch.setattr(type(trainable_engine), "from_pretrained", started_before)
     monkeypatch.setattr(trainable_engine, "shutdown", lambda: None)
+    monkeypatch.setattr(llmrl, "train", inspect.signature(llmrl.train).bind)  # test_train.py and an example train
     page, source = SOURCES[name]
     exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -22,7 +22,7 @@ class LoadsWeights(Protocol):
         ...
 
 
-def default_scheme(engine: Any) -> Any:
+def default_scheme(engine: object) -> InProcessSyncScheme | VLLMWeightSyncScheme:
     """How new weights reach an engine where nobody said otherwise.
 
     Example:
@@ -44,7 +44,7 @@ class InProcessSender:
     """Copies a model's weights, adapters merged, into an engine of this process."""
 
     def __init__(self) -> None:
-        self._model: Any = None
+        self._model: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
         self._engine: LoadsWeights | None = None
 
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
