@@ -272,12 +272,13 @@ class BatchCollector:
     # Weights
 
     def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
-        """Send the trainer's weights to the engines by the schemes; the new policy version.
+        """Send the trainer's weights to the engines; the new policy version.
 
-        The first call needs the trainer's model (or a mapping of its weights); later ones remember it.
+        The first call needs the trainer's model (or a mapping of its weights); later ones remember it. The scheme is
+        that of `weight_sync_schemes`, or the one that the engine wants.
 
         Raises:
-            ValueError: without a scheme, or without a model at the first call.
+            ValueError: without a model at the first call.
         """
         version = max(sender.update_weights() for sender in self._senders.connected(policy_or_weights))
         self._updated(version)
@@ -289,7 +290,7 @@ class BatchCollector:
         The future has the new policy version, or the error. What cannot be copied first is sent before this returns.
 
         Raises:
-            ValueError: without a scheme, or without a model at the first call.
+            ValueError: without a model at the first call.
         """
         updates = [sender.start_update() for sender in self._senders.connected(policy_or_weights)]
 
