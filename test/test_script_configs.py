@@ -6,7 +6,9 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +36,7 @@ from llmrl.runs.setup import (
     sync_scheme,
 )
 from llmrl.runs.trainer_device import TrainerDevice
-from llmrl.trainer import TrainStepReport
+from llmrl.trainer import TrainStepReport, train_step
 from llmrl.transforms import RubricReward
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -443,6 +445,31 @@ def test_every_stop_has_its_reason_and_a_reward_above_one_is_none(ended, tmp_pat
     assert all(row["reward_mean"] > 1.1 and row["num_dropped"] == 0 for row in metrics)
     output, metrics, _ = ended(tmp_path / "target", unequal, "train.target_reward=1.5")
     assert "the mean reward reached train.target_reward=1.5 at step 1" in output and len(metrics) == 1
+
+
+def test_adapters_a_reference_epochs_a_schedule_and_evaluations_are_entries(ended, tmp_path):
+    entries = (
+        *("model.lora.rank=2", "train.kl_to_ref_coeff=0.1", "train.num_epochs=2", "train.num_minibatches=2"),
+        *("train.schedule=linear", "train.warmup_steps=1", "eval.every=1", "train.num_steps=4"),
+        *("eval.metric=eval/a/reward", "eval.patience=1"),
+    )
+    output, metrics, error = ended(tmp_path / "run", unequal, *entries)
+    assert error is None and "all 4 steps are done" in output  # the reward rises, so that patience is never over
+    assert all(row["loss_kl_to_ref"] >= 0 and row["num_trained_tokens"] > 0 for row in metrics)
+    assert metrics[0]["loss_kl_to_ref"] < metrics[-1]["loss_kl_to_ref"]
+    header = (tmp_path / "run/metrics.csv").read_text().splitlines()[0]
+    assert "eval/a/pass@1_low" in header and (tmp_path / "run/model-best/config.json").exists()
+
+
+def test_an_interrupted_step_is_finished_and_the_run_still_reports(ended, tmp_path):
+    def interrupted(loss, batch, optimizer, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return train_step(loss, batch, optimizer, **options)
+
+    output, metrics, error = ended(tmp_path / "run", unequal, "train.num_steps=5", train_step=interrupted)
+    assert "this step is finished first" in output and "interrupted; what was learned so far is kept" in output
+    assert [row["step"] for row in metrics] == [1] and metrics[0]["is_skipped"] == 0 and error is None
+    assert set(json.loads((tmp_path / "run/summary.json").read_text())) == {"before", "after"}
 
 
 def test_a_run_that_learns_nothing_says_so_and_ends_with_an_error(ended, tmp_path, monkeypatch):
