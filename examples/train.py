@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 
 from llmrl import AsyncVLLM, DatasetChatEnv, RubricReward, train
 
 
 def is_right(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer)
+    return float(re.findall(r"\d+", completion)[-1:] == [answer])  # the last number that is there
 
 
 def sums(name: str, problems: list[tuple[int, int]], repeats: int) -> DatasetChatEnv:
