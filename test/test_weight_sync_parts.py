@@ -386,6 +386,24 @@ class TestUpdatesBesideTraining:
         with pytest.raises(RuntimeError):
             sender.start_update()
 
+    def test_an_engine_that_failed_to_load_is_not_said_to_hold_the_weights_of_before(self):
+        whole, mixed = TakingEngine(), TakingEngine()
+        model = torch.nn.Linear(3, 2)
+        sender = make_sender(VLLMWeightSyncScheme(), model, [whole, mixed])
+        sender.update_weights()
+        mixed.fails_at = "finish"
+        with pytest.raises(WeightSyncError, match="a mixture"):
+            sender.update_weights()
+        assert (whole.policy_version, mixed.policy_version) == (2, 1)
+        mixed.fails_at, whole.is_full = None, True
+        with pytest.raises(WeightSyncError, match=r"no room.*version 2 as before.* 1 of them failed to load"):
+            sender.update_weights()
+        assert whole.names[-1] == "resume" and mixed.names[::-1].index("pause") < mixed.names[::-1].index("resume")
+        whole.is_full = False
+        assert sender.update_weights() == 3 == whole.policy_version == mixed.policy_version
+        assert mixed.names[-1] == "resume"
+        sender.shutdown()
+
     def test_what_is_streamed_is_sent_before_it_returns(self, monkeypatch):
         model, seen = torch.nn.Linear(3, 2), []
         monkeypatch.setattr(EngineGroup, "connect", lambda *arguments: None)

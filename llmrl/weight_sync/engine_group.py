@@ -264,16 +264,19 @@ class EngineGroup:
         Args:
             are_mixed: weights may have been loaded; the engines then stay paused until an update succeeds.
         """
-        version = self.policy_version
+        whole = [member.engine.policy_version for member in members if not member.is_mixed]
         try:
             self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
         except Exception as error:
             logger.warning("ending the failed update failed too: %s", error)
-        if not are_mixed:
-            return f"The engines hold the weights of version {version} as before; mend the cause and try again."
-        for member in members:
-            member.is_mixed = True
-        return "The engines hold a mixture of weights and stay paused until an update succeeds."
+        if are_mixed or not whole:
+            for member in members:
+                member.is_mixed = True
+            return "The engines hold a mixture of weights and stay paused until an update succeeds."
+        held = f"The engines hold the weights of version {min(whole)} as before; mend the cause and try again."
+        if len(whole) < len(members):
+            held += f" {len(members) - len(whole)} of them failed to load an earlier update and stay paused until then."
+        return held
 
     def each(self, members: Sequence[Member], action: Callable[[Member], object]) -> None:
         """Run `action` for all engines at once; all have ended before an error of an engine that lives is raised.
