@@ -21,7 +21,7 @@ demo: setup ## post-train SmolLM2-135M-Instruct with GRPO, generating with vLLM:
 	@"$(BIN)/python" sota-implementations/grpo/grpo-sync.py $(ARGS)
 
 # Tests that share an engine or a cluster run in one process, and what takes longest comes first (test/conftest.py).
-PYTEST := "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
+PYTEST := "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 
 test: lint ## lint, types, then every test and example: about 12 minutes on two cores
 	@$(PYTEST) $(ARGS)

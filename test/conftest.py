@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,26 +21,42 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # A mark is set by what a test asks for, itself or through another fixture.
 MARKS = {"engine": "real_vllm", "ray": "ray_nodes", "slow": "own_programs"}
-# Tests that share what takes long to start run in one process; the others go by files.
-SHARED = {"vllm_engine": "the engine", "ray_nodes": "the cluster"}
+# Files that share what takes long to start run in one process; the others go one by one.
+SHARED = {"the engine": ("vllm_engine", "trainable_engine"), "the cluster": ("ray_nodes", "ray_cluster")}
+# Of tests that start programs: on a machine that is busy with other things each start can take a minute.
+TIMEOUT_S = 900
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@functools.cache
+def group_of(path):
+    """What runs in one process with a file of tests."""
+    text = (Path(__file__).parent.parent / path).read_text()
+    return next((group for group, names in SHARED.items() if any(name in text for name in names)), path)
+
+
 def pytest_collection_modifyitems(items):
-    """Set marks, and groups of tests that run in one process: what takes longest comes first."""
-
-    def group_of(item):
-        return next((SHARED[name] for name in SHARED if name in item.fixturenames), item.path.name)
-
-    marked = set()
+    """Set marks; in one of several processes, put first what takes longest."""
+    starting = set()
     for item in items:
         for mark, fixture in MARKS.items():
             if fixture in item.fixturenames:
                 item.add_marker(mark)
-                marked.add(group_of(item))
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+                starting.add(item.path)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: (group_of(item) not in SHARED.values(), group_of(item) not in marked))
+        items.sort(key=lambda item: (group_of(item.path) not in SHARED, item.path not in starting))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out whole groups of files."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(nodeid.partition("::")[0])
+
+    return GroupScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -167,7 +167,6 @@ def test_a_chat_keeps_its_tokens_from_turn_to_turn(renderer):
         make_env(system_prompt=None, tools=["pyton"])
 
 
-@pytest.mark.timeout(300)
 def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tiny_model_path, real_vllm):
     arguments = ["eval", "--limit", "4", "-n", "2", "--max-new-tokens", "8", "--max-model-len", "128"]
     result = llmrl(*arguments, "--model", tiny_model_path, "--out", str(tmp_path / "out"))

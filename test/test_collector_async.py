@@ -471,7 +471,7 @@ def end_while_collecting(code, how):
     )
     assert process.stdout.readline() == "collecting\n", process.stderr.read()
     process.send_signal(how)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode != 0
     wait_until(lambda: not is_session_alive(process.pid))
     return errors

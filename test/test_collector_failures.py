@@ -731,7 +731,7 @@ def test_nothing_is_left_of_a_collector(make_policy):
         with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
             ends(lambda collector=collector: collector.play(7))
     env.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (left := {thread.name for thread in threading.enumerate()} - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left

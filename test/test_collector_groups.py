@@ -181,7 +181,7 @@ def test_in_the_background_a_full_queue_holds_collection_up(make_policy):
         time.sleep(0.3)
         # A batch that is being written, one that is ready, and what was in flight when that became ready.
         assert len(policy.engine.requests) <= 8 + 8 + 8 and policy.engine.num_in_flight == 0
-        taken = [items.get(timeout=10)["rollout", "rollout_id"] for _ in range(40)]
+        taken = [items.get(timeout=240)["rollout", "rollout_id"] for _ in range(40)]
         assert taken == [f"train/0/{group}/{sample}" for group in range(10) for sample in range(4)]
 
 

@@ -179,7 +179,7 @@ def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_n
             assert log_prob_difference(model, engines[0]) < min(0.15, stale / 2)
         assert seen == every_rollout(12)
     assert len(pids) == 6  # two collectors, two engines of two processes each
-    wait_until(lambda: not any(map(is_running, pids)), 30)
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_what_ray_cannot_do_is_refused():

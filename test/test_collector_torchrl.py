@@ -134,7 +134,7 @@ def test_a_queue_takes_every_turn_once_and_is_waited_for(make_collector):
     turns: queue.Queue = queue.Queue(maxsize=2)
     with make_collector(dialog_turns_per_batch=3, queue=turns, total_dialog_turns=9) as collector:
         collector.start()
-        taken = [turns.get(timeout=10) for _ in range(9)]
+        taken = [turns.get(timeout=240) for _ in range(9)]
         assert [bool(turn["next", "done"]) for turn in taken] == [False, False, True] * 3
     with make_collector(dialog_turns_per_batch=3, queue=turns) as collector:
         collector.start()

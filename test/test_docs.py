@@ -47,7 +47,6 @@ def test_examples_run(name, tmp_path, monkeypatch):
     exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name, (_, source) in SOURCES.items() if "AsyncVLLM" in source])
 def test_examples_run_on_a_real_engine(name, tmp_path, monkeypatch, trainable_engine):
     monkeypatch.chdir(tmp_path)

@@ -81,7 +81,7 @@ def test_abort_and_cancel_reach_the_actor(engine, ray_cluster):
     assert len(aborted.token_ids) == len(aborted.log_probs) < 20
     assert isinstance(cancelled, asyncio.CancelledError)
     assert engine.num_in_flight == 0
-    wait_until(lambda: in_actor(ray_cluster, engine, lambda self: self._engine.num_in_flight) == 0, 5)
+    wait_until(lambda: in_actor(ray_cluster, engine, lambda self: self._engine.num_in_flight) == 0)
 
 
 def test_requests_of_two_processes_with_one_id_are_two(engine):
@@ -144,7 +144,7 @@ def test_deaths_of_every_kind_cost_retries_only(engine, ray_cluster, ray_nodes):
         await asyncio.sleep(0.2)
         assert engines.loads == (8, 8)
         await asyncio.to_thread(end, victim, pid)
-        return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        return await asyncio.gather(*tasks)
 
     for num_deaths, victim in enumerate(("node", "actor's process", "engine", "hanging engine"), 1):
         dying = engines[0]
@@ -161,7 +161,7 @@ def test_deaths_of_every_kind_cost_retries_only(engine, ray_cluster, ray_nodes):
             asyncio.run(dying.generate([5], SAMPLING))
         with pytest.raises(EngineError, match="dead"):
             dying.pause()
-        wait_until(lambda pid=pid: not is_running(pid), 20)
+        wait_until(lambda pid=pid: not is_running(pid))
         # One that serves has made up for its deaths.
         assert asyncio.run(engines.generate([5], SAMPLING, routing_key=victim)).versions == [3] * 20
         assert engines._router.affinity_of(victim) == 0
@@ -215,4 +215,4 @@ def test_vllm_that_hangs_with_requests_in_flight_is_replaced_and_answers_them_al
         second_pid = find_pid(engines)
         assert not is_running(first_pid)
         assert is_running(second_pid)
-    wait_until(lambda: not is_running(second_pid), 20)
+    wait_until(lambda: not is_running(second_pid))

@@ -180,9 +180,9 @@ def test_requests_wait_where_all_replicas_are_being_restarted():
         assert engines.num_in_flight == 6
         tasks[0].cancel()
         await engines.abort("1")
-        aborted = await asyncio.wait_for(tasks[1], 5)
+        aborted = await asyncio.wait_for(tasks[1], 240)
         may_start.set()
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 240)
         return aborted, results, engines
 
     aborted, results, engines = asyncio.run(run())
@@ -292,7 +292,7 @@ def test_a_replica_that_hangs_is_replaced_and_its_requests_are_answered():
         await asyncio.sleep(0)  # all are on their way, and none was answered
         assert first[0].is_alive
         assert engines.loads == (6, 6)
-        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 240)
 
     completions = asyncio.run(run())
     assert len(completions) == 12
@@ -320,7 +320,7 @@ def test_without_a_restart_a_replica_that_hangs_is_left_out():
 
     async def run():
         engines[0].hang()
-        return await asyncio.wait_for(generate_many(engines, [None] * 4), 10)
+        return await asyncio.wait_for(generate_many(engines, [None] * 4), 240)
 
     assert asyncio.run(run()) == [1] * 4
     assert engines.serving == {1}
@@ -334,7 +334,7 @@ def test_requests_of_one_that_hangs_for_ever_fail_in_the_end():
 
     engines = EngineReplicas([restart()], restart=restart, num_retries=1, hang_timeout_seconds=0.1)
     with pytest.raises(EngineError, match="shut down"):
-        asyncio.run(asyncio.wait_for(engines.generate([9], SAMPLING), 10))
+        asyncio.run(asyncio.wait_for(engines.generate([9], SAMPLING), 240))
     assert engines.num_hangs == 2
 
 

@@ -278,7 +278,7 @@ def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_pa
         tasks = [asyncio.create_task(engine.generate([1, 2], sampling)) for _ in range(4)]
         await asyncio.sleep(0.3)
         os.kill(pid, signal.SIGKILL)
-        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 240)
 
     results = asyncio.run(run())
     assert [type(result) for result in results] == [EngineError] * 4
@@ -299,7 +299,7 @@ def test_collection_ends_the_engine(tiny_model_path, real_vllm):
     assert is_running(pid)
     del engine
     gc.collect()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)

@@ -10,7 +10,6 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, trainable_engine, capsys):
     spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)

@@ -32,7 +32,7 @@ def call(tmp_path):
         environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "VIRTUAL_ENV": ""}
         command = ["bash", str(SCRIPT), *arguments]
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env={**environment, **variables}
+            command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env={**environment, **variables}
         )
         return result, log.read_text()
 

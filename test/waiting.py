@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 
-def wait_until(condition, timeout_s=60.0):
+def wait_until(condition, timeout_s=240.0):
     """Return once `condition()` holds; fail when it never does."""
     deadline = time.monotonic() + timeout_s
     while not condition():
