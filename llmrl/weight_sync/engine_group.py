@@ -264,14 +264,18 @@ class EngineGroup:
         Args:
             are_mixed: weights may have been loaded; the engines then stay paused until an update succeeds.
         """
-        whole = [member.engine.policy_version for member in members if not member.is_mixed]
         try:
             self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
         except Exception as error:
             logger.warning("ending the failed update failed too: %s", error)
-        if are_mixed or not whole:
-            for member in members:
-                member.is_mixed = True
+        for member in members if are_mixed else ():
+            member.is_mixed = True
+        return self.held_weights(members)
+
+    def held_weights(self, members: list[Member]) -> str:
+        """Say which weights the engines hold after an update that failed."""
+        whole = [member.engine.policy_version for member in members if not member.is_mixed]
+        if not whole:
             return "The engines hold a mixture of weights and stay paused until an update succeeds."
         held = f"The engines hold the weights of version {min(whole)} as before; mend the cause and try again."
         if len(whole) < len(members):

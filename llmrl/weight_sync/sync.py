@@ -225,7 +225,7 @@ class WeightSync:
             group.connect(members, channel)  # those that are new
         except Exception as error:
             channel.roll_back()
-            outcome = group.roll_back([], are_mixed=False)
+            outcome = group.held_weights(members)
             raise WeightSyncError(f"The weight update failed: {_brief(error)} {outcome}") from error
         with group.paused(members):
             clock.lap("pause_s")
