@@ -138,17 +138,18 @@ class BrowserTransform(ToolTransform):
             valid = signature.validate(arguments)
             page = await self._page(conversation_id)
             try:
-                return await action(PageActions(page, self.allowed_domains, self._screenshot_path), **valid)
-            except asyncio.CancelledError:
-                self._close_page(conversation_id)
-                raise
-            except Error as error:
-                if isinstance(error, PageTimeout) and not await self._responds(page):
+                try:
+                    return await action(PageActions(page, self.allowed_domains, self._screenshot_path), **valid)
+                except Error as error:
+                    if not isinstance(error, PageTimeout) or await self._responds(page):
+                        raise ToolError(first_line(error)) from error
                     self._close_page(conversation_id)
                     raise ToolError(
                         "the page does not respond and was closed; the next action has a new one."
                     ) from error
-                raise ToolError(first_line(error)) from error
+            except asyncio.CancelledError:  # of the action, or of the question whether its page responds
+                self._close_page(conversation_id)
+                raise
 
         return Tool(action.__name__, signature.description, signature.schema, run, release=self._release)
 
