@@ -118,6 +118,16 @@ def map_to_root(user: int, group: int) -> None:
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 
 
+def is_below(path: str, folders: Iterable[str]) -> bool:
+    """Whether `path` is one of `folders` or in one.
+
+    Example:
+        >>> is_below("/usr/lib", ["/usr"]), is_below("/usr", ["/usr"]), is_below("/usr2", ["/usr"])
+        (True, True, False)
+    """
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
 def change_root(new_root: str, readable: Iterable[str]) -> None:
     """Leave the file system for one that has nothing but `readable`, read-only, a few devices and empty folders.
 
@@ -131,7 +141,7 @@ def change_root(new_root: str, readable: Iterable[str]) -> None:
     mount("tmpfs", new_root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     bound: list[str] = []
     for path in sorted(set(readable), key=len):
-        if not any(path == known or path.startswith(known + "/") for known in bound) and _bind(path, new_root):
+        if not is_below(path, bound) and _bind(path, new_root):
             bound.append(path)
     for name in ("null", "zero", "full", "random", "urandom"):
         _bind(f"/dev/{name}", new_root)

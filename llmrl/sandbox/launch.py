@@ -87,13 +87,9 @@ def outermost(paths: Iterable[str]) -> list[str]:
     """
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
-        if not _is_below(path, [*_SYSTEM, *kept]):
+        if not kernel.is_below(path, [*_SYSTEM, *kept]):
             kept.append(path)
     return sorted(kept)
-
-
-def _is_below(path: str, folders: Iterable[str]) -> bool:
-    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
 
 
 class Launcher:
@@ -214,7 +210,7 @@ class Launcher:
             for name in ("SETUID", "SETGID", "SETPCAP", "CHOWN", "KILL", "SYS_RESOURCE"):
                 command += ["--cap-add", f"CAP_{name}"]
         readable = self._settings["readable"]
-        own = [path for path in (f"{package}/sandbox", f"{package}/__init__.py") if not _is_below(path, readable)]
+        own = [path for path in (f"{package}/sandbox", f"{package}/__init__.py") if not kernel.is_below(path, readable)]
         for path in [*readable, *own]:
             for parent in reversed(Path(path).parents[:-1]):
                 command += ["--perms", "0755", "--dir", str(parent)]
