@@ -6,7 +6,13 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import torch
+from killed_runs import train
+
+from llmrl.runs.run_folder import RunFolder
 
 NUM_KILLS = 10
 
@@ -31,3 +37,19 @@ def table(path, names):
     """Step and name to value; what was logged twice, before and after a kill, is there once."""
     with (path / "metrics.csv").open(newline="") as file:
         return {(row["step"], name): row[name] for row in csv.DictReader(file) for name in names if row.get(name)}
+
+
+def test_a_checkpoint_of_a_replayed_step_is_written_before_the_next_step_changes_it(renderer, tmp_path, monkeypatch):
+    monkeypatch.setattr(RunFolder, "save_checkpoint", lambda self, state: None)  # so that every step is replayed
+    train(tmp_path, renderer, resume=False)
+    written = []
+
+    def save_slowly(self, state):
+        weights = state["tracked"]["model"]["weight"]
+        before = weights.clone()
+        time.sleep(0.2)
+        written.append((state["step"], torch.equal(weights, before)))
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", save_slowly)
+    train(tmp_path, renderer, resume=True)
+    assert written == [(2, True), (4, True)]

@@ -200,7 +200,6 @@ class Run:
                     if (collected := self._take(source)) is None:
                         break
                     self.folder.save_batch(self._step + 1, collected)
-                    self._writes.wait()  # the checkpoint being written must not see half an update
                     self._view.doing(training)
                     yield self._begin(collected)
                     self._end()
@@ -226,6 +225,7 @@ class Run:
         return collected
 
     def _begin(self, collected: Collected) -> tuple[int, TensorDictBase]:
+        self._writes.wait()  # the checkpoint being written must not see half an update
         self._step, self._collected = self._step + 1, collected
         self._metrics, self._timed, self._begun = {}, {}, time.perf_counter()
         return self._step, collected["batch"]
