@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import signal
@@ -127,9 +128,10 @@ def test_resume_continues_the_sequence_of_prompts(killed_and_resumed):
 def test_engine_and_trainer_agree_throughout(killed_and_resumed):
     run_path, _, _, _ = killed_and_resumed
     rows = read_csv(run_path / "metrics.csv")
-    differences = [float(row["log_prob_difference_mean"]) for row in rows if row.get("log_prob_difference_mean")]
-    assert all(difference < 0.1 for difference in differences)
-    assert len(differences) == sum(float(row["num_trained_tokens"]) > 0 for row in rows)
+    trained = [row for row in rows if float(row["num_trained_tokens"]) > 0]
+    of_fresh = [float(row["log_prob_difference_mean"]) for row in trained if float(row["staleness_max"]) == 0]
+    assert of_fresh and max(of_fresh) < 0.001  # float32 on both sides; older rows are of other weights
+    assert all(math.isfinite(float(row["log_prob_difference_mean"])) for row in trained)
 
 
 def test_a_finished_run_leaves_everything_it_promises(killed_and_resumed):
