@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from llmrl._utils.imports import MissingExtraError, require
@@ -50,6 +51,17 @@ def test_the_lock_pins_every_requirement_within_its_bound():
     for requirement in map(Requirement, wanted):
         version = locked.get(canonicalize_name(requirement.name))
         assert version and requirement.specifier.contains(version), f"{requirement}, locked at {version}: make lock"
+
+
+def test_the_lock_can_be_installed_with_every_python_3_11():
+    """One that is written with a late patch release may pin what an early one, such as Debian's, cannot have."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    too_new = []
+    for distribution in importlib.metadata.distributions():
+        wanted = SpecifierSet(distribution.metadata["Requires-Python"] or "")
+        if pins.get(distribution.name) == distribution.version and not wanted.contains("3.11.0"):
+            too_new.append(f"{distribution.name}=={distribution.version} needs Python {wanted}")
+    assert not too_new, "\n".join(too_new)
 
 
 def test_every_requirement_has_an_upper_bound():
