@@ -17,6 +17,7 @@ import signal
 import sys
 import traceback
 import types
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -71,6 +72,11 @@ class Scheme:
         self.engine.policy_version += 1
         return self.engine.policy_version
 
+    def start_update(self):
+        update = Future()
+        update.set_result(self.update_weights())
+        return update
+
     def shutdown(self):
         pass
 
@@ -79,13 +85,13 @@ def is_near(completion, answer):
     return 1.0 - abs(int(completion) - int(answer)) / 10
 
 
-def train(path, renderer, *, resume):
+def train(path, renderer, *, resume, max_staleness=None, make_scheme=Scheme):
     """A loop with everything that has a state: random numbers in the loop, moments, a schedule, evaluations."""
     cfg = GRPOConfig(
         run=RunConfig(path=str(path), trackers=[], checkpoint_every=2),
         model=ModelConfig(path="a-line"),
         env=EnvConfig(name="sums"),
-        collect=CollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=8),
+        collect=CollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=8, max_staleness=max_staleness),
         train=GRPOTrainConfig(num_steps=NUM_STEPS, learning_rate=0.1, schedule="linear", warmup_steps=2),
         eval=EvalConfig(every=2),
         resume=resume,
@@ -109,7 +115,8 @@ def train(path, renderer, *, resume):
                 env,
                 policy=policy,
                 groups_per_batch=2,
-                weight_sync_schemes={"policy": Scheme(served)},
+                max_staleness=max_staleness,
+                weight_sync_schemes={"policy": make_scheme(served)},
                 postproc=MCAdvantage(grpo_size=3),
             )
         )
@@ -125,7 +132,7 @@ def train(path, renderer, *, resume):
             optimizer.zero_grad()
             schedule.step()
             with run.timer("sync"):
-                version = collector.update_policy_weights_(model)
+                version = run.follow(collector.start_update(model))
             run.log(step, {"is_skipped": 0.0}, version=version)
             if run.is_due(step, cfg.eval.every):
                 run.evaluate(step, evaluator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import pickle
@@ -13,6 +14,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -179,6 +181,99 @@ def test_groups_that_a_second_update_made_too_old_are_dropped_and_refilled(make_
 
 
 # Updates in flight
+
+
+class HeldUpdates:
+    """A scheme and its sender: the engine has the next weights when they arrive."""
+
+    def create_sender(self):
+        return self
+
+    def register_model(self, model):
+        pass
+
+    def init_all_workers_group(self, metadata, engine):
+        self.engine = engine
+
+    def update_weights(self):
+        self.engine.policy_version += 1
+        return self.engine.policy_version
+
+    def start_update(self):
+        self.update = Future()
+        return self.update
+
+    def arrive(self):
+        self.update.set_result(self.update_weights())
+
+    def shutdown(self):
+        pass
+
+
+@pytest.fixture
+def updated_meanwhile(make_policy):
+    @contextlib.contextmanager
+    def collecting(max_staleness):
+        policy, updates = make_policy(), HeldUpdates()
+        options = {"groups_per_batch": 2, "max_staleness": max_staleness, "weight_sync_schemes": {"policy": updates}}
+        with LLMCollector(addition(), policy=policy, **options) as collector:
+            yield collector, updates
+
+    return collecting
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0, 1, 2])
+def test_batches_are_as_fresh_as_promised_while_the_engines_load(updated_meanwhile, max_staleness):
+    model = torch.nn.Linear(1, 1)
+    with updated_meanwhile(max_staleness) as (collector, updates):
+        batches = iter(collector)
+        next(batches)
+        for version in range(1, 7):
+            collector.start_update(model)
+            assert collector.policy_version == version and updates.engine.policy_version == version - 1
+            threading.Timer(0.02, updates.arrive).start()
+            batch = next(batches)
+            oldest = min(int(row[row >= 0].min()) for row in batch.get(("policy_versions", "full"), as_list=True))
+            assert version - oldest <= collector.report.max_staleness <= (max_staleness or 0)
+            assert updates.update.result(60) == version
+
+
+def test_nothing_starts_with_weights_that_are_being_replaced(updated_meanwhile):
+    with updated_meanwhile(1) as (collector, updates):
+        batches = iter(collector)
+        next(batches)
+        engine = collector.policy.engine
+        wait_until(lambda: engine.num_in_flight == 0 and len(engine.requests) == 8)
+        update = collector.start_update(torch.nn.Linear(1, 1))
+        next(batches)
+        time.sleep(0.1)
+        assert len(engine.requests) == 8 and not update.done()
+        updates.arrive()
+        wait_until(lambda: len(engine.requests) == 12)
+        assert update.result(60) == 1
+
+
+def test_an_update_that_failed_is_told_by_the_next_batch_unless_another_one_follows(updated_meanwhile):
+    model = torch.nn.Linear(1, 1)
+    with updated_meanwhile(0) as (collector, updates):
+        batches = iter(collector)
+        next(batches)
+        update = collector.start_update(model)
+        threading.Timer(0.05, lambda: updates.update.set_exception(RuntimeError("no way"))).start()
+        with pytest.raises(RuntimeError, match="no way"):
+            next(batches)
+        with pytest.raises(RuntimeError, match="no way"):
+            update.result(60)
+        assert collector.policy_version == 0
+        for repeat in (lambda: collector.update_policy_weights_(), lambda: collector.start_update()):
+            update = collector.start_update()
+            updates.update.set_exception(RuntimeError("no way"))
+            with pytest.raises(RuntimeError, match="no way"):
+                update.result(60)
+            repeat()
+        updates.arrive()
+        batch = collector.next()
+        assert {int(row.max()) for row in batch.get(("policy_versions", "full"), as_list=True)} == {2}
 
 
 def test_aborted_completions_go_on_after_an_update_with_their_versions(make_policy, renderer):

@@ -6,12 +6,18 @@ import csv
 import json
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
+import pytest
 import torch
-from killed_runs import train
+from killed_runs import NUM_STEPS, Scheme, train
 
+from llmrl.runs.batch_source import BatchSource
+from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.run import Run
 from llmrl.runs.run_folder import RunFolder
 
 NUM_KILLS = 10
@@ -53,3 +59,72 @@ def test_a_checkpoint_of_a_replayed_step_is_written_before_the_next_step_changes
     monkeypatch.setattr(RunFolder, "save_checkpoint", save_slowly)
     train(tmp_path, renderer, resume=True)
     assert written == [(2, True), (4, True)]
+
+
+class SlowScheme(Scheme):
+    """The engine has new weights when the run calls the next of what is watched; one update may fail."""
+
+    called: threading.Event
+    failing_update = -1
+    num_updates = 0
+
+    def start_update(self):
+        update, self.num_updates = Future(), self.num_updates + 1
+        number = self.num_updates
+        self.called.clear()
+
+        def load():
+            assert self.called.wait(60)
+            if number == self.failing_update:
+                update.set_exception(RuntimeError("the engine is gone"))
+            else:
+                update.set_result(self.update_weights())
+
+        threading.Thread(target=load, daemon=True).start()
+        return update
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """What the run did, in order: steps that came to their update, and versions that were evaluated."""
+    SlowScheme.called, events = threading.Event(), []
+
+    def watch(owner, name, event):
+        function = getattr(owner, name)
+
+        def call(*arguments, **options):
+            events.append(event(*arguments, **options))
+            SlowScheme.called.set()
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watch(Run, "timer", lambda run, name: (run._step, "trained", run._collector._source.engine.policy_version))
+    watch(Run, "evaluate", lambda run, step, evaluator: (step, "is to be evaluated"))
+    watch(BatchSource, "close", lambda source: "the loop ends")
+    watch(Evaluator, "evaluate", lambda evaluator: evaluator.policy.engine.policy_version)
+    return events
+
+
+def test_training_goes_on_while_engines_load_and_an_evaluation_waits_for_them(renderer, tmp_path, watched):
+    train(tmp_path, renderer, resume=False, max_staleness=1, make_scheme=SlowScheme)
+    # The second and the fourth step were trained when the engine did not have the weights of the one before.
+    trained = [(1, "trained", 0), (2, "trained", 0), (3, "trained", 2), (4, "trained", 2), (5, "trained", 4)]
+    begun, second, fourth = ([(step, "is to be evaluated"), step] for step in (0, 2, 4))
+    assert watched == [*begun, *trained[:2], *second, *trained[2:4], *fourth, trained[4], "the loop ends"]
+    assert json.loads((tmp_path / "weights.json").read_text())["version"] == NUM_STEPS
+    versions = table(tmp_path, ["policy_version"])
+    assert {int(step): float(version) for (step, _), version in versions.items()} == {n: n for n in range(1, 6)}
+
+
+@pytest.mark.parametrize("failing_update", [1, 4, 5])
+def test_an_update_that_fails_ends_the_run_which_goes_on_later(
+    renderer, tmp_path, watched, monkeypatch, failing_update
+):
+    monkeypatch.setattr(SlowScheme, "failing_update", failing_update)
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        train(tmp_path, renderer, resume=False, max_staleness=1, make_scheme=SlowScheme)
+    assert max(event[0] for event in watched if isinstance(event, tuple)) <= failing_update + 1
+    train(tmp_path, renderer, resume=True, max_staleness=1)
+    assert json.loads((tmp_path / "weights.json").read_text())["version"] == NUM_STEPS
+    assert {int(step) for step, _ in table(tmp_path, ["policy_version"])} == set(range(1, NUM_STEPS + 1))

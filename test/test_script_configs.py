@@ -150,7 +150,7 @@ def test_scripts_are_short_and_use_the_public_library(path):
 def test_a_script_shows_all_that_is_done_to_the_model(name):
     text = (SCRIPTS / name).read_text()
     parts = ("make_env(", "start_engine(", "vLLMWrapper(", "load_model(", "Loss(", "make_optimizer(", "make_collector(")
-    loop = ("for step, batch in run.steps(", "train_step(", "schedule.step()", "update_policy_weights_(model)")
+    loop = ("for step, batch in run.steps(", "train_step(", "schedule.step()", "start_update(model)")
     places = [text.index(part) for part in (*parts, *loop)]
     assert places == sorted(places) and len(text.splitlines()) >= 90
 

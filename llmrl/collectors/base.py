@@ -20,7 +20,7 @@ from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallDet
 from llmrl.collectors.report import Collected, CollectionReport, is_empty
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
-from llmrl.collectors.shape import BatchShape
+from llmrl.collectors.shape import BatchShape, check_group_size
 from llmrl.collectors.torchrl_names import missing_attribute
 from llmrl.collectors.weights import WeightSenders
 from llmrl.data import Rollout
@@ -70,7 +70,7 @@ class BatchCollector:
         verbose: bool,
     ) -> None:
         for transform in (postproc, getattr(replay_buffer, "transform", None)):
-            _check_group_size(transform, source.dataset_env)
+            check_group_size(transform, source.dataset_env)
         self._source, self._scheduler, self._shape, self._is_reset = source, scheduler, shape, is_reset
         self.total_dialog_turns, self.postproc, self.replay_buffer = total_dialog_turns, postproc, replay_buffer
         self.verbose = verbose
@@ -140,7 +140,7 @@ class BatchCollector:
         """
         if self.postproc is not None:
             raise RuntimeError("the collector has a postproc already; put both into one function.")
-        _check_group_size(postproc, self._source.dataset_env)
+        check_group_size(postproc, self._source.dataset_env)
         self.postproc = postproc
 
     def _next(self) -> TensorDictBase | None:
@@ -281,22 +281,35 @@ class BatchCollector:
             ValueError: without a model at the first call.
         """
         version = max(sender.update_weights() for sender in self._senders.connected(policy_or_weights))
+        self._scheduler.expect_version(None)
         self._updated(version)
         return version
 
     def start_update(self, policy_or_weights: Any = None) -> Future[int]:
         """As `update_policy_weights_`, but training may go on when this returns, while the engines load a copy.
 
-        The future has the new policy version, or the error. What cannot be copied first is sent before this returns.
+        No rollout starts until they have it, and `policy_version` is the coming one. What cannot be copied first is
+        sent before this returns.
+
+        Returns:
+            A future with the new policy version, or the error. The next batch raises that, too, unless another update
+            was begun before it.
 
         Raises:
             ValueError: without a model at the first call.
         """
-        updates = [sender.start_update() for sender in self._senders.connected(policy_or_weights)]
+        senders, coming = self._senders.connected(policy_or_weights), self.policy_version + 1
+        updates = [sender.start_update() for sender in senders]
+        self._scheduler.expect_version(coming)
 
         async def finish() -> int:
-            version = max([await asyncio.wrap_future(update) for update in updates])
+            try:
+                version = max([await asyncio.wrap_future(update) for update in updates])
+            except Exception as error:
+                self._scheduler.end_update(coming, error)
+                raise
             self._updated(version)
+            self._scheduler.end_update(coming)
             return version
 
         return self._background.submit(finish())
@@ -308,7 +321,7 @@ class BatchCollector:
     @property
     def policy_version(self) -> int:
         """Version of the weights that the next rollout starts with."""
-        return self._source.policy_version
+        return self._scheduler.policy_version
 
     def get_policy_version(self) -> int:
         """The same, as a method."""
@@ -381,14 +394,3 @@ class BatchCollector:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
-
-
-def _check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | None) -> None:
-    """Refuse advantages (`MCAdvantage`) of groups of another size than those that the environment draws."""
-    for part in getattr(transform, "transforms", [transform]):
-        size = getattr(part, "sampled_group_size", None)
-        if size is not None and dataset_env is not None and size != dataset_env.prompts.num_samples:
-            raise ValueError(
-                f"{type(part).__name__} is made for groups of {size} (grpo_size, or candidate_group_size), and the "
-                f"environment samples each prompt {dataset_env.prompts.num_samples} times (repeats); make them equal."
-            )

@@ -141,9 +141,17 @@ class RolloutScheduler:
         self._unreported: list[int] = []  # places in the dataset of groups whose drop no delivery has reported yet
         self._is_end_of_data = self._is_stopped = False
         self._errors: deque[Exception] = deque()  # not raised yet; nothing is started meanwhile
+        self._coming_version: int | None = None  # of the weights that the engines are loading
+        self._update_error: Exception | None = None
         self._wake, self._changed = asyncio.Event(), asyncio.Event()
         self._opening = asyncio.Lock()
         self._admitting: asyncio.Task[None] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the next rollout starts with."""
+        version, coming = self.source.policy_version, self._coming_version
+        return version if coming is None else max(version, coming)
 
     # The consumer's side
 
@@ -152,7 +160,7 @@ class RolloutScheduler:
 
         Raises:
             CollectionStalled: when group after group was dropped.
-            Exception: whatever the source raised when it opened a group.
+            Exception: whatever the source raised when it opened a group, or what an update of the weights failed of.
             CancelledError: after `stop`.
         """
         if self._is_stopped:
@@ -163,8 +171,11 @@ class RolloutScheduler:
         while True:
             if self._errors:
                 raise self._errors.popleft()
+            if self._update_error is not None:
+                error, self._update_error = self._update_error, None
+                raise error
             self._wake.set()
-            version = self.source.policy_version
+            version = self.policy_version  # what is delivered while the engines load is trained on with these weights
             for group_id in self.gate.overdue_ids(version):
                 self._drop_group(group_id, DropReason.STALE)
             is_last = self._is_end_of_data and all(group.kept is not None for group in self._groups.values())
@@ -209,6 +220,16 @@ class RolloutScheduler:
         self._wake.set()
         self._changed.set()
 
+    def expect_version(self, version: int | None) -> None:
+        """The engines are loading new weights: nothing starts with the old ones, until `end_update`."""
+        self._update_error, self._coming_version = None, version
+
+    def end_update(self, version: int, error: Exception | None = None) -> None:
+        """The engines have the expected weights, or failed of an error, which the next batch raises."""
+        if version == self._coming_version:  # else another update was begun meanwhile
+            self._update_error, self._coming_version = error, None
+        self.notify()
+
     async def pause(self) -> None:
         """Start nothing new until `resume`; engine requests in flight end, and their rollouts wait."""
         self.is_open.clear()
@@ -250,6 +271,8 @@ class RolloutScheduler:
     async def _admit_some(self) -> bool:
         room = self.max_concurrent_rollouts - self.num_running - self._num_pending
         version = self.source.policy_version
+        if version < self.policy_version:
+            return False
         wanted = min(self.gate.num_admissible(version), math.ceil(room / self.source.group_size))
         if wanted < 1 or self._is_end_of_data:
             return False

@@ -12,6 +12,7 @@ from llmrl.collectors.admission import DemandGate
 from llmrl.collectors.rows import batch_rows, rollout_rows
 from llmrl.collectors.staleness import LatePolicy, StalenessGate
 from llmrl.data import Rollout
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
 
 Kind = Literal["groups", "tokens", "turns", "trajectories", "last_steps"]
 
@@ -131,3 +132,14 @@ class BatchShape:
         rest = steps[self.size :] if self.kind == "turns" else []
         batch = steps[: self.size] if self.kind == "turns" else steps
         return (lazy_stack(batch, 0) if batch else None), rest
+
+
+def check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | None) -> None:
+    """Refuse advantages (`MCAdvantage`) of groups of another size than those that the environment draws."""
+    for part in getattr(transform, "transforms", [transform]):
+        size = getattr(part, "sampled_group_size", None)
+        if size is not None and dataset_env is not None and size != dataset_env.prompts.num_samples:
+            raise ValueError(
+                f"{type(part).__name__} is made for groups of {size} (grpo_size, or candidate_group_size), and the "
+                f"environment samples each prompt {dataset_env.prompts.num_samples} times (repeats); make them equal."
+            )

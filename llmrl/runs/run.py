@@ -9,9 +9,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -27,6 +28,7 @@ from llmrl.runs.resumed_config import resumed_config, save_config
 from llmrl.runs.run_folder import (
     BackgroundWrites,
     RunFolder,
+    Stateful,
     random_states,
     restore_random_states,
     save_model,
@@ -42,18 +44,6 @@ class NothingLearned(RuntimeError):
     """A run came to its end and no step of it changed the weights."""
 
 
-class Stateful(Protocol):
-    """What a checkpoint can hold."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """The reverse of `state_dict`."""
-        ...
-
-
 class Run:
     """Folder, resumption, live view, trackers, checkpoints and the report of a training loop. A context manager.
 
@@ -66,7 +56,7 @@ class Run:
             for step, batch in run.steps(cfg.train.num_steps):
                 report = train_step(loss, batch, optimizer)
                 with run.timer("sync"):
-                    version = collector.update_policy_weights_(model)
+                    version = run.follow(collector.start_update(model))
                 run.log(step, report, version=version)
             run.finish()
 
@@ -109,7 +99,8 @@ class Run:
         self._metrics: dict[str, float] = {}
         self._begun, self._timed = 0.0, dict[str, float]()
         self._view: LiveView | None = None
-        self._is_interrupted = False
+        self._is_ahead = self._is_interrupted = False
+        self._update: Future[int] | None = None  # of the engines' weights; its error is still to be raised
         seed_all(cfg.seed)
         disable_progress_bar()  # the live view owns the terminal
 
@@ -176,8 +167,8 @@ class Run:
         """
         if self._collector is None:
             raise RuntimeError("run.steps needs run.track(collector, engine, model=..., ...) before it.")
-        is_ahead = in_background or self.cfg.collect.max_staleness is not None
-        waiting, training = ("wait for a batch", "train, and generate") if is_ahead else ("generate", "train")
+        self._is_ahead = in_background or self.cfg.collect.max_staleness is not None
+        waiting, training = ("wait for a batch", "train, and generate") if self._is_ahead else ("generate", "train")
         self._num_steps, first_step = num_steps, self._step
         collected: Collected | None = None
         with LiveView(num_steps, first_step=first_step, console=self.console) as self._view:
@@ -207,6 +198,7 @@ class Run:
                         self.why_stopped = (
                             f"the mean reward reached train.target_reward={target_reward:g} at step {self._step}"
                         )
+        self._wait_for_engines()
         self.console.print(f"trained for {time.perf_counter() - started:.0f} s; {self.why_stopped}", highlight=False)
 
     def _take(self, source: BatchSource) -> Collected | None:
@@ -252,6 +244,23 @@ class Run:
         finally:
             self._timed[name] = self._timed.get(name, 0.0) + time.perf_counter() - started
 
+    def follow(self, update: Future[int]) -> int:
+        """Take charge of an update of the weights, begun by `collector.start_update`; gives the coming version.
+
+        Where batches are collected ahead, the next step trains while the engines load; otherwise this waits for them.
+        Evaluations, the next update and `finish` wait in any case. What an update failed of is raised by what waits for
+        it, the wait for a batch included.
+        """
+        self._wait_for_engines()
+        self._update = update
+        if self._collector is None or not self._is_ahead:
+            return update.result()
+        return self._collector.policy_version
+
+    def _wait_for_engines(self) -> None:
+        if self._update is not None:
+            self._update.result()
+
     def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
         """Record a step: metrics, conversations, tokens, live view; gives its metrics.
 
@@ -260,7 +269,7 @@ class Run:
         Args:
             step: as `steps` gave it.
             learned: the report of `train_step`, or those of a step's several, or metrics.
-            version: of the weights that the engine has now.
+            version: of the weights that the step's update brings to the engine.
             metrics: further ones.
 
         Raises:
@@ -315,6 +324,7 @@ class Run:
         """
         if not evaluator.num_rollouts:
             return {}
+        self._wait_for_engines()
         metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith("eval/")}
         is_new = not metrics
         if is_new:
@@ -347,6 +357,7 @@ class Run:
         if self._collected is not None:  # the loop was left in the midst of a step
             self._end()
             self.why_stopped = self.why_stopped or f"the loop was left at step {self._step}"
+        self._wait_for_engines()
         if evaluator is not None:
             self.evaluate(self._step, evaluator)
         self._writes.wait()

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,18 @@ import torch
 from llmrl._utils.files import write_atomically
 from llmrl.runs.token_log import TokenLog
 from llmrl.runs.tracking import CSVTracker, open_trackers
+
+
+class Stateful(Protocol):
+    """What a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """The reverse of `state_dict`."""
+        ...
 
 
 def holds_run(path: Path) -> bool:

@@ -254,7 +254,7 @@ def _train(
             reports = [train_step(loss, part, optimizer, max_grad_norm=cfg.train.max_grad_norm) for part in updates]
             schedule.step()
             with run.timer("sync"):
-                version = collector.update_policy_weights_(model)
+                version = run.follow(collector.start_update(model))
             run.log(step, reports, version=version)
             if run.is_due(step, cfg.eval.every):
                 run.evaluate(step, evaluator)

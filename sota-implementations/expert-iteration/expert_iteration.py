@@ -113,8 +113,8 @@ def main(cfg: ExpertIterationConfig) -> None:
                 for _ in range(cfg.train.num_updates if best.rows else 0)
             ]
             schedule.step()
-            with run.timer("sync"):
-                version = collector.update_policy_weights_(model)
+            with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
+                version = run.follow(collector.start_update(model))
             metrics = metrics_of(reports) | {"num_kept_rows": batch.shape[0], "num_buffer_rows": len(best.rows)}
             run.log(step, metrics, version=version)
             if run.is_due(step, cfg.eval.every):

@@ -114,8 +114,8 @@ def main(cfg: GRPOConfig) -> None:
             )
             reports = [train_step(loss, part, optimizer, max_grad_norm=cfg.train.max_grad_norm) for part in updates]
             schedule.step()
-            with run.timer("sync"):
-                version = collector.update_policy_weights_(model)
+            with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
+                version = run.follow(collector.start_update(model))
             run.log(step, reports, version=version)
             if run.is_due(step, cfg.eval.every):
                 run.evaluate(step, evaluator)
