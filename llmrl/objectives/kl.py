@@ -38,6 +38,19 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
     raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")
 
 
+def masked_kl(
+    log_probs: torch.Tensor, other_log_probs: torch.Tensor, mask: torch.Tensor, estimator: KLEstimator = "k1"
+) -> torch.Tensor:
+    """Return `kl_estimate` where the mask is true, and 0 elsewhere, whatever stands there; all are `[num_tokens]`.
+
+    Example:
+        >>> masked_kl(torch.tensor([-1.0, -1.0]), torch.tensor([torch.nan, -3.0]), torch.tensor([False, True]))
+        tensor([0., 2.])
+    """
+    estimate = kl_estimate(log_probs, other_log_probs, estimator)
+    return torch.where(mask.bool(), estimate, torch.zeros_like(estimate))
+
+
 def is_clamped_in_kl(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
 ) -> torch.Tensor | bool:

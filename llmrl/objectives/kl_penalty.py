@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Transform
 
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column
 from llmrl.objectives.grouping import GroupKeys
-from llmrl.objectives.kl import KLEstimator, kl_estimate
+from llmrl.objectives.kl import KLEstimator, masked_kl
 
 
 class KLPenalty(Transform):
@@ -118,7 +118,7 @@ class KLPenalty(Transform):
         """Return one estimate a token, `[num_tokens]` float64 a row; 0 where nothing is trained."""
         columns = [ragged_column(batch, key) for key in (self.log_prob_key, self.other_log_prob_key, self.mask_key)]
         return [
-            torch.where(mask.bool(), kl_estimate(log_probs.double(), others.double(), self.estimator), 0.0)
+            masked_kl(log_probs.double(), others.double(), mask, self.estimator)
             for log_probs, others, mask in zip(*columns, strict=True)
         ]
 

@@ -10,7 +10,8 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from llmrl.data.ragged import flat_batch, ragged_column
+from llmrl.data.ragged import flat_batch
+from llmrl.objectives.scoring import log_probs_of
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 if TYPE_CHECKING:
@@ -48,9 +49,8 @@ def write_log_probs(
         TypeError: for `disable_adapter` with a model that has no adapters.
     """
     with adapters_off(policy.model) if disable_adapter else contextlib.nullcontext():
-        # Rows of their own, so that nothing but the new entry is written into the batch.
-        scored = policy(flat_batch(batch).select(*policy.in_keys).copy(), process_group=process_group)
-    for row, log_probs in zip(flat_batch(batch).unbind(0), ragged_column(scored, policy.log_probs_key), strict=True):
+        scored = log_probs_of(policy, batch, process_group=process_group)
+    for row, log_probs in zip(flat_batch(batch).unbind(0), scored, strict=True):
         row.set(key, log_probs)
     return batch
 

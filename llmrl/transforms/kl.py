@@ -12,8 +12,9 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.data.tensordicts import batch_elements, restacked
+from llmrl.objectives.kl import masked_kl
+from llmrl.objectives.scoring import log_probs_of
 
 _TOKENS: NestedKey = ("tokens", "full")
 _PROMPT: NestedKey = ("tokens", "prompt")
@@ -89,10 +90,8 @@ class RetrieveLogProb(KnownArguments, Transform):
         return self._models[0]
 
     def _log_probs(self, rows: TensorDictBase) -> list[torch.Tensor]:
-        model = self.model
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            scored = model(flat_batch(rows).select(*model.in_keys).copy())
-        return ragged_column(scored, model.out_keys[0])
+            return log_probs_of(self.model, rows)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Score a batch of any shape."""
@@ -163,8 +162,8 @@ class KLComputation(KnownArguments, Transform):
         prompt = element.get(_PROMPT, None)
         if prompt is not None:
             mask = mask & (torch.arange(len(mask), device=mask.device) >= len(prompt))
-        divergence = element.get(self.gen_log_probs_full_key) - next_element.get(self.ref_log_probs_full_key)
-        divergence = torch.where(mask, divergence, torch.zeros_like(divergence)).unsqueeze(-1)
+        log_probs, others = element.get(self.gen_log_probs_full_key), next_element.get(self.ref_log_probs_full_key)
+        divergence = masked_kl(log_probs, others, mask).unsqueeze(-1)
         next_element.set(self.kl_key, divergence)
         if self.add_to_reward:
             reward = next_element.get("reward")

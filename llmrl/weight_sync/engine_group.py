@@ -175,10 +175,7 @@ class EngineGroup:
         """One engine, which may be new."""
         if id(engine) not in self._members:
             if not isinstance(engine, UpdatableEngine):
-                raise ValueError(
-                    f"engine must be one that takes weights (AsyncVLLM, or RayEngine over one), got "
-                    f"{type(engine).__name__}."
-                )
+                raise ValueError(f"engine must be one that takes weights (AsyncVLLM, RayEngine), not {engine!r}.")
             # A member holds its engine, so that no other one can have its id.
             self._members[id(engine)] = Member(engine)
         return self._members[id(engine)]
@@ -326,9 +323,8 @@ class EngineGroup:
                 seen[member] = progress
             running -= hanging
         wait(hanging, _END_SECONDS)
-        return {
-            calls[call]: EngineError(f"the engine did not answer for {timeout:g} s and was ended.") for call in hanging
-        }
+        why = f"the engine did not answer for {timeout:g} s and was ended."
+        return {calls[call]: EngineError(why) for call in hanging}
 
     def _end(self, engine: UpdatableEngine) -> None:
         if self._replicas is not None:

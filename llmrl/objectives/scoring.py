@@ -1,0 +1,32 @@
+"""Log-probs of a batch under any model."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+from llmrl.data.ragged import flat_batch, ragged_column
+
+
+def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options: object) -> list[torch.Tensor]:
+    """Score a batch of rows or turns; one `[num_tokens]` tensor a row. The batch stays as it is.
+
+    Args:
+        policy: reads its `in_keys` and writes the log-probs as the first of its `out_keys`, as `TransformersWrapper`.
+        batch: of any shape, ragged or padded.
+        options: further arguments of the policy, such as `process_group`.
+
+    Raises:
+        KeyError: when the batch lacks what the policy reads.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> from tensordict.nn import TensorDictModule
+        >>> policy = TensorDictModule(lambda ids: ids.float() - 3, [("tokens", "full")], [("log_probs", "full")])
+        >>> log_probs_of(policy, lazy_stack([TensorDict({"tokens": {"full": torch.arange(3)}})]))
+        [tensor([-3., -2., -1.])]
+    """
+    # Rows of their own, so that nothing is written into the batch.
+    rows = flat_batch(batch).select(*policy.in_keys).copy()
+    return ragged_column(policy(rows, **options), policy.out_keys[0])
