@@ -25,6 +25,7 @@ class LoopbackServer:
     def __init__(self, port=0, model_entry=None):
         self.bodies, self.headers, self.num_hung_up = [], [], 0
         self.status, self.latency_s, self.answer = 200, 0.0, None
+        self.body, self.headers_sent, self.is_trickled = None, {}, False
         self.choice = {"finish_reason": "stop", "stop_reason": None, **REQUEST_FIELDS}
         self.model_entry = {"id": "tiny", "max_model_len": 100} if model_entry is None else model_entry
         self._background = BackgroundLoop("loopback-server")
@@ -53,7 +54,15 @@ class LoopbackServer:
             self.num_hung_up += 1
             raise
         if self.status != 200:
-            return web.Response(status=self.status, text="no such luck")
+            return web.Response(status=self.status, text="no such luck", headers=self.headers_sent)
+        if self.body is not None:
+            return web.Response(body=self.body, content_type="application/json")
+        if self.is_trickled:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            while True:
+                await response.write(b" ")
+                await asyncio.sleep(0.01)
         return web.json_response({"choices": [self.choice if self.answer is None else self.answer(self.bodies[-1])]})
 
     def close(self):
@@ -71,7 +80,7 @@ def server():
 
 @pytest.fixture
 def engine(server):
-    with ServerEngine(server.url, policy_version=3) as engine:
+    with ServerEngine(server.url, policy_version=3, vocab_size=50) as engine:
         yield engine
 
 
@@ -128,20 +137,142 @@ def test_token_ids_may_come_as_strings(engine, server):
     assert generate(engine).token_ids == [9]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"token_ids": None}, "without token ids"),
-        ({"logprobs": None}, "0 log-probs"),
-        ({"logprobs": {"token_logprobs": [-0.5]}}, "1 log-probs"),
-        ({"logprobs": {"token_logprobs": [-0.5, None]}}, "log-probs"),
-        ({"finish_reason": "content_filter"}, "content_filter"),
-    ],
-)
-def test_answers_that_are_not_exact_are_refused(engine, server, change, message):
-    server.choice |= change
-    with pytest.raises(EngineError, match=message):
+def with_log_probs(*values):
+    return {"logprobs": {"token_logprobs": list(values)}}
+
+
+def with_tokens(*tokens):
+    return {"token_ids": None, "logprobs": {"tokens": list(tokens), "token_logprobs": [-0.5] * len(tokens)}}
+
+
+BAD_CHOICES = [
+    ({"token_ids": None}, "without token ids"),
+    ({"token_ids": None, "logprobs": None}, "without token ids"),
+    (with_tokens("token_id:7", "b"), "without token ids"),
+    (with_tokens("token_id:7", 8), "without token ids"),
+    (with_tokens("token_id:-7"), "without token ids"),
+    (with_tokens("token_id:7_0"), "without token ids"),
+    (with_tokens("token_id: 7"), "without token ids"),
+    (with_tokens("token_id:\u0667"), "without token ids"),
+    (with_tokens("token_id:99"), r"token_ids\[0\] = 99"),
+    ({"token_ids": "78"}, "token_ids as str"),
+    ({"token_ids": {"7": 8}}, "token_ids as dict"),
+    ({"token_ids": [7, 8.0]}, r"token_ids\[1\] = 8.0"),
+    ({"token_ids": [7, True]}, r"token_ids\[1\] = True"),
+    ({"token_ids": [7, None]}, r"token_ids\[1\] = None"),
+    ({"token_ids": ["7", "8"]}, r"token_ids\[0\] = '7'"),
+    ({"token_ids": [7, [8]]}, r"token_ids\[1\] = \[8\]"),
+    ({"token_ids": [-1, 8]}, r"token_ids\[0\] = -1"),
+    ({"token_ids": [7, 50]}, r"token_ids\[1\] = 50"),
+    ({"token_ids": [7, 2**70]}, r"token_ids\[1\]"),
+    ({"token_ids": [7]}, "log_probs of length 2"),
+    ({"token_ids": [], **with_log_probs()}, "no token"),
+    ({"token_ids": [7] * 5000, **with_log_probs(*[-0.5] * 5000)}, "5000 tokens; at most 4"),
+    ({"logprobs": None}, "log_probs of length 0"),
+    ({"logprobs": [-0.5, -0.25]}, "logprobs as list"),
+    (with_log_probs(-0.5), "log_probs of length 1"),
+    (with_log_probs(-0.5, -0.5, -0.5), "log_probs of length 3"),
+    (with_log_probs(-0.5, None), r"log_probs\[1\] = None"),
+    (with_log_probs(-0.5, "-0.5"), r"log_probs\[1\] = '-0.5'"),
+    (with_log_probs(-0.5, True), r"log_probs\[1\] = True"),
+    (with_log_probs(-0.5, 900.0), r"log_probs\[1\] = 900"),
+    (with_log_probs(0.5, -0.5), r"log_probs\[0\] = 0.5"),
+    (with_log_probs(-0.5, math.nan), r"log_probs\[1\] = nan"),
+    (with_log_probs(-0.5, -math.inf), r"log_probs\[1\] = -inf"),
+    (with_log_probs(math.inf, -math.inf), r"log_probs\[0\] = inf"),
+    (with_log_probs(-0.5, -1e300), r"log_probs\[1\] = -1e\+300"),
+    (with_log_probs(-0.5, -(10**400)), r"log_probs\[1\]"),
+    ({"logprobs": {"token_logprobs": {"0": -0.5, "1": -0.5}}}, "log_probs as dict"),
+    ({"finish_reason": "content_filter"}, "content_filter"),
+    ({"finish_reason": None}, "None"),
+    ({"finish_reason": ["stop"]}, r"\['stop'\]"),
+]
+
+BAD_BODIES = {
+    b"": "did not answer as an OpenAI server",
+    b"<html>busy</html>": "did not answer as an OpenAI server",
+    b'{"choices": [{"finish_reason"': "did not answer as an OpenAI server",
+    b"[" * 100_000: "did not answer as an OpenAI server",
+    b"\xff\xfe": "did not answer as an OpenAI server",
+    b'{"choices": [' + b" " * (1 << 21) + b"]}": "longer than",
+    b"null": "one choice",
+    b"[]": "one choice",
+    b'"text"': "one choice",
+    b"{}": "one choice",
+    b'{"choices": []}': "one choice",
+    b'{"choices": {}}': "one choice",
+    b'{"choices": [7]}': "one choice",
+    b'{"choices": [{}, {}]}': "one choice",
+    b'{"error": "overloaded"}': "overloaded",
+}
+
+
+def test_answers_that_are_not_exact_are_refused_by_name(engine, server):
+    good = server.choice
+    for change, message in BAD_CHOICES:
+        server.choice = {**good, **change}
+        with pytest.raises(EngineError, match=message):
+            generate(engine)
+    for body, message in BAD_BODIES.items():
+        server.body = body
+        with pytest.raises(EngineError, match=message):
+            generate(engine)
+    server.choice, server.body = good, None
+    assert engine.is_alive and engine.num_in_flight == 0 and generate(engine).token_ids == [7, 8]
+
+
+def test_a_redirection_is_not_followed(engine, server):
+    server.status, server.headers_sent = 302, {"Location": f"{server.url}/v1/models"}
+    with pytest.raises(EngineError, match="302"):
         generate(engine)
+
+
+def test_whole_numbers_and_rounding_are_no_faults(engine, server):
+    server.choice |= with_log_probs(0, -3)
+    completion = generate(engine)
+    assert completion.log_probs == [0.0, -3.0] and {*map(type, completion.log_probs)} == {float}
+    server.choice |= with_log_probs(1e-6, -0.0)
+    assert generate(engine).log_probs == [1e-6, -0.0]
+
+
+def test_an_answer_has_a_deadline_and_the_server_is_taken_up_again(server):
+    with pytest.raises(ValueError, match="reply_timeout_seconds"):
+        ServerEngine(server.url, reply_timeout_seconds=0)
+    for is_trickled in (False, True):
+        server.latency_s, server.is_trickled = 0.0 if is_trickled else 30.0, is_trickled
+        with ServerEngine(server.url, reply_timeout_seconds=0.2) as engine:
+            with pytest.raises(EngineError, match=r"within 0.2 s; reply_timeout_seconds"):
+                generate(engine)
+            assert engine.num_in_flight == 0
+            wait_until(lambda engine=engine: engine.is_alive)
+    server.latency_s, server.is_trickled = 0.0, False
+    with ServerEngine(server.url, reply_timeout_seconds=None) as engine:
+        assert generate(engine).token_ids == [7, 8]
+
+
+def test_a_server_that_stops_answering_is_one_of_several_that_died():
+    servers = [LoopbackServer() for _ in range(2)]
+    servers[0].latency_s = 30.0
+    with EngineReplicas([ServerEngine(server.url, reply_timeout_seconds=0.2) for server in servers]) as engines:
+
+        async def many():
+            return await asyncio.gather(*(engines.generate([1], SAMPLING) for _ in range(4)))
+
+        assert [completion.token_ids for completion in asyncio.run(many())] == [[7, 8]] * 4
+        assert engines.num_retried == 2
+    for server in servers:
+        server.close()
+
+
+def test_models_and_context_lengths_that_are_none_are_refused(server):
+    for entry in (7, {}, {"id": None}, {"id": ["tiny"]}):
+        server.model_entry = entry
+        with pytest.raises(EngineError, match="did not list models"):
+            ServerEngine(server.url)
+    for limit in ("100", True, -1, 1.5, None):
+        server.model_entry = {"id": "tiny", "max_model_len": limit}
+        with pytest.raises(ValueError, match="max_model_len"):
+            ServerEngine(server.url)
 
 
 def distribution(probabilities, body):

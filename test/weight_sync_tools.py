@@ -132,6 +132,7 @@ class FakeEngine:
     quantization = None
     is_alive = True
     max_model_len = 64
+    vocab_size = None
 
     def __init__(self, num_workers=1, version=0, fails_at=None, dies_at=None, hangs_at=None):
         self.num_workers, self.policy_version = num_workers, version

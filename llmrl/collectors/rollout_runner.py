@@ -191,7 +191,7 @@ class RolloutRunner:
                 if sampled:
                     sampling = sampling.with_changes(max_new_tokens=stop_strings.num_wanted(budget - num_sampled))
                 part = await contained(
-                    engine.generate(
+                    self.policy.complete(
                         prompt_ids + sampled if sampled else prompt_ids,
                         sampling,
                         request_id=f"{self._request_prefix}/{rollout.rollout_id}/{rollout.num_turns}/{attempt}",

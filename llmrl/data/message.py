@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 Message: TypeAlias = Mapping[str, Any]
 """One message: `role`, `content` and, where they apply, `reasoning_content`, `tool_calls`, `tool_call_id`, `name`."""
 
 ToolSchema: TypeAlias = Mapping[str, Any]
 """A tool in the JSON-schema form that chat templates read (`{"type": "function", "function": {...}}`)."""
+
+Value = TypeVar("Value")
 
 OPTIONAL_MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 
@@ -38,7 +40,7 @@ class ParsedCompletion:
 
 
 def check_messages(messages: object, *, argument: str = "messages") -> tuple[Message, ...]:
-    """Validate messages at a boundary and return them as a tuple.
+    """Validate messages at a boundary and return them as a tuple, lone surrogates in their texts replaced.
 
     Raises:
         TypeError: when an entry is not a mapping.
@@ -61,7 +63,37 @@ def check_messages(messages: object, *, argument: str = "messages") -> tuple[Mes
             raise ValueError(f"{argument}[{index}] has no 'role' (a string), got keys {sorted(message)}.")
         if message.get("content") is None and not message.get("tool_calls"):
             raise ValueError(f"{argument}[{index}] (role {message['role']!r}) has neither 'content' nor 'tool_calls'.")
-    return checked
+    return tuple(map(encodable, checked))
+
+
+def encodable(value: Value) -> Value:
+    r"""Return a text, or the dicts and lists that hold texts, without lone surrogates; the same object if it has none.
+
+    JSON may escape such (`"\\ud800"`), and neither a tokenizer nor a file takes them.
+
+    Example:
+        >>> encodable("a\ud800b"), encodable({"a": ["\udfff"]})
+        ('a?b', {'a': ['?']})
+    """
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return cast(Value, value.encode("utf-8", "replace").decode())
+    elif isinstance(value, Mapping):
+        replaced = {encodable(key): encodable(entry) for key, entry in value.items()}
+        if any(
+            a is not b
+            for pair in zip(value.items(), replaced.items(), strict=False)
+            for a, b in zip(*pair, strict=True)
+        ):
+            return cast(Value, replaced)
+    elif isinstance(value, list | tuple):
+        entries = [encodable(entry) for entry in value]
+        if any(a is not b for a, b in zip(value, entries, strict=True)):
+            return cast(Value, entries)
+    return value
 
 
 def text_of(content: object) -> str:

@@ -101,6 +101,11 @@ class Engine(Protocol):
     """Prompt and completion together, in tokens."""
 
     @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids; None where the engine does not know it."""
+        ...
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights that a request started now would use."""
         ...

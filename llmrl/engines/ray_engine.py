@@ -44,6 +44,7 @@ class EngineFacts:
     """What never changes about an engine; where it takes no weights, nothing is said of how."""
 
     max_model_len: int
+    vocab_size: int | None
     host: str
     model_dtype: torch.dtype | None = None
     quantization: str | None = None
@@ -53,7 +54,7 @@ class EngineFacts:
     @classmethod
     def of(cls, engine: Engine) -> EngineFacts:
         """Of an engine in this process."""
-        here = cls(engine.max_model_len, socket.gethostname())
+        here = cls(engine.max_model_len, engine.vocab_size, socket.gethostname())
         if not isinstance(engine, UpdatableEngine):
             return here
         names = ("model_dtype", "quantization", "num_workers", "weight_transfer_backend")
@@ -122,6 +123,7 @@ class RayEngine:
         self._facts = facts
         self.max_model_len = facts.max_model_len
         """Prompt and completion together, in tokens."""
+        self.vocab_size = facts.vocab_size
         self.host = facts.host
         """Name of the machine that the engine runs on."""
         self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None where it takes no weights

@@ -85,6 +85,8 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         """How often requests were sent again after a failure."""
         self.max_model_len: int = min(engine.max_model_len for engine in engines)
         """Prompt and completion together, in tokens."""
+        self.vocab_size = min((size for engine in engines if (size := engine.vocab_size) is not None), default=None)
+        """Number of token ids, where an engine knows it."""
         self._engines = list(engines)
         self._router = Router(len(engines), max_imbalance=max_imbalance)
         self._num_retries, self._restart, self._max_restarts = num_retries, restart, max_restarts

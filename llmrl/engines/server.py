@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, completion_budget
-from llmrl.engines.server_messages import completion_request, is_plain, read_response
+from llmrl.engines.server_messages import completion_request, is_plain, read_models, read_response
 
 if TYPE_CHECKING:
     import aiohttp
@@ -20,6 +21,12 @@ _EVEN_TEMPERATURE = 1000.0
 """Far above any difference of logits."""
 PROBE_INTERVAL_S = 1.0
 """How often a server that could not be reached is asked again."""
+DEFAULT_REPLY_TIMEOUT_SECONDS = 600.0
+"""As OpenAI's own client has it."""
+_CONTROL_TIMEOUT_S = 30.0
+"""Of what takes a server no time."""
+# Of an answer; a token takes some hundred, with its text, its id and its log-prob.
+_NUM_BASE_BYTES, _NUM_TOKEN_BYTES = 1 << 20, 1 << 12
 
 
 class ServerEngine:
@@ -35,12 +42,17 @@ class ServerEngine:
         model: as the server names it; its first when not given.
         api_key: sent as a bearer token.
         max_model_len: prompt and completion together; asked of the server when not given.
+        vocab_size: number of token ids, which no server tells; ids beyond are refused. The tokenizer's where not given:
+            give it for a model that has ids beyond its tokenizer's.
         policy_version: of the server's weights.
+        reply_timeout_seconds: a request that is not answered by then, waiting in the server's queue included, fails
+            with an `EngineError`, which is tried again like any other; None waits for ever. It has to be longer than
+            the longest completion takes on a busy server.
 
     Raises:
         MissingExtraError: when aiohttp is not installed, naming the extra.
         EngineError: when the server cannot be reached.
-        ValueError: when it has not that model, or does not say its `max_model_len`.
+        ValueError: when it has not that model, or does not say its `max_model_len`; for a number that is not positive.
 
     Example:
         >>> engine = ServerEngine("http://localhost:8000")                              # doctest: +SKIP
@@ -55,8 +67,17 @@ class ServerEngine:
         model: str | None = None,
         api_key: str | None = None,
         max_model_len: int | None = None,
+        vocab_size: int | None = None,
         policy_version: int = 0,
+        reply_timeout_seconds: float | None = DEFAULT_REPLY_TIMEOUT_SECONDS,
     ) -> None:
+        if reply_timeout_seconds is not None and not reply_timeout_seconds > 0:
+            raise ValueError(
+                f"reply_timeout_seconds must be positive, or None to wait for ever; got {reply_timeout_seconds}."
+            )
+        self.vocab_size = vocab_size
+        """Number of token ids, where it was given."""
+        self.reply_timeout_seconds = reply_timeout_seconds
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._is_reachable, self._is_closed = True, False
         self._is_distribution_known = False
@@ -69,14 +90,17 @@ class ServerEngine:
         try:
             self._session: aiohttp.ClientSession = self._background.run(_open_session(api_key))
             self._finalizer = weakref.finalize(self, _close, self._session, self._background)
-            models = self._background.run(self._request("GET", "/v1/models"))["data"]
-            served = {entry["id"]: entry for entry in models}
+            served = read_models(self._background.run(self._request("GET", "/v1/models")), self._base_url)
             self.model = next(iter(served)) if model is None else model
             if self.model not in served:
                 raise ValueError(f"model must be one that {self._base_url} serves, {sorted(served)}, got {model!r}.")
             limit = served[self.model].get("max_model_len") if max_model_len is None else max_model_len
-            if limit is None:
-                raise ValueError(f"max_model_len must be given: {self._base_url} does not say its own.")
+            if type(limit) is not int or limit < 2:
+                raise ValueError(
+                    f"max_model_len must be given, 2 or more: {self._base_url} says {limit!r} of its own."
+                    if max_model_len is None
+                    else f"max_model_len must be 2 or more, got {max_model_len!r}."
+                )
         except BaseException:
             self.shutdown()
             raise
@@ -106,8 +130,8 @@ class ServerEngine:
         Raises:
             ValueError: for an empty prompt, one without room for a token, a `request_id` that is in flight, or a
                 request that the server refuses.
-            EngineError: when the server cannot be reached, or returns tokens without their ids or log-probs, or
-                log-probs of another distribution.
+            EngineError: when the server cannot be reached or does not answer in time, or returns tokens without their
+                ids or log-probs, ids or log-probs that no model can have given, or log-probs of another distribution.
         """
         self._num_requests += 1
         request_id = f"{id(self):x}-{self._num_requests}" if request_id is None else request_id
@@ -153,18 +177,22 @@ class ServerEngine:
     ) -> Completion:
         if not self._is_distribution_known and not is_plain(sampling):
             await self._check_distribution(prompt_ids)
-        body = completion_request(self.model, prompt_ids, sampling, budget)
-        answer = asyncio.ensure_future(self._request("POST", "/v1/completions", body))
+        answer = asyncio.ensure_future(self._ask(prompt_ids, sampling, budget, version))
         abortion = asyncio.ensure_future(aborted.wait())
         try:
             await asyncio.wait((answer, abortion), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 return Completion([], [], [], "abort")
-            return read_response(answer.result(), version, self._base_url)
+            return answer.result()
         finally:
             # Hanging up is what makes a server stop.
             answer.cancel()
             abortion.cancel()
+
+    async def _ask(self, prompt_ids: list[int], sampling: SamplingConfig, budget: int, version: int) -> Completion:
+        body = completion_request(self.model, prompt_ids, sampling, budget)
+        answer = await self._request("POST", "/v1/completions", body, budget=budget)
+        return read_response(answer, version=version, server=self._base_url, budget=budget, vocab_size=self.vocab_size)
 
     async def _check_distribution(self, prompt_ids: list[int]) -> None:
         """Ask for two log-probs that the distribution sampled from has whatever the model makes of the prompt.
@@ -173,10 +201,9 @@ class ServerEngine:
         is that of a half, or of a few: the model's own is nowhere near where the first token is certain to it.
         """
         for top_k, temperature, least, most in ((1, 1.0, -1e-3, 0.0), (2, _EVEN_TEMPERATURE, -4.5, -0.5)):
-            body = completion_request(self.model, prompt_ids, SamplingConfig(top_k=top_k, temperature=temperature), 1)
-            answer = await self._request("POST", "/v1/completions", body)
-            [log_prob] = read_response(answer, 0, self._base_url).log_probs
-            if not least <= log_prob <= most:
+            sampling = SamplingConfig(top_k=top_k, temperature=temperature)
+            log_probs = (await self._ask(prompt_ids, sampling, 1, 0)).log_probs
+            if not log_probs or not least <= log_probs[0] <= most:
                 raise EngineError(
                     f"{self._base_url} returns log-probs from before temperature, top-k, top-p and min-p; start it "
                     "with processed ones (vllm serve --logprobs-mode processed_logprobs), or sample at temperature 1 "
@@ -184,24 +211,55 @@ class ServerEngine:
                 )
         self._is_distribution_known = True
 
-    async def _request(self, method: str, path: str, body: dict[str, object] | None = None) -> Any:
+    async def _request(
+        self, method: str, path: str, body: dict[str, object] | None = None, *, budget: int | None = None
+    ) -> object:
+        """The JSON that the server answers with; `budget` tokens are asked for, or something that takes no time."""
         import aiohttp
 
+        seconds = _CONTROL_TIMEOUT_S if budget is None else self.reply_timeout_seconds
+        url, max_bytes = f"{self._base_url}{path}", _NUM_BASE_BYTES + _NUM_TOKEN_BYTES * (budget or 0)
         try:
-            async with self._session.request(method, f"{self._base_url}{path}", json=body) as response:
-                if response.status == 200:
-                    return await response.json()
-                text = (await response.text())[:500]
+            async with (
+                asyncio.timeout(seconds) as deadline,
+                self._session.request(method, url, json=body, allow_redirects=False) as response,
+            ):
+                text = await _read(response, max_bytes)
+            if response.status == 200:
+                return json.loads(text)
         except (aiohttp.ClientConnectionError, OSError) as error:
-            self._is_reachable = False
-            if self._watch is None or self._watch.done():
-                self._watch = asyncio.ensure_future(_watch(weakref.ref(self)))
+            self._lose()
+            if deadline.expired():
+                mend = "" if budget is None else "; reply_timeout_seconds says how long it may take"
+                raise EngineError(f"{url} did not answer within {seconds:g} s{mend}.") from error
             raise EngineError(f"{self._base_url} cannot be reached: {error}") from error
-        except (aiohttp.ClientError, ValueError) as error:
-            raise EngineError(f"{self._base_url}{path} did not answer as an OpenAI server: {error}") from error
+        except (aiohttp.ClientError, ValueError, RecursionError) as error:
+            raise EngineError(f"{url} did not answer as an OpenAI server: {error}") from error
+        shown = text[:500].decode(errors="replace")
         if 400 <= response.status < 500 and response.status not in (408, 429):
-            raise ValueError(f"{self._base_url}{path} refused the request ({response.status}): {text}")
-        raise EngineError(f"{self._base_url}{path} failed ({response.status}): {text}")
+            raise ValueError(f"{url} refused the request ({response.status}): {shown}")
+        raise EngineError(f"{url} failed ({response.status}): {shown}")
+
+    def _lose(self) -> None:
+        """Take the server as one that cannot be reached, until it answers again."""
+        self._is_reachable = False
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.ensure_future(_watch(weakref.ref(self)))
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body of an answer.
+
+    Raises:
+        ValueError: when it is longer than `max_bytes`; the rest is not read.
+    """
+    parts, num_bytes = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise ValueError(f"its answer is longer than {max_bytes} bytes.")
+    return b"".join(parts)
 
 
 async def _watch(engine: weakref.ref[ServerEngine]) -> None:

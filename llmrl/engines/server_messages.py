@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import re
+from collections.abc import Mapping
+from typing import Any
 
-from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig
+from llmrl.engines.base import Completion, EngineError, SamplingConfig
+from llmrl.engines.border import check_completion
 
-_TOKEN_ID = "token_id:"
+_TOKEN_ID = re.compile(r"token_id:([0-9]{1,10})")
 
 
 def is_plain(sampling: SamplingConfig) -> bool:
@@ -49,41 +52,81 @@ def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConf
     }
 
 
-def read_response(response: Any, version: int, server: str) -> Completion:
+def read_response(
+    response: object, *, version: int, server: str, budget: int, vocab_size: int | None = None
+) -> Completion:
     """Read the server's answer, refusing one without an id and a log-prob for each token.
 
+    Args:
+        response: the answer's JSON.
+        version: of the tokens.
+        server: as errors name it.
+        budget: tokens that were asked for.
+        vocab_size: number of token ids, where it is known.
+
     Raises:
-        EngineError: when ids or log-probs are missing or short.
+        EngineError: when ids or log-probs are missing, short, or none that a model can have given.
 
     Example:
         >>> choice = {"finish_reason": "stop", "logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}}
-        >>> read_response({"choices": [choice]}, 3, "http://host")
-        Completion(token_ids=[7], log_probs=[-0.5], versions=[3], finish_reason='stop', stop_string=None, metrics={})
+        >>> completion = read_response({"choices": [choice]}, version=3, server="http://host", budget=1)
+        >>> completion.token_ids, completion.log_probs, completion.versions
+        ([7], [-0.5], [3])
     """
     choices = response.get("choices") if isinstance(response, dict) else None
-    if not choices:
-        raise EngineError(f"{server} answered without choices: {str(response)[:200]}")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise EngineError(f"{server} answered without one choice: {str(response)[:200]}")
     [choice] = choices
     columns = choice.get("logprobs") or {}
+    if not isinstance(columns, dict):
+        raise EngineError(f"{server} returned logprobs as {type(columns).__name__}; an object is expected.")
     token_ids = choice.get("token_ids")
     if token_ids is None:
-        tokens = columns.get("tokens") or []
-        if not tokens or not all(token.startswith(_TOKEN_ID) for token in tokens):
-            raise EngineError(
-                f"{server} returned text without token ids; it must know return_token_ids or "
-                "return_tokens_as_token_ids (vLLM does), since text cannot be turned back into what was sampled."
-            )
-        token_ids = [int(token.removeprefix(_TOKEN_ID)) for token in tokens]
-    log_probs = columns.get("token_logprobs") or []
-    if len(log_probs) != len(token_ids) or any(value is None for value in log_probs):
-        raise EngineError(f"{server} returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one a token.")
+        token_ids = _ids_of(columns.get("tokens"), server)
     finish_reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
     if finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{server} ended the request with {finish_reason!r}; try again.")
-    return Completion(
-        token_ids=token_ids,
-        log_probs=log_probs,
-        versions=[version] * len(token_ids),
-        finish_reason=cast(FinishReason, finish_reason),
-        stop_string=stop_reason if isinstance(stop_reason, str) else None,
-    )
+    if not token_ids and finish_reason != "abort":
+        raise EngineError(f"{server} ended with {finish_reason!r} and no token; what was sampled is not all there.")
+    log_probs = columns.get("token_logprobs") or []
+    if isinstance(log_probs, list):  # JSON may write a whole number without a point
+        log_probs = [float(value) if type(value) is int and abs(value) < 2**53 else value for value in log_probs]
+    num_tokens = len(token_ids) if isinstance(token_ids, list) else 0
+    stop_string = stop_reason if isinstance(stop_reason, str) else None
+    completion = Completion(token_ids, log_probs, [version] * num_tokens, finish_reason, stop_string)
+    try:
+        check_completion(completion, budget=budget, vocab_size=vocab_size)
+    except EngineError as error:
+        raise EngineError(f"{server} gave a wrong answer. {error}") from None
+    return completion
+
+
+def _ids_of(tokens: object, server: str) -> list[int]:
+    """The ids of tokens that are written as `token_id:7`."""
+    written = [_TOKEN_ID.fullmatch(token) if isinstance(token, str) else None for token in _list(tokens)]
+    found = [match[1] for match in written if match is not None]
+    if not found or len(found) < len(written):
+        raise EngineError(
+            f"{server} returned text without token ids; it must know return_token_ids or "
+            "return_tokens_as_token_ids (vLLM does), since text cannot be turned back into what was sampled."
+        )
+    return [int(digits) for digits in found]
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def read_models(response: object, server: str) -> dict[str, Mapping[str, object]]:
+    """The models that a server says it serves, by id.
+
+    Raises:
+        EngineError: when that is no list of models.
+    """
+    entries = _list(response.get("data") if isinstance(response, dict) else None)
+    models: dict[str, Mapping[str, object]] = {
+        entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    }
+    if not models or len(models) < len(entries):
+        raise EngineError(f"{server}/v1/models did not list models: {str(response)[:200]}")
+    return models

@@ -15,7 +15,8 @@ from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.asynchronous import run_sync
 from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, tensordict_of
-from llmrl.engines import Completion, Engine, SamplingConfig
+from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
+from llmrl.engines.border import check_completion
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 
 _SAMPLING_SYNONYMS = {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}
@@ -87,6 +88,9 @@ class LLMWrapperBase(TensorDictModuleBase):
             stop_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids)))
             sampling = sampling.with_changes(stop_token_ids=stop_token_ids)
         self.sampling = sampling
+        tokenizer = getattr(renderer, "tokenizer", tokenizer)
+        # A tokenizer may have holes between its ids: its number of tokens is not the first id that it has not.
+        self._num_token_ids = None if tokenizer is None else 1 + max(tokenizer.get_vocab().values())
         self.conversation_mode = conversation_mode
         self.fork_threshold_tokens = fork_threshold_tokens
         self.in_keys = [(input_mode, "prompt")]
@@ -133,10 +137,31 @@ class LLMWrapperBase(TensorDictModuleBase):
         sampling = self.sampling
         if max_new_tokens is not None:
             sampling = sampling.with_changes(max_new_tokens=max_new_tokens)
-        completion = await self.engine.generate(
+        completion = await self.complete(
             conversation.prompt_ids, sampling, request_id=request_id, routing_key=routing_key
         )
         return self.write_turn(element, answered(conversation, completion), completion)
+
+    async def complete(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """What the engine samples after `prompt_ids`, checked: every completion comes in here.
+
+        Raises:
+            ValueError: when the prompt leaves no room for a token.
+            EngineError: when the engine died or refused, or answered with what could not be trained on or read again.
+        """
+        engine = self.engine
+        completion = await engine.generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)
+        budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
+        vocab_size = self._num_token_ids if engine.vocab_size is None else engine.vocab_size
+        check_completion(completion, budget=budget, vocab_size=vocab_size)
+        return completion
 
     def prepare(self, element: TensorDictBase) -> Conversation:
         """The conversation of `element`, its prompt rendered, ready for the engine."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from llmrl.data import MalformedToolCall, ToolSchema
+from llmrl.data.message import encodable
 
 Json: TypeAlias = Any
 """A value as JSON has it, whichever that is."""
@@ -83,7 +84,7 @@ def find_tool_call_parser(name: str) -> ToolCallParser:
 
 
 def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = None) -> ToolCall:
-    """A tool call in the chat-template convention.
+    """A tool call in the chat-template convention, lone surrogates in its texts replaced: JSON may escape them.
 
     Example:
         >>> make_tool_call("add", {"a": 1})
@@ -92,7 +93,7 @@ def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = Non
     call: ToolCall = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     if call_id is not None:
         call["id"] = call_id
-    return call
+    return encodable(call)
 
 
 def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:

@@ -64,6 +64,7 @@ class ScriptedEngine:
         if max_num_seqs is not None and max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs!r}.")
         self.max_model_len = max_model_len
+        self.vocab_size: int | None = None
         self.requests: list[tuple[list[int], SamplingConfig, str]] = []
         """Prompt ids, sampling and routing key ("" for none) of every request so far."""
         self.busy_s = 0.0

@@ -48,13 +48,3 @@ def as_text(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(value)
-
-
-def encodable(text: str) -> str:
-    r"""Return the text without lone surrogates, which no tokenizer takes.
-
-    Example:
-        >>> encodable("a\ud800b")
-        'a?b'
-    """
-    return text.encode("utf-8", "replace").decode()

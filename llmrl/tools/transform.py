@@ -18,9 +18,10 @@ from llmrl._utils.failure import describe
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
 from llmrl.data.history import flatten
+from llmrl.data.message import encodable
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser
-from llmrl.tools.output import TruncateSide, as_text, encodable, truncate
+from llmrl.tools.output import TruncateSide, as_text, truncate
 from llmrl.tools.session import ToolSession
 from llmrl.tools.tool import InvalidArguments, Tool, ToolError, collect_tools
 

@@ -1,0 +1,88 @@
+"""What an engine may answer: the one place where completions are checked before anything is made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+from llmrl.engines.base import Completion, EngineError, FinishReason
+
+_LARGEST_ID = 2**32 - 1
+"""What tokenizers can hold."""
+_LARGEST_VERSION = 2**63 - 1
+_LARGEST_LOG_PROB = 1e-3
+"""Rounding may lift one a little above 0."""
+_SMALLEST_LOG_PROB = -3e38
+"""float32 has none below."""
+
+
+def check_completion(completion: Completion, *, budget: int, vocab_size: int | None) -> None:
+    """Refuse a completion that could not be trained on, or not be read again.
+
+    Args:
+        completion: of any engine.
+        budget: tokens that were asked for.
+        vocab_size: number of token ids, where it is known.
+
+    Raises:
+        EngineError: naming what is wrong, what came and what was expected.
+
+    Example:
+        >>> check_completion(Completion([7], [900.0], [0], "stop"), budget=8, vocab_size=None)
+        Traceback (most recent call last):
+        llmrl.engines.base.EngineError: The engine returned log_probs[0] = 900.0; a finite number up to 0 is expected.
+    """
+    if not isinstance(completion, Completion):
+        raise EngineError(f"The engine returned a {type(completion).__name__}; a Completion is expected.")
+    token_ids = completion.token_ids
+    _check_column("token_ids", token_ids, int, None)
+    num_tokens = len(token_ids)
+    if num_tokens > budget:
+        raise EngineError(f"The engine returned {num_tokens} tokens; at most {budget} were asked for.")
+    _check_column("log_probs", completion.log_probs, float, num_tokens)
+    _check_column("versions", completion.versions, int, num_tokens)
+    if completion.finish_reason not in get_args(FinishReason):
+        raise EngineError(
+            f"The engine ended with {completion.finish_reason!r}; one of {get_args(FinishReason)} is expected."
+        )
+    if completion.stop_string is not None and not isinstance(completion.stop_string, str):
+        raise EngineError(f"The engine returned stop_string = {completion.stop_string!r}; a text or None is expected.")
+    if not num_tokens:
+        return
+    last = _LARGEST_ID if vocab_size is None else vocab_size - 1
+    if min(token_ids) < 0 or max(token_ids) > last:
+        raise _wrong_value("token_ids", token_ids, lambda value: 0 <= value <= last, f"an id of 0 to {last}")
+    # A sum is finite only where all are: one pass at the speed of C.
+    log_probs = completion.log_probs
+    if not (sum(log_probs) > _SMALLEST_LOG_PROB and max(log_probs) <= _LARGEST_LOG_PROB):
+        raise _wrong_value(
+            "log_probs",
+            log_probs,
+            lambda value: math.isfinite(value) and _SMALLEST_LOG_PROB / num_tokens < value <= _LARGEST_LOG_PROB,
+            "a finite number up to 0",
+        )
+    versions = completion.versions
+    if min(versions) < 0 or max(versions) > _LARGEST_VERSION:
+        raise _wrong_value("versions", versions, lambda value: 0 <= value <= _LARGEST_VERSION, "a number from 0 on")
+
+
+def _check_column(name: str, column: Any, kind: type, num_tokens: int | None) -> None:
+    """Refuse what is no list of exactly this type: a bool is no id, and an engine's own number types do not travel."""
+    if type(column) is not list:
+        raise EngineError(f"The engine returned {name} as {type(column).__name__}; a list is expected.")
+    if num_tokens is not None and len(column) != num_tokens:
+        raise EngineError(
+            f"The engine returned {name} of length {len(column)}; {num_tokens} are expected, one a token."
+        )
+    if not {*map(type, column)} <= {kind}:
+        index, value = next((index, value) for index, value in enumerate(column) if type(value) is not kind)
+        raise EngineError(
+            f"The engine returned {name}[{index}] = {value!r:.100}, a {type(value).__name__}; "
+            f"{kind.__name__} is expected."
+        )
+
+
+def _wrong_value(name: str, column: list[Any], is_right: Callable[[Any], bool], expected: str) -> EngineError:
+    index, value = next((index, value) for index, value in enumerate(column) if not is_right(value))
+    return EngineError(f"The engine returned {name}[{index}] = {value!r:.100}; {expected} is expected.")
