@@ -85,16 +85,14 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         """How often requests were sent again after a failure."""
         self.max_model_len: int = min(engine.max_model_len for engine in engines)
         """Prompt and completion together, in tokens."""
-        self.vocab_size = min((size for engine in engines if (size := engine.vocab_size) is not None), default=None)
-        """Number of token ids, where an engine knows it."""
+        self.vocab_size = engines[0].vocab_size
         self._engines = list(engines)
         self._router = Router(len(engines), max_imbalance=max_imbalance)
         self._num_retries, self._restart, self._max_restarts = num_retries, restart, max_restarts
         self._restarts_in_a_row = [0] * len(engines)
         self._dead: set[int] = set()
         self._recovering: dict[int, threading.Thread] = {}
-        # Restarted, and not seen with the weights of the others yet.
-        self._unproven: set[int] = set()
+        self._unproven: set[int] = set()  # restarted, and not seen with the weights of the others yet
         self._version = max(engine.policy_version for engine in engines)
         self._are_all_open, self._looked_s = True, -_LOOK_AGAIN_S
         self._pending: dict[str, PendingRequest] = {}
