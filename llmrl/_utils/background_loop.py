@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from llmrl._utils.failure import as_exception, describe, guarded
 
@@ -24,7 +24,7 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._letters: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._woken_s: float | None = None
 
     @property
@@ -33,7 +33,7 @@ class Mailbox:
         woken_s = self._woken_s
         return 0.0 if woken_s is None else time.monotonic() - woken_s
 
-    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Run `function(*arguments)` on the loop soon.
 
         Raises:
@@ -56,16 +56,16 @@ class Mailbox:
             function(*arguments)
 
 
-class Errand:
+class Errand(Generic[Result]):
     """A coroutine on its way to a background loop, and what came of it on its way back."""
 
     __slots__ = ("_background", "_coroutine", "_ended", "_here", "_outbox", "_task", "_tickets", "future")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def __init__(self, coroutine: Coroutine[None, None, Result]) -> None:
         self._coroutine, self._here = coroutine, asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self._here.create_future()
+        self.future: asyncio.Future[Result] = self._here.create_future()
         """Its result, for the loop that it was begun from."""
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[Result] | None = None
         self._ended: asyncio.Future[None] | None = None
 
     def go_to(self, background: BackgroundLoop) -> None:
@@ -105,7 +105,7 @@ class Errand:
             self._task = background.loop.create_task(guarded(self._coroutine))
             self._task.add_done_callback(self._finished)
 
-    def _finished(self, task: asyncio.Task[Any]) -> None:
+    def _finished(self, task: asyncio.Task[Result]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if isinstance(error, asyncio.CancelledError) and not self._background.is_closed:
             error = as_exception(error)  # its own doing: where the wait was cancelled, nobody hears of it
@@ -167,10 +167,10 @@ class BackgroundLoop:
         """How long something has been waiting for the loop to come round: its thread is blocked meanwhile."""
         return self._inbox.overdue_seconds
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a thread does not travel: elsewhere there is none
 
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+    def submit(self, coroutine: Coroutine[None, None, Result]) -> Future[Result]:
         """Run a coroutine on the loop, for a thread that waits for its result.
 
         Raises:
@@ -183,7 +183,7 @@ class BackgroundLoop:
             coroutine.close()
             raise
 
-    def run(self, coroutine: Coroutine[Any, Any, Result], timeout: float | None = None) -> Result:
+    def run(self, coroutine: Coroutine[None, None, Result], timeout: float | None = None) -> Result:
         """Run a coroutine on the loop and block until its result.
 
         Raises:
@@ -203,7 +203,7 @@ class BackgroundLoop:
         if self.is_closed:
             raise RuntimeError(f"The background loop {self._thread.name!r} is closed: its owner was shut down.")
 
-    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> Errand:
+    def begin(self, coroutine: Coroutine[None, None, Result]) -> Errand[Result]:
         """Have a coroutine run on the loop, for the running loop of the caller.
 
         Raises:
@@ -213,7 +213,7 @@ class BackgroundLoop:
         errand.go_to(self)
         return errand
 
-    async def wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    async def wait(self, coroutine: Coroutine[None, None, Result]) -> Result:
         """Await a coroutine that runs on the background loop; cancelling the wait cancels it there.
 
         Raises:
@@ -230,7 +230,7 @@ class BackgroundLoop:
             errand.cancel()
             raise
 
-    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function on the loop soon.
 
         Raises:
@@ -279,7 +279,7 @@ class BackgroundLoop:
         finally:
             self.loop.close()
 
-    def _run_until(self, run: Callable[[], Any]) -> None:
+    def _run_until(self, run: Callable[[], object]) -> None:
         """Run the loop to its end: `SystemExit` in one of its tasks leaves it at once, and is no reason to stop."""
         while True:
             try:

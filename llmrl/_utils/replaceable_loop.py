@@ -10,11 +10,13 @@ import threading
 import traceback
 import weakref
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from llmrl._utils.background_loop import BackgroundLoop, Errand
 
 logger = logging.getLogger("llmrl")
+
+Result = TypeVar("Result")
 
 _LOOK_SECONDS = 2.0
 _GRACE_SECONDS = 0.5
@@ -25,7 +27,7 @@ class _Visit:
 
     __slots__ = ("errand", "is_movable", "place")
 
-    def __init__(self, errand: Errand, place: BackgroundLoop, is_movable: bool) -> None:
+    def __init__(self, errand: Errand[Any], place: BackgroundLoop, is_movable: bool) -> None:
         self.errand, self.place, self.is_movable = errand, place, is_movable
 
 
@@ -64,7 +66,7 @@ class ReplaceableLoop:
         self._finalizer = weakref.finalize(self, _stop_all, self._loops)
         self._finalizer.atexit = False
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[ReplaceableLoop], tuple[str]]:
         return ReplaceableLoop, (self.name,)  # threads do not travel
 
     @property
@@ -82,11 +84,11 @@ class ReplaceableLoop:
 
     async def wait(
         self,
-        coroutine: Coroutine[Any, Any, Any],
+        coroutine: Coroutine[None, None, Result],
         timeout_seconds: float | None = None,
         *,
         on: BackgroundLoop | None = None,
-    ) -> Any:
+    ) -> Result:
         """Await a coroutine that runs on the current loop, or always `on` this one; cancelling the wait cancels it.
 
         Raises:
@@ -96,10 +98,11 @@ class ReplaceableLoop:
         here, place = asyncio.get_running_loop(), on or self.current
         if place.loop is here:
             return await coroutine
-        visit = _Visit(place.begin(coroutine), place, is_movable=on is None)
+        errand = place.begin(coroutine)
+        visit = _Visit(errand, place, is_movable=on is None)
         watch = self._watch(here)
         watch.visits.add(visit)
-        future = visit.errand.future
+        future = errand.future
         try:
             if timeout_seconds is None:
                 return await future
@@ -108,7 +111,7 @@ class ReplaceableLoop:
         except (asyncio.CancelledError, TimeoutError) as interruption:
             if not future.cancelled():  # a time-out of its own
                 raise
-            ended = visit.errand.cancel()
+            ended = errand.cancel()
             # What is cancelled may itself wait for something cancelled: whoever has the limit waits longer.
             await asyncio.wait([ended], timeout=_GRACE_SECONDS * (1 if timeout_seconds is None else 2))
             if not ended.done() and visit.place.overdue_seconds:

@@ -7,7 +7,8 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from functools import partial
+from typing import Generic, ParamSpec, TypeVar
 
 from llmrl._utils.failure import as_exception
 
@@ -31,7 +32,7 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_left: threading.Event | None = None
 
     def _begin(self) -> None:
@@ -60,7 +61,7 @@ class WorkerThread:
         if self._is_left is None:
             self._begin()
         call = _Call(lambda: function(*arguments, **keywords))
-        self._calls.put(call)
+        self._calls.put(call.run)
         return await call.future
 
     def close(self) -> None:
@@ -90,32 +91,29 @@ class _Call(Generic[Result]):
 
     def __init__(self, function: Callable[[], Result]) -> None:
         self._function, self._loop = function, asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self._loop.create_future()
+        self.future: asyncio.Future[Result] = self._loop.create_future()
 
     def run(self) -> None:
-        result, failure = None, None
-        try:
-            result = self._function()
-        except BaseException as error:
-            failure = as_exception(error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-            self._loop.call_soon_threadsafe(self._settle, result, failure)
-
-    def _settle(self, result: Result | None, error: Exception | None) -> None:
-        if self.future.done():
+        if self.future.cancelled():
             return
-        if error is None:
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(error)
+        settle: Callable[[], None]
+        try:
+            settle = partial(self.future.set_result, self._function())
+        except BaseException as error:
+            settle = partial(self.future.set_exception, as_exception(error))
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._settle, settle)
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        if not self.future.done():
+            settle()
 
 
-def _work(calls: queue.SimpleQueue[_Call[Any] | None], is_left: threading.Event) -> None:
+def _work(calls: queue.SimpleQueue[Callable[[], None] | None], is_left: threading.Event) -> None:
     while not is_left.is_set():
         call = calls.get()
         if call is None:
             calls.put(None)  # for one that was left behind, too
             return
-        if not call.future.cancelled():
-            call.run()
+        call()
         del call  # what it held is not kept while nothing comes

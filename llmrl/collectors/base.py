@@ -9,20 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn, Protocol, Self, TypeVar
+from typing import NoReturn, Protocol, Self, TypeVar
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 
 from llmrl._utils.background_loop import BackgroundLoop
-from llmrl.collectors.buffer import BufferFiller, QueueBuffer
+from llmrl._utils.types import StateDict
+from llmrl.collectors.buffer import BufferFiller, QueueBuffer, TakesBatches
 from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallDetector
 from llmrl.collectors.report import Collected, CollectionReport, is_empty
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
 from llmrl.collectors.shape import BatchShape, check_group_size
 from llmrl.collectors.torchrl_names import missing_attribute
-from llmrl.collectors.weights import WeightSenders
+from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
 
@@ -40,7 +42,7 @@ class CollectorSource(RolloutSource, Protocol):
     """Whether the rollouts of a group are scored together."""
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> object:
         """What weights are sent to."""
         ...
 
@@ -64,9 +66,9 @@ class BatchCollector:
         *,
         total_dialog_turns: int,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None,
-        replay_buffer: Any,
+        replay_buffer: TakesBatches | None,
         is_reset: bool,
-        weight_sync_schemes: Mapping[str, Any] | None,
+        weight_sync_schemes: Mapping[str, WeightScheme] | None,
         verbose: bool,
     ) -> None:
         for transform in (postproc, getattr(replay_buffer, "transform", None)):
@@ -187,6 +189,7 @@ class BatchCollector:
 
     def _write(self, batch: TensorDictBase) -> bool:
         """Hand a batch on to the buffer; whether anything of it is kept there."""
+        assert self.replay_buffer is not None
         indices = self.replay_buffer.extend(batch)
         if not isinstance(indices, torch.Tensor) or indices.numel():
             self._delivered()
@@ -271,7 +274,7 @@ class BatchCollector:
 
     # Weights
 
-    def update_policy_weights_(self, policy_or_weights: Any = None) -> int:
+    def update_policy_weights_(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> int:
         """Send the trainer's weights to the engines; the new policy version.
 
         The first call needs the trainer's model (or a mapping of its weights); later ones remember it. The scheme is
@@ -285,7 +288,7 @@ class BatchCollector:
         self._updated(version)
         return version
 
-    def start_update(self, policy_or_weights: Any = None) -> Future[int]:
+    def start_update(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> Future[int]:
         """As `update_policy_weights_`, but training may go on when this returns, while the engines load a copy.
 
         No rollout starts until they have it, and `policy_version` is the coming one. What cannot be copied first is
@@ -329,7 +332,7 @@ class BatchCollector:
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Everything needed to continue the very same sequence of prompts and ids.
 
         Groups that were drawn and not handed on yet are among it by their place in the dataset: they are played again,
@@ -339,17 +342,17 @@ class BatchCollector:
         with self._not_writing():
             return self._run(self._state_dict())
 
-    async def _state_dict(self) -> dict[str, Any]:
+    async def _state_dict(self) -> StateDict:
         async with self._scheduler.holding_still() as unfinished:
             left_over = [portable_turn(step) for step in self._left_over]
-            state: dict[str, Any] = {"num_turns": self._num_turns, "left_over": left_over, "kind": self._shape.kind}
+            state: StateDict = {"num_turns": self._num_turns, "left_over": left_over, "kind": self._shape.kind}
             dataset_env = self._source.dataset_env
             if dataset_env is not None:
                 prompts = dataset_env.prompts.state_dict(unfinished=unfinished)
                 state["env"] = {**dataset_env.state_dict(), "prompts": prompts}
             return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Continue from a saved state; before the first batch.
 
         Raises:
@@ -365,7 +368,7 @@ class BatchCollector:
         if self._source.dataset_env is not None:
             self._source.dataset_env.load_state_dict(state["env"])
 
-    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    def _run(self, coroutine: Coroutine[None, None, Result]) -> Result:
         return self._background.run(coroutine)
 
     def shutdown(self, timeout: float | None = 10.0) -> None:

@@ -7,13 +7,31 @@ import queue as queues
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import Protocol, TypeVar
 
 from tensordict import TensorDictBase
 
 logger = logging.getLogger("llmrl")
 
 _WAIT_SECONDS = 0.2
+
+Batch = TypeVar("Batch")
+
+
+class TakesBatches(Protocol):
+    """What a collector can fill: a replay buffer."""
+
+    def extend(self, batch: TensorDictBase, /) -> object:
+        """Take a batch; gives the places that it has now, if any."""
+        ...
+
+
+class TakesItems(Protocol):
+    """A queue, of threads, processes or Ray."""
+
+    def put(self, item: TensorDictBase, /, *, timeout: float) -> object:
+        """Take an item, or raise `queue.Full` after so many seconds."""
+        ...
 
 
 class BufferFiller:
@@ -30,7 +48,7 @@ class BufferFiller:
         [1, 2, 3]
     """
 
-    def __init__(self, next_batch: Callable[[], Any], write: Callable[[Any], object]) -> None:
+    def __init__(self, next_batch: Callable[[], Batch | None], write: Callable[[Batch], object]) -> None:
         self._next_batch, self._write = next_batch, write
         self.lock = threading.RLock()
         """Held while a batch is written."""
@@ -103,7 +121,7 @@ class QueueBuffer:
         2
     """
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: TakesItems) -> None:
         if not callable(getattr(queue, "put", None)):
             raise TypeError(f"queue must have put(item, timeout=), as queue.Queue has; got {type(queue).__name__}.")
         self._queue, self._is_closed = queue, False
@@ -120,7 +138,8 @@ class QueueBuffer:
     def _put(self, item: TensorDictBase) -> None:
         while not self._is_closed:
             try:
-                return self._queue.put(item, timeout=_WAIT_SECONDS)
+                self._queue.put(item, timeout=_WAIT_SECONDS)
+                return
             except queues.Full:  # Ray's is one, too
                 continue
         raise CancelledError

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
@@ -15,7 +14,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from llmrl._utils.arguments import refuse_unknown
 from llmrl.collectors.admission import Gate
 from llmrl.collectors.base import BatchCollector, CollectorSource
-from llmrl.collectors.buffer import QueueBuffer
+from llmrl.collectors.buffer import QueueBuffer, TakesBatches, TakesItems
 from llmrl.collectors.groups import GroupRules
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rollout_runner import RolloutLimits
@@ -24,6 +23,7 @@ from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
 from llmrl.collectors.torchrl_names import ARGUMENTS, refuse_values
+from llmrl.collectors.weights import WeightScheme
 from llmrl.data import Rollout
 from llmrl.envs import EndOfData
 from llmrl.policies import LLMWrapperBase
@@ -92,8 +92,8 @@ class LLMCollector(BatchCollector):
         yield_only_last_steps: bool | None = None,
         total_dialog_turns: int = -1,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        replay_buffer: Any = None,
-        queue: Any = None,
+        replay_buffer: TakesBatches | None = None,
+        queue: TakesItems | None = None,
         max_concurrent_rollouts: int | None = None,
         max_staleness: int | None = None,
         late_groups: LatePolicy = "wait",
@@ -103,11 +103,11 @@ class LLMCollector(BatchCollector):
         limits: RolloutLimits | None = None,
         step_timeout_seconds: float | None = None,
         track_policy_version: bool | PolicyVersion = False,
-        weight_sync_schemes: Mapping[str, Any] | None = None,
+        weight_sync_schemes: Mapping[str, WeightScheme] | None = None,
         async_envs: bool | None = None,
         flatten_data: bool | None = None,
         verbose: bool = False,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, inspect.signature(type(self)).parameters, ARGUMENTS)
         refuse_values(async_envs=async_envs, flatten_data=flatten_data)

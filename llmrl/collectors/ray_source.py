@@ -116,8 +116,8 @@ class RaySource:
         step_timeout_seconds: float | None,
         num_collectors: int,
         num_retries: int,
-        actor_options: Mapping[str, Any],
-        engine: Any,
+        actor_options: Mapping[str, object],
+        engine: object,
     ) -> None:
         ray = require("ray", extra="ray")
         own_env = make_env()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
@@ -19,6 +19,10 @@ from llmrl.envs.dataset import Drawn
 from llmrl.transforms import environment_parts, is_ours, reads_turns
 
 logger = logging.getLogger("llmrl")
+
+Parameters = ParamSpec("Parameters")
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 Stepped: TypeAlias = tuple[TensorDictBase, TensorDictBase]
 """A stepped conversation, and the root of its next turn."""
@@ -76,13 +80,15 @@ class EnvStepper:
         self._worker: asyncio.Task[None] | None = None
         self._thread = WorkerThread("llmrl-env")
 
-    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(
+        self, function: Callable[Parameters, Result], *arguments: Parameters.args, **keywords: Parameters.kwargs
+    ) -> Result:
         """Run a function in the environment's thread, so that nothing else touches the environment meanwhile.
 
         Raises:
             Exception: whatever it raised, as by `as_exception`.
         """
-        return await self._thread.call(function, *arguments)
+        return await self._thread.call(function, *arguments, **keywords)
 
     @property
     def is_opened_alone(self) -> bool:
@@ -108,7 +114,9 @@ class EnvStepper:
             await self.release(opened)
             raise
 
-    async def _before(self, slow_part: Callable[[Any], Coroutine[Any, Any, Any]], argument: Any) -> Any:
+    async def _before(
+        self, slow_part: Callable[[Argument], Coroutine[None, None, Result]], argument: Argument
+    ) -> Result:
         if not is_ours(slow_part.__self__):  # type: ignore[attr-defined]
             return await self.slow_loop.wait(slow_part(argument), self.timeout_seconds)
         try:

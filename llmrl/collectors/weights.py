@@ -3,9 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeAlias
 
+import torch
 from tensordict.nn import TensorDictModuleBase
+
+Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
+"""The trainer's model, or its weights by their names in a checkpoint."""
+
+
+class WeightSender(Protocol):
+    """The trainer's end of a scheme."""
+
+    def register_model(self, model: Weights) -> None:
+        """Say whose weights to send."""
+        ...
+
+    def init_all_workers_group(self, model_metadata: Any, engine: Any) -> None:
+        """Open the way to an engine."""
+        ...
+
+    def update_weights(self) -> int:
+        """Send the weights; their version, when the engine has them."""
+        ...
+
+    def start_update(self) -> Future[int]:
+        """The same, returning as soon as the model may change."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release what it holds; the engine stays."""
+        ...
+
+
+class WeightScheme(Protocol):
+    """How weights reach engines, such as `VLLMWeightSyncScheme`."""
+
+    def create_sender(self) -> WeightSender:
+        """The trainer's end."""
+        ...
 
 
 class HasEngine(Protocol):
@@ -25,12 +62,12 @@ class WeightSenders:
         source: whose engine weights are sent to.
     """
 
-    def __init__(self, schemes: Mapping[str, Any], source: HasEngine) -> None:
+    def __init__(self, schemes: Mapping[str, WeightScheme], source: HasEngine) -> None:
         self._schemes, self._source = dict(schemes), source
-        self._senders: dict[str, Any] = {}
-        self._model: object = None
+        self._senders: dict[str, WeightSender] = {}
+        self._model: Weights | None = None
 
-    def connected(self, model: Any) -> list[Any]:
+    def connected(self, model: Weights | TensorDictModuleBase | None) -> list[WeightSender]:
         """The senders, connected to the engines.
 
         Args:
@@ -46,10 +83,10 @@ class WeightSenders:
             raise ValueError("an update of the weights needs an engine that is reached from here: pass engine=.")
         if isinstance(model, TensorDictModuleBase):
             model = model.model
-        if model is None and self._model is None:
-            raise ValueError("the first update of the weights needs the trainer's model.")
         is_another = model is not None and model is not self._model
         model = self._model = model if is_another else self._model
+        if model is None:
+            raise ValueError("the first update of the weights needs the trainer's model.")
         for name, scheme in (self._schemes or {"policy": default_scheme(engine)}).items():
             if name not in self._senders:
                 sender = scheme.create_sender()

@@ -13,6 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.asynchronous import run_sync
+from llmrl._utils.types import Tokenizer
 from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
@@ -22,7 +23,7 @@ from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Rendere
 _SAMPLING_SYNONYMS = {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}
 
 
-def sampling_from_kwargs(generate_kwargs: Mapping[str, Any] | SamplingConfig | None) -> SamplingConfig:
+def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig | None) -> SamplingConfig:
     """Read TorchRL-style generation arguments; every name is known or refused.
 
     Raises:
@@ -69,9 +70,9 @@ class LLMWrapperBase(TensorDictModuleBase):
         engine: Engine,
         *,
         renderer: Renderer | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         input_mode: Literal["history", "text", "tokens"] = "history",
-        generate_kwargs: Mapping[str, Any] | SamplingConfig | None = None,
+        generate_kwargs: Mapping[str, object] | SamplingConfig | None = None,
         conversation_mode: Literal["auto", "token", "message"] = "auto",
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from llmrl._utils.types import Tokenizer
 from llmrl.engines import SamplingConfig
 from llmrl.engines.base import HasTokenizer
 from llmrl.policies.base import LLMWrapperBase
@@ -33,10 +34,10 @@ class vLLMWrapper(LLMWrapperBase):
         self,
         model: AsyncVLLM | EngineReplicas | str | os.PathLike[str],
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         renderer: Renderer | None = None,
         input_mode: Literal["history", "text", "tokens"] = "history",
-        generate_kwargs: Mapping[str, Any] | SamplingConfig | None = None,
+        generate_kwargs: Mapping[str, object] | SamplingConfig | None = None,
         conversation_mode: Literal["auto", "token", "message"] = "auto",
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> None:

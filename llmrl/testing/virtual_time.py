@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine
-from typing import Any
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -13,7 +15,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         super().__init__()
         self.now_s = 0.0
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise RuntimeError("Everything waits and nothing is due: a deadlock.")
         self.now_s += max(timeout, 0.0)
@@ -32,7 +34,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._clock.now_s
 
 
-def run_in_virtual_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_in_virtual_time(coroutine: Coroutine[None, None, Result]) -> Result:
     """Run a coroutine as `asyncio.run` does, on a `VirtualTimeLoop`: an hour's sleep returns at once.
 
     Raises:

@@ -28,7 +28,9 @@ def checkpoint_name(name: str) -> str:
     return _WRAPPER_PARTS.sub("", name)
 
 
-def get_model_metadata(model: torch.nn.Module, dtype: torch.dtype | None = None) -> ModelMetadata:
+def get_model_metadata(
+    model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> ModelMetadata:
     """Name to `(dtype, shape)` of each weight that an update sends; tied weights come once.
 
     Args:
