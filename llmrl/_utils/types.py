@@ -30,12 +30,22 @@ class Encoding(TypedDict):
     """First character of each token and the one after its last, where it was asked for."""
 
 
+class AddedToken(Protocol):
+    """A token that was added to a vocabulary."""
+
+    content: str
+    special: bool
+
+
 class Tokenizer(Protocol):
     """What llmrl calls of a tokenizer; every `PreTrainedTokenizerBase` of transformers has it."""
 
     chat_template: str | None
+    eos_token: str | None
     eos_token_id: int | None
+    all_special_tokens: list[str]
     all_special_ids: list[int]
+    added_tokens_decoder: Mapping[int, AddedToken]
 
     def __len__(self) -> int: ...
 
@@ -61,6 +71,8 @@ class Tokenizer(Protocol):
         tokenize: bool = True,
         **options: object,
     ) -> str | list[int]: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
 
     def get_added_vocab(self) -> dict[str, int]: ...
 

@@ -11,7 +11,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
+from typing import TYPE_CHECKING, Never, Self, TypeVar
 
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
@@ -83,7 +83,7 @@ class AsyncVLLM:
         weight_transfer: bool | str = True,
         cpu_threads: int | None = None,
         log_level: str = "ERROR",
-        engine_args: Mapping[str, Any] | None = None,
+        engine_args: Mapping[str, object] | None = None,
         **unknown: Never,
     ) -> Self:
         """Start an engine; `EngineReplicas.from_pretrained` starts several, or in Ray actors, with the same options.

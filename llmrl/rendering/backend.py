@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from llmrl._utils.imports import require
+from llmrl._utils.types import Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.rendering.base import Renderer, RenderingError
 from llmrl.rendering.results import name_results
@@ -14,7 +15,7 @@ from llmrl.rendering.tool_calls import make_tool_call
 
 
 def make_renderer(
-    tokenizer: Any, *, backend: Literal["auto", "template", "renderers"] = "auto", **template_arguments: Any
+    tokenizer: Tokenizer, *, backend: Literal["auto", "template", "renderers"] = "auto", **template_arguments: Any
 ) -> Renderer:
     """A renderer for a tokenizer's model.
 
@@ -54,7 +55,7 @@ class PackageRenderer:
         RenderingError: when it does not know the model.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         package = require("renderers.base", extra="renderers")
         name = getattr(tokenizer, "name_or_path", "")
         if name not in package.MODEL_RENDERER_MAP:
@@ -128,7 +129,7 @@ class PackageRenderer:
             text = self.decode(ids[:-1] if is_complete else ids)
             failure = MalformedToolCall(text, f"{type(error).__name__}: {error}")
             return ParsedCompletion({"role": "assistant", "content": text}, is_complete, (failure,))
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
+        message: dict[str, object] = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content
         calls, malformed = [], []
@@ -150,9 +151,9 @@ class PackageRenderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message) -> dict[str, object]:
     return {key: value for key, value in message.items() if value is not None and value != []}
 
 
-def _schemas(tools: Sequence[ToolSchema] | None) -> list[dict[str, Any]] | None:
+def _schemas(tools: Sequence[ToolSchema] | None) -> list[dict[str, object]] | None:
     return [dict(tool) for tool in tools] if tools else None

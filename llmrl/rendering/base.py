@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from llmrl._utils.types import Tokenizer
 from llmrl.data import Message, ParsedCompletion, ToolSchema
 
 
@@ -95,7 +96,7 @@ class Ending:
 class ProbedRenderer(Renderer, Protocol):
     """A renderer of a chat template as probes see it: it renders, and holds what was found out so far."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     chat_template: str
     is_tool_prompt_added: bool
     """Whether tools are shown by a prompt of ours, since the template shows none."""

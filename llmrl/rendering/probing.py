@@ -223,7 +223,9 @@ class TemplateProbe:
             **dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)),
             **{token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special},
         }
-        end_of_text = {tokenizer.eos_token: tokenizer.eos_token_id} if getattr(tokenizer, "eos_token", None) else {}
+        end_of_text = {}
+        if tokenizer.eos_token and tokenizer.eos_token_id is not None:
+            end_of_text = {tokenizer.eos_token: tokenizer.eos_token_id}
         candidates = [end_of_text, self._added_tokens()]
         if is_call:
             # Marks that close a call may be added tokens too: the ending is none that stands between two calls.

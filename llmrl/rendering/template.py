@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
+from llmrl._utils.types import StateDict, Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.rendering.base import Ending, RenderingError
 from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, USER, TemplateProbe, calling, chat_features
@@ -51,13 +52,13 @@ class TemplateRenderer:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         chat_template: str | None = None,
         tool_parser: str = "auto",
         tool_results: Literal["tool", "user"] = "tool",
         reasoning_parser: str = "auto",
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         if tool_results not in ("tool", "user"):
             raise ValueError(f"tool_results must be 'tool' or 'user', got {tool_results!r}.")
@@ -212,7 +213,7 @@ class TemplateRenderer:
         if tools and self.is_tool_prompt_added:
             chat, tools = with_tool_prompt(chat, tools, self._tool_example, self._is_system_known), None
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 chat,
                 tools=[dict(tool) for tool in tools] if tools else None,
                 chat_template=self.chat_template,
@@ -220,6 +221,7 @@ class TemplateRenderer:
                 tokenize=False,
                 **self.template_kwargs,
             )
+            return str(text)
         except Exception as error:  # whatever a template's own code raises
             roles = [message["role"] for message in messages]
             raise RenderingError(
@@ -348,14 +350,14 @@ class TemplateRenderer:
             token_ids += turn_ids
         return token_ids + self.encode(rest)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**self.__dict__, "_turn_ids": {}}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _plain(self, message: Message) -> dict[str, Any]:
+    def _plain(self, message: Message) -> dict[str, object]:
         """The message as templates expect it: text for content, no empty lists."""
         plain = {key: value for key, value in message.items() if value is not None}
         plain.setdefault("content", "")
@@ -374,7 +376,7 @@ class TemplateRenderer:
         return plain
 
 
-def _own_template(tokenizer: Any) -> str:
+def _own_template(tokenizer: Tokenizer) -> str:
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
@@ -386,6 +388,6 @@ def _own_template(tokenizer: Any) -> str:
     return template
 
 
-def _with_text_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(function: Mapping[str, object]) -> dict[str, object]:
     arguments = function.get("arguments", {})
     return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from llmrl.data import ToolSchema
 from llmrl.rendering.base import ProbedRenderer, RenderingError
@@ -102,8 +101,8 @@ def _unread(renderer: ProbedRenderer, tool_parser: str) -> RenderingError:
 
 
 def with_tool_prompt(
-    chat: list[dict[str, Any]], tools: Sequence[ToolSchema], example: str, is_system_known: bool
-) -> list[dict[str, Any]]:
+    chat: list[dict[str, object]], tools: Sequence[ToolSchema], example: str, is_system_known: bool
+) -> list[dict[str, object]]:
     """The chat with tools, and an example of a call, in its system message, or its first where there can be none."""
     schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
     prompt = _TOOL_PROMPT.format(schemas=schemas, example=example)

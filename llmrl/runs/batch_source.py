@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from tensordict import TensorDict, TensorDictBase
 
+from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import LLMCollector
 from llmrl.runs.read_ahead import ReadAhead
 from llmrl.runs.run_folder import random_states, restore_random_states
@@ -20,11 +21,11 @@ class Collected(TypedDict):
     """Training rows."""
     metrics: dict[str, float]
     """Of their collection."""
-    rollouts: list[dict[str, Any]]
+    rollouts: list[dict[str, JSON]]
     """Records of the rollouts (`Rollout.to_record`)."""
-    collector: dict[str, Any]
+    collector: StateDict
     """The collector's state after it: groups in flight are in it, to be played again."""
-    random: dict[str, Any]
+    random: StateDict
     """States of the random number generators after it."""
 
 
@@ -93,7 +94,7 @@ class BatchSource:
             self._ahead.close()
 
 
-def restore(collector: LLMCollector, collected: Any) -> None:
+def restore(collector: LLMCollector, collected: Collected | StateDict) -> None:
     """Put collector and random number generators into the state after a saved batch, or of a checkpoint."""
     collector.load_state_dict(collected["collector"])
     restore_random_states(collected["random"])

@@ -9,10 +9,11 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tensordict import TensorDictBase
 
+from llmrl._utils.types import Row
 from llmrl.runs.config import EngineConfig, RayConfig, RunConfig, ScriptConfig
 
 Config = TypeVar("Config", bound=ScriptConfig)
@@ -20,7 +21,7 @@ Config = TypeVar("Config", bound=ScriptConfig)
 NUM_STEPS = 2
 
 # A problem for each task whose problems come from a hub.
-_ROWS: dict[str, list[dict[str, Any]]] = {
+_ROWS: dict[str, list[Row]] = {
     "gsm8k": [{"question": f"Tom has {n} boxes of 6 eggs. How many?", "answer": f"#### {6 * n}"} for n in (2, 3)],
     "math": [{"problem": f"Half of {n}?", "solution": f"It is $\\boxed{{{n // 2}}}$."} for n in (4, 6)],
     "ifeval": [

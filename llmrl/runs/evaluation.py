@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchrl.envs import EnvBase
 
+from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.collectors.source import dataset_env_of
 from llmrl.data import Rollout
@@ -93,7 +93,7 @@ class EvaluationReport:
             metrics |= {f"pass@{k}": estimate.mean, f"pass@{k}_low": estimate.low, f"pass@{k}_high": estimate.high}
         return metrics if self.reward is None else {**metrics, "reward": self.reward}
 
-    def to_summary(self) -> dict[str, Any]:
+    def to_summary(self) -> dict[str, JSON]:
         """Everything but the rollouts, as JSON has it."""
         return {
             "num_problems": self.num_problems,
@@ -252,10 +252,10 @@ class BestEvaluation:
         num_since = sum(1 for step in self.values if self.step is not None and step > self.step)
         return self.patience is not None and num_since >= self.patience
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What was seen."""
         return {"values": dict(self.values)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from what was seen."""
         self.values = dict(state_dict["values"])

@@ -6,13 +6,16 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from llmrl._utils.arguments import nearest
 from llmrl._utils.imports import require
 from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import as_dry_run
 from llmrl.runs.resumed_config import own_config
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 Config = TypeVar("Config", bound=ScriptConfig)
 
@@ -42,7 +45,7 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
     path = (Path(main.__code__.co_filename).parent / config_path).resolve()
     is_composed = False
 
-    def task(cfg: Any) -> None:
+    def task(cfg: DictConfig) -> None:
         nonlocal is_composed
         try:
             config = prepared(cfg, config_type)
@@ -68,7 +71,7 @@ def register_schemas() -> None:
         ConfigStore.instance().store(name=name, node=config_type)
 
 
-def prepared(cfg: Any, config_type: type[Config]) -> Config:
+def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
     """The typed configuration of a composed one: of a resumed run its own, and of a dry run what that replaces.
 
     Raises:
@@ -80,7 +83,7 @@ def prepared(cfg: Any, config_type: type[Config]) -> Config:
     return as_dry_run(config) if config.dry_run else config
 
 
-def typed(cfg: Any, config_type: type[Config]) -> Config:
+def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
     """Nested dicts, or hydra's, as a configuration class.
 
     Raises:
@@ -124,7 +127,7 @@ def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
     found = []
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")
-        section: Any = config_type
+        section: object = config_type
         for place, part in enumerate(name.split(".")):
             if not dataclasses.is_dataclass(section) or name.startswith(("-", "hydra")) or name in ("task", "hardware"):
                 break
@@ -136,7 +139,7 @@ def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
     return found
 
 
-def _section_of(entry: dataclasses.Field[Any], owner: Any) -> Any:
+def _section_of(entry: dataclasses.Field[object], owner: object) -> object:
     from typing import get_type_hints
 
     return get_type_hints(owner)[entry.name]

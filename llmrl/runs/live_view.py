@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmrl._utils.terminal import printable
+from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 
 _COLUMNS = (
@@ -73,7 +73,7 @@ class LiveView:
         )
         self._task = self._progress.add_task("training", total=num_steps, completed=first_step)
         self._rows: list[Mapping[str, float]] = []
-        self._sample: Any = None
+        self._sample: Panel | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> LiveView:
@@ -82,7 +82,7 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.update(self._render())
             self._live.stop()
@@ -104,7 +104,7 @@ class LiveView:
             parts = (f"{title} {form.format(row[key])}" for title, key, form in self._columns() if key in row)
             self.console.print("  ".join(parts), highlight=False)
 
-    def show_sample(self, record: Mapping[str, Any]) -> None:
+    def show_sample(self, record: Row) -> None:
         """Show one conversation with its reward, from a rollout's record."""
         title = f"{record['rollout_id']}  reward {record['reward']:.2f}"
         self._sample = conversation_panel(record["messages"], title)
@@ -123,5 +123,5 @@ class LiveView:
         for row in self._rows[-_NUM_ROWS:]:
             table.add_row(*(form.format(row[key]) if key in row else "" for _, key, form in columns))
         rewards = [row["reward_mean"] for row in self._rows if "reward_mean" in row]
-        parts: list[Any] = [table, Text(f"reward {sparkline(rewards[-60:])}"), self._progress]
+        parts: list[RenderableType] = [table, Text(f"reward {sparkline(rewards[-60:])}"), self._progress]
         return Group(*parts, self._sample) if self._sample is not None else Group(*parts)

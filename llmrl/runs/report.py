@@ -8,11 +8,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
+from llmrl._utils.types import JSON
 from llmrl.runs.run_folder import RunFolder
 
 
@@ -57,8 +58,12 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def before_after_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    """Results of evaluations before and after training, side by side: `EvaluationReport.to_summary` by environment."""
+Results: TypeAlias = Mapping[str, Mapping[str, JSON]]
+"""Of an evaluation, by environment: `EvaluationReport.to_summary`."""
+
+
+def before_after_table(before: Results, after: Results) -> Table:
+    """Results of evaluations before and after training, side by side."""
     table = Table(title="on problems held out of training")
     for title in ("", "before", "after"):
         table.add_column(title, justify="left" if not title else "right")

@@ -6,12 +6,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from llmrl._utils.files import write_atomically
 from llmrl.runs.config import ScriptConfig
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 CONFIG_NAME = "config.yaml"
+
+Entries: TypeAlias = dict[str, object]
+"""Entries of a configuration, those of groups nested."""
 
 # A run is of one algorithm, one model and one order of prompts: to others its checkpoint and its place in the data mean
 # nothing.
@@ -35,7 +41,7 @@ def save_config(cfg: ScriptConfig, folder: Path) -> None:
     write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(OmegaConf.create(asdict(cfg)), path))
 
 
-def own_config(cfg: Any) -> Any:
+def own_config(cfg: DictConfig) -> DictConfig:
     """The configuration that a script's run has: `cfg` as hydra composed it, or, where it resumes, the run's own."""
     if not cfg.resume or cfg.dry_run:
         return cfg
@@ -44,8 +50,8 @@ def own_config(cfg: Any) -> Any:
 
 
 def resumed_config(
-    cfg: Any, *, overrides: Sequence[str] | None = None, config_folders: Sequence[Path] = ()
-) -> tuple[Any, dict[str, tuple[Any, Any]]]:
+    cfg: DictConfig | ScriptConfig, *, overrides: Sequence[str] | None = None, config_folders: Sequence[Path] = ()
+) -> tuple[DictConfig, dict[str, tuple[object, object]]]:
     """The configuration that a run in `run.path` goes on with, and what of it differs from before.
 
     It is the saved one. What `overrides` name is changed: an entry (`train.learning_rate=1e-5`), or all entries that a
@@ -104,7 +110,7 @@ def _command_line() -> tuple[list[str] | None, list[Path]]:
     return list(config.overrides.task), [Path(path) for path in sources]
 
 
-def _asked(composed: dict[str, Any], overrides: Sequence[str] | None, folders: Sequence[Path]) -> list[dict[str, Any]]:
+def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence[Path]) -> list[Entries]:
     """What the command line asks for, in its order, as nested dicts."""
     from omegaconf import OmegaConf
 
@@ -112,7 +118,7 @@ def _asked(composed: dict[str, Any], overrides: Sequence[str] | None, folders: S
         return [composed]
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    asked: list[dict[str, Any]] = []
+    asked: list[Entries] = []
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         name, value = override.key_or_group, override.value()
         if override.is_delete():
@@ -129,22 +135,22 @@ def _asked(composed: dict[str, Any], overrides: Sequence[str] | None, folders: S
     return asked
 
 
-def _completed(saved: dict[str, Any], composed: dict[str, Any]) -> dict[str, Any]:
+def _completed(saved: Entries, composed: Entries) -> Entries:
     """`saved`, with the entries of `composed` that it lacks; what is inside an entry, such as options, is its own."""
     completed = dict(composed) | saved
     for group, entries in composed.items():
-        if isinstance(entries, dict) and isinstance(saved.get(group), dict):
-            completed[group] = entries | saved[group]
+        own = saved.get(group)
+        if isinstance(entries, dict) and isinstance(own, dict):
+            completed[group] = entries | own
     return completed
 
 
-def _nested(name: str, value: Any) -> dict[str, Any]:
-    for key in reversed(name.split(".")):
-        value = {key: value}
-    return value
+def _nested(name: str, value: object) -> Entries:
+    group, _, rest = name.partition(".")
+    return {group: _nested(rest, value) if rest else value}
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(value: object, prefix: str = "") -> Entries:
     """Leaves by dotted names; an empty dict is a leaf.
 
     Example:
@@ -153,7 +159,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """
     if not isinstance(value, Mapping) or not value:
         return {prefix: value}
-    flat: dict[str, Any] = {}
+    flat: Entries = {}
     for key, part in value.items():
         flat |= _flat(part, f"{prefix}.{key}" if prefix else str(key))
     return flat

@@ -18,12 +18,14 @@ import torch
 from rich.console import Console
 from tensordict import TensorDictBase
 
+from llmrl._utils.types import Row, Tokenizer
 from llmrl.collectors import LLMCollector, NoSignal
+from llmrl.engines import Engine
 from llmrl.runs.batch_source import BatchSource, Collected, restore
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
 from llmrl.runs.live_view import LiveView
-from llmrl.runs.report import before_after_table, plot_curve, print_how_to_go_on, resume_command
+from llmrl.runs.report import Results, before_after_table, plot_curve, print_how_to_go_on, resume_command
 from llmrl.runs.resumed_config import resumed_config, save_config
 from llmrl.runs.run_folder import (
     BackgroundWrites,
@@ -83,7 +85,7 @@ class Run:
         for name, (old, new) in (resumed_config(cfg)[1] if cfg.resume else {}).items():
             self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
         self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=cfg.run.trackers)
-        self.summary: dict[str, Any] = self.folder.read_summary()
+        self.summary: dict[str, Results] = self.folder.read_summary()
         """What is written as `summary.json`."""
         self.why_stopped = ""
         """What ended the loop."""
@@ -92,7 +94,7 @@ class Run:
         self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
         self._tracked: dict[str, Any] = {}
         self._collector: LLMCollector | None = None
-        self._tokenizer: Any = None
+        self._tokenizer: Tokenizer  # of `track`
         self._num_steps = 0
         self._step = 0  # the last that was begun, and what it trains on, until it has ended
         self._collected: Collected | None = None
@@ -110,7 +112,7 @@ class Run:
         """Enter a context manager that is left at the end of the run, those entered last first."""
         return self._exit.enter_context(part)
 
-    def track(self, collector: LLMCollector, engine: Any, *, tokenizer: Any, **objects: Stateful) -> None:
+    def track(self, collector: LLMCollector, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Name what a checkpoint holds; of a resumed run, restore it, and give the engine the weights.
 
         Args:
@@ -292,9 +294,7 @@ class Run:
             self._show(self._view, step, collected["rollouts"], logged)
         return logged
 
-    def _show(
-        self, view: LiveView, step: int, records: Sequence[Mapping[str, Any]], metrics: Mapping[str, float]
-    ) -> None:
+    def _show(self, view: LiveView, step: int, records: Sequence[Row], metrics: Mapping[str, float]) -> None:
         view.show_step(step, metrics)
         if metrics.get("is_skipped"):
             self.console.print(
@@ -385,7 +385,7 @@ class Run:
             self._exit.callback(signal.signal, signal.SIGINT, previous)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._exit.close()
         self.folder.close()
         if self.cfg.dry_run:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from llmrl._utils.files import write_atomically
+from llmrl._utils.types import JSON, StateDict, Tokenizer
 from llmrl.runs.token_log import TokenLog
 from llmrl.runs.tracking import CSVTracker, open_trackers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+State = TypeVar("State")
 
 
 class Stateful(Protocol):
     """What a checkpoint can hold."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Everything needed to go on."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+    def load_state_dict(self, state_dict: StateDict) -> object:
         """The reverse of `state_dict`."""
         ...
 
@@ -93,46 +99,46 @@ class RunFolder:
 
     # Rollouts
 
-    def log_rollouts(self, step: int, split: str, records: Iterable[Mapping[str, Any]]) -> None:
+    def log_rollouts(self, step: int, split: str, records: Iterable[Mapping[str, JSON]]) -> None:
         """Append rollout records (`Rollout.to_record`), one JSON object a line."""
         with self.rollouts_path.open("a") as file:
             for record in records:
                 line = {"step": step, "split": split, **record}
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
-    def save_tokenizer(self, tokenizer: Any) -> None:
+    def save_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Keep the tokenizer, so that a viewer can name tokens while the run goes on."""
         tokenizer.save_pretrained(self.tokenizer_path)
 
     # Recovery
 
-    def save_batch(self, step: int, collected: Mapping[str, Any]) -> None:
+    def save_batch(self, step: int, collected: Mapping[str, object]) -> None:
         """Write what a step collected (rows, the state after them, what is to be logged) before it is trained on."""
         write_atomically(self.batches_path / f"{step:06d}.pt", lambda path: torch.save(dict(collected), path))
 
-    def load_batch(self, step: int) -> dict[str, Any] | None:
+    def load_batch(self, step: int) -> StateDict | None:
         """What `save_batch` wrote for a step; None when it was not reached."""
         path = self.batches_path / f"{step:06d}.pt"
         return torch.load(path, weights_only=False) if path.exists() else None
 
-    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+    def save_checkpoint(self, state: StateDict) -> None:
         """Replace the checkpoint; `state["step"]` says after which step it was taken."""
         write_atomically(self.checkpoint_path, lambda path: torch.save(dict(state), path))
         for path in self.batches_path.glob("[0-9]*.pt"):
             if int(path.stem) < state["step"]:
                 path.unlink()
 
-    def load_checkpoint(self) -> dict[str, Any] | None:
+    def load_checkpoint(self) -> StateDict | None:
         """The last checkpoint, memory-mapped; None before the first."""
         if not self.checkpoint_path.exists():
             return None
         return torch.load(self.checkpoint_path, weights_only=False, mmap=True)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, object]) -> None:
         """Replace `summary.json`."""
         write_atomically(self.summary_path, lambda path: path.write_text(json.dumps(summary, indent=2) + "\n"))
 
-    def read_summary(self) -> dict[str, Any]:
+    def read_summary(self) -> StateDict:
         """`summary.json`, empty when there is none."""
         return json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
 
@@ -142,7 +148,7 @@ class RunFolder:
             tracker.close()
 
 
-def save_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype) -> None:
+def save_model(model: PreTrainedModel, tokenizer: Tokenizer, path: Path, dtype: torch.dtype) -> None:
     """Save in Hugging Face format, in the dtype that it was served in, adapters merged."""
     # A copy, so that tied weights stay tied and the trainer's float32 weights stay what they are.
     served = copy.deepcopy(model)
@@ -160,13 +166,13 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def random_states() -> dict[str, Any]:
+def random_states() -> StateDict:
     """States of Python's, numpy's and torch's random number generators, those of GPUs that are in use included."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     return {**states, "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
 
 
-def restore_random_states(states: Mapping[str, Any]) -> None:
+def restore_random_states(states: StateDict) -> None:
     """Continue from saved `random_states`.
 
     Example:
@@ -202,12 +208,12 @@ class BackgroundWrites:
         from concurrent.futures import Future, ThreadPoolExecutor
 
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmrl-write")
-        self._pending: Future[Any] | None = None
+        self._pending: Future[None] | None = None
 
-    def start(self, function: Any, *arguments: Any) -> None:
-        """Run `function(*arguments)` in the background, after the write before it."""
+    def start(self, function: Callable[[State], None], state: State) -> None:
+        """Run `function(state)` in the background, after the write before it."""
         self.wait()
-        self._pending = self._pool.submit(function, *arguments)
+        self._pending = self._pool.submit(function, state)
 
     def wait(self) -> None:
         """Block until nothing is being written."""

@@ -163,7 +163,7 @@ def _after(first: Postproc, then: Postproc) -> Postproc:
     return lambda batch: then(first(batch))
 
 
-def ray_config(cfg: ScriptConfig) -> dict[str, Any]:
+def ray_config(cfg: ScriptConfig) -> dict[str, object]:
     """Arguments of `ray.init`: the cluster at `ray.address`, or a new one on this machine, even where one runs."""
     if cfg.ray.address is None:
         return {"address": "local", "include_dashboard": False}

@@ -9,7 +9,7 @@ import csv
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from llmrl._utils.arguments import nearest
 from llmrl._utils.files import write_atomically
@@ -21,7 +21,7 @@ PROJECT = "llmrl"
 class Tracker(Protocol):
     """Where metrics go."""
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
+    def log_metrics(self, metrics: dict[str, float], step: int) -> object:
         """Record one step's metrics."""
         ...
 

@@ -16,6 +16,7 @@ from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.collectors.source import dataset_env_of
 from llmrl.engines import Engine
 from llmrl.engines.base import HasTokenizer
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
 from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.config import (
@@ -159,7 +160,7 @@ def train(
     return Path(cfg.run.path)
 
 
-def _dataset_of(env: EnvBase) -> Any:
+def _dataset_of(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer:
     dataset_env = dataset_env_of(env)
     if dataset_env is None:
         raise ValueError(f"{type(env).__name__} has no dataset to draw prompts from: build a DatasetChatEnv.")
@@ -186,7 +187,7 @@ def _check_envs(env: EnvBase, eval_envs: Mapping[str, EnvBase]) -> int:
 
 
 def _train(
-    cfg: GRPOConfig, env: EnvBase, eval_envs: Mapping[str, EnvBase], own_engine: Any, console: Console | None
+    cfg: GRPOConfig, env: EnvBase, eval_envs: Mapping[str, EnvBase], own_engine: Engine | None, console: Console | None
 ) -> None:
     """What `main` of the script does, of environments and an engine that are there; a test holds the two together."""
     with Run(cfg, console=console) as run:

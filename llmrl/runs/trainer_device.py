@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmrl.engines.ray_cluster import connect
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.setup import ray_config
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 
 class GpuReservation:
@@ -36,7 +39,7 @@ class TrainerDevice:
 
     def __init__(self, cfg: ScriptConfig) -> None:
         self.name: str = cfg.train.device
-        self._reservation: Any = None
+        self._reservation: ActorHandle | None = None
         if cfg.train.cpu_threads is not None:
             torch.set_num_threads(cfg.train.cpu_threads)
         if not self.name.startswith("cuda"):

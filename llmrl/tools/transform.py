@@ -70,7 +70,7 @@ class ToolTransform(Transform):
 
     def __init__(
         self,
-        tools: Sequence[Any] = (),
+        tools: Sequence[object] = (),
         *,
         tool_name: str = "tool",
         tool_parser: str = "none",
@@ -233,7 +233,7 @@ class ToolTransform(Transform):
             text = await self.call(function["name"], function.get("arguments") or {}, session)
         return self.tool_message(text, name=function["name"], tool_call_id=call.get("id"))
 
-    async def call(self, name: str, arguments: Any, session: ToolSession) -> str:
+    async def call(self, name: str, arguments: object, session: ToolSession) -> str:
         """Run one call and give its answer; never raises."""
         tool = self.tools.get(name)
         if tool is None:
@@ -275,7 +275,7 @@ class ToolTransform(Transform):
     def tool_message(self, text: str, *, name: str | None = None, tool_call_id: str | None = None) -> Message:
         """An answer as a message: bounded, and such that any tokenizer takes it."""
         content = truncate(encodable(text), self.max_output_chars, self.truncate_side)
-        message: dict[str, Any] = {"role": self.tool_role, "content": content}
+        message: dict[str, object] = {"role": self.tool_role, "content": content}
         if name is not None:
             message["name"] = encodable(name)
         if tool_call_id is not None:
@@ -283,7 +283,7 @@ class ToolTransform(Transform):
         return message
 
 
-async def _run(tool: Tool, arguments: dict[str, Any], conversation_id: str) -> str:
+async def _run(tool: Tool, arguments: dict[str, object], conversation_id: str) -> str:
     return as_text(await tool.run(arguments, conversation_id))
 
 

@@ -58,9 +58,11 @@ class IncrementalTokenizer(KnownArguments, Transform):
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> None:
         super().__init__()
-        if (tokenizer is None) == (renderer is None):
+        if tokenizer is not None and renderer is None:
+            renderer = make_renderer(tokenizer)
+        elif renderer is None or tokenizer is not None:
             raise ValueError("exactly one of tokenizer and renderer is needed.")
-        self.renderer = make_renderer(tokenizer) if renderer is None else renderer
+        self.renderer = renderer
         self.mode: Literal["auto", "token", "message"] = mode
         self.fork_threshold_tokens = fork_threshold_tokens
 

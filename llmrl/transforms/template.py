@@ -51,9 +51,11 @@ class TemplateTransform(Transform):
         renderer: TemplateRenderer | None = None,
     ) -> None:
         super().__init__()
-        if (tokenizer is None) == (renderer is None) or (renderer is not None and chat_template is not None):
+        if tokenizer is not None and renderer is None:
+            renderer = TemplateRenderer(tokenizer, chat_template=chat_template)
+        elif renderer is None or tokenizer is not None or chat_template is not None:
             raise ValueError("either a tokenizer (and its chat_template) or a renderer is needed.")
-        self.renderer = TemplateRenderer(tokenizer, chat_template=chat_template) if renderer is None else renderer
+        self.renderer = renderer
 
     def _render(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(next_tensordict)
