@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from llmrl.runs.tracking import CSVTracker, open_trackers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-State = TypeVar("State")
+Parameters = ParamSpec("Parameters")
 
 
 class Stateful(Protocol):
@@ -208,12 +208,14 @@ class BackgroundWrites:
         from concurrent.futures import Future, ThreadPoolExecutor
 
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmrl-write")
-        self._pending: Future[None] | None = None
+        self._pending: Future[object] | None = None
 
-    def start(self, function: Callable[[State], None], state: State) -> None:
-        """Run `function(state)` in the background, after the write before it."""
+    def start(
+        self, function: Callable[Parameters, object], *arguments: Parameters.args, **options: Parameters.kwargs
+    ) -> None:
+        """Run `function(*arguments)` in the background, after the write before it."""
         self.wait()
-        self._pending = self._pool.submit(function, state)
+        self._pending = self._pool.submit(function, *arguments, **options)
 
     def wait(self) -> None:
         """Block until nothing is being written."""
