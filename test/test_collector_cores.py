@@ -156,7 +156,7 @@ def test_turns_beyond_a_batch_are_credited_to_the_next(turns_per_batch, sizes):
 
 @given(st.integers(5, 50), st.lists(st.integers(1, 60), min_size=1, max_size=40))
 def test_a_token_budget_is_exceeded_by_nothing_but_a_single_group(budget, sizes):
-    gate, seen = DemandGate(budget, is_estimated=True), []
+    gate, seen = DemandGate(budget, estimate_units=True), []
     for index, size in enumerate(sizes):
         gate.admit(str(index), 0)
         gate.mark_ready(str(index), size)

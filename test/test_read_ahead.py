@@ -19,18 +19,18 @@ def test_what_is_not_there_yet_is_only_waited_for_when_asked():
         yield 2
 
     ahead = ReadAhead(items())
-    assert ahead.take(is_waited_for=True) == 1
-    assert ahead.take(is_waited_for=False) is None and not ahead.is_at_end
+    assert ahead.take(wait=True) == 1
+    assert ahead.take(wait=False) is None and not ahead.is_at_end
     gate.set()
-    assert ahead.take(is_waited_for=True) == 2
-    assert ahead.take(is_waited_for=True) is None and ahead.is_at_end
-    assert ahead.take(is_waited_for=True) is None
+    assert ahead.take(wait=True) == 2
+    assert ahead.take(wait=True) is None and ahead.is_at_end
+    assert ahead.take(wait=True) is None
 
 
 def test_it_draws_no_further_than_one_beyond_the_one_that_waits():
     drawn = []
     ahead = ReadAhead(drawn.append(number) or number for number in itertools.count())
-    assert [ahead.take(is_waited_for=True) for _ in range(3)] == [0, 1, 2]
+    assert [ahead.take(wait=True) for _ in range(3)] == [0, 1, 2]
     ahead.close()
     ahead._thread.join(5)
     assert not ahead._thread.is_alive() and len(drawn) <= 5
@@ -42,7 +42,7 @@ def test_an_error_arrives_once_and_is_the_end():
         raise ValueError("broken")
 
     ahead = ReadAhead(items())
-    assert ahead.take(is_waited_for=True) == 1
+    assert ahead.take(wait=True) == 1
     with pytest.raises(ValueError, match="broken"):
-        ahead.take(is_waited_for=True)
-    assert ahead.is_at_end and ahead.take(is_waited_for=True) is None
+        ahead.take(wait=True)
+    assert ahead.is_at_end and ahead.take(wait=True) is None

@@ -85,10 +85,10 @@ class DemandGate:
         units_per_batch: size of a batch.
         surplus: what becomes of units beyond a batch: they are counted to the next (`carry`), they make this one larger
             (`keep`), or their group waits for the next (`refuse`).
-        is_estimated: whether the units of a group are known only when it is ready; its mean is then expected.
+        estimate_units: expect the mean of the groups so far, since the units of one are known only when it is ready.
         num_extra: groups started beyond the need, so that the slowest need not be waited for.
         num_ahead: groups kept in hand, being played or ready, whether or not a batch was asked for.
-        is_reset: whether groups that are not in a full batch are dropped with it, so that each begins afresh.
+        reset_each_batch: drop groups that are not in a full batch with it, so that each begins afresh.
 
     Raises:
         ValueError: for a batch of less than one unit.
@@ -107,18 +107,18 @@ class DemandGate:
         units_per_batch: int,
         *,
         surplus: Surplus = "refuse",
-        is_estimated: bool = False,
+        estimate_units: bool = False,
         num_extra: int = 0,
         num_ahead: int = 0,
-        is_reset: bool = False,
+        reset_each_batch: bool = False,
     ) -> None:
         if units_per_batch < 1:
             raise ValueError(f"units_per_batch must be at least 1, got {units_per_batch}.")
         self.units_per_batch = units_per_batch
         self.follows_versions = False
-        self.rest_reason = DropReason.OVERSAMPLED if num_extra else DropReason.RESET if is_reset else None
-        self._num_extra, self._num_ahead, self._is_reset = num_extra, num_ahead, is_reset
-        self._surplus, self._is_estimated = surplus, is_estimated
+        self.rest_reason = DropReason.OVERSAMPLED if num_extra else DropReason.RESET if reset_each_batch else None
+        self._num_extra, self._num_ahead, self._reset_each_batch = num_extra, num_ahead, reset_each_batch
+        self._surplus, self._estimate_units = surplus, estimate_units
         self._is_free_running = False
         self._is_asked = False
         self._admitted: dict[str, int] = {}  # id: version at admission, in order; being played or ready
@@ -141,7 +141,7 @@ class DemandGate:
 
         Where each batch begins afresh, nothing is started ahead of it.
         """
-        self._is_free_running = not self._is_reset
+        self._is_free_running = not self._reset_each_batch
 
     def num_admissible(self, version: int) -> float:
         """Groups that may be admitted now."""
@@ -154,7 +154,7 @@ class DemandGate:
         lacking = self.units_per_batch - self._credit - self._ready_units
         if not self._is_asked or lacking <= 0:
             return 0
-        if not self._is_estimated:
+        if not self._estimate_units:
             return lacking + self._num_extra
         if not self._num_seen:  # nothing to estimate by: wait for a first one
             return 1

@@ -67,13 +67,13 @@ class BatchCollector:
         total_dialog_turns: int,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None,
         replay_buffer: TakesBatches | None,
-        is_reset: bool,
+        reset_each_batch: bool,
         weight_sync_schemes: Mapping[str, WeightScheme] | None,
         verbose: bool,
     ) -> None:
         for transform in (postproc, getattr(replay_buffer, "transform", None)):
             check_group_size(transform, source.dataset_env)
-        self._source, self._scheduler, self._shape, self._is_reset = source, scheduler, shape, is_reset
+        self._source, self._scheduler, self._shape, self._reset_each_batch = source, scheduler, shape, reset_each_batch
         self.total_dialog_turns, self.postproc, self.replay_buffer = total_dialog_turns, postproc, replay_buffer
         self.verbose = verbose
         self._background = BackgroundLoop("llmrl-collector")
@@ -161,7 +161,7 @@ class BatchCollector:
                 break
             self._groups = [] if delivery is None else delivery.groups
             batch, rest = self._shape.assemble(self._groups, self._left_over)
-            self._once_delivered = (self._count_turns(batch, delivery), [] if self._is_reset else rest)
+            self._once_delivered = (self._count_turns(batch, delivery), [] if self._reset_each_batch else rest)
             if delivery is not None:
                 self._collected.add(delivery, seconds=time.perf_counter() - started)
             if batch is not None and self.postproc is not None:

@@ -148,7 +148,7 @@ class LLMCollector(BatchCollector):
             gate = shape.demand_gate(
                 num_extra_groups=num_extra_groups,
                 num_ahead=0 if shape.is_grouped or reset_at_each_iter else max_concurrent_rollouts or 0,
-                is_reset=reset_at_each_iter,
+                reset_each_batch=reset_at_each_iter,
             )
         scheduler = RolloutScheduler(
             source,
@@ -166,7 +166,7 @@ class LLMCollector(BatchCollector):
             total_dialog_turns=total_dialog_turns,
             postproc=postproc,
             replay_buffer=QueueBuffer(queue) if queue is not None else replay_buffer,
-            is_reset=reset_at_each_iter,
+            reset_each_batch=reset_at_each_iter,
             weight_sync_schemes=weight_sync_schemes,
             verbose=verbose,
         )
@@ -194,7 +194,7 @@ class LLMCollector(BatchCollector):
         return EnvSource(
             self.env,
             self.policy,
-            is_grouped=shape.is_grouped,
+            in_groups=shape.is_grouped,
             limits=limits,
             step_timeout_seconds=step_timeout_seconds,
         )

@@ -90,8 +90,8 @@ class RayLLMCollector(LLMCollector):
         self._ray_source = RaySource(
             make_env,
             make_policy,
-            is_grouped=shape.is_grouped,
-            is_version_tracked=track_policy_version,
+            in_groups=shape.is_grouped,
+            track_version=track_policy_version,
             limits=limits,
             step_timeout_seconds=step_timeout_seconds,
             num_collectors=self._num_collectors,

@@ -40,17 +40,17 @@ class CollectorActor:
         self,
         make_env: Callable[[], EnvBase],
         make_policy: Callable[[], LLMWrapperBase],
-        is_grouped: bool,
-        is_version_tracked: bool,
+        in_groups: bool,
+        track_version: bool,
         limits: RolloutLimits,
         step_timeout_seconds: float | None,
     ) -> None:
         env, policy = make_env(), make_policy()
-        if is_version_tracked:
+        if track_version:
             env = TransformedEnv(env, PolicyVersion(source=lambda: policy.engine.policy_version))
-        self._is_grouped = is_grouped
+        self._in_groups = in_groups
         self._source = EnvSource(
-            env, policy, is_grouped=is_grouped, limits=limits, step_timeout_seconds=step_timeout_seconds
+            env, policy, in_groups=in_groups, limits=limits, step_timeout_seconds=step_timeout_seconds
         )
 
     async def play(self, positions: list[int]) -> list[Rollout]:
@@ -60,7 +60,7 @@ class CollectorActor:
         rollouts = [rollout for rollouts in played for rollout in rollouts]
         await self._source.score_group(rollouts)
         for rollout in rollouts:
-            if self._is_grouped:
+            if self._in_groups:
                 rollout.rows = [row.clone() for row in rollout_rows(rollout)]
             rollout.steps = [portable_turn(step) for step in rollout.steps]
             rollout.conversation = None  # it holds the renderer; its tokens are in the rows
@@ -91,8 +91,8 @@ class RaySource:
     Args:
         make_env: builds an environment with a dataset; called here once, and in every actor.
         make_policy: builds an actor's policy.
-        is_grouped: whether rollouts come in groups, as training rows; else one by one, as turns.
-        is_version_tracked: whether turns have a `"policy_version"`.
+        in_groups: play groups, as training rows; else one by one, as turns.
+        track_version: give turns a `"policy_version"`.
         limits: what may end a rollout early.
         step_timeout_seconds: limit of one environment step.
         num_collectors: actors.
@@ -110,8 +110,8 @@ class RaySource:
         make_env: Callable[[], EnvBase],
         make_policy: Callable[[], LLMWrapperBase],
         *,
-        is_grouped: bool,
-        is_version_tracked: bool,
+        in_groups: bool,
+        track_version: bool,
         limits: RolloutLimits,
         step_timeout_seconds: float | None,
         num_collectors: int,
@@ -129,8 +129,8 @@ class RaySource:
         self.is_open = asyncio.Event()
         self.engine, self._num_retries = engine, num_retries
         self._prompts = self.dataset_env.prompts
-        self.group_size = self._prompts.num_samples if is_grouped or self.is_group_scored else 1
-        self._arguments = (make_env, make_policy, is_grouped, is_version_tracked, limits, step_timeout_seconds)
+        self.group_size = self._prompts.num_samples if in_groups or self.is_group_scored else 1
+        self._arguments = (make_env, make_policy, in_groups, track_version, limits, step_timeout_seconds)
         self._options = {"max_concurrency": MAX_IN_FLIGHT, **actor_options}
         self._class = ray.remote(CollectorActor)
         self.num_restarts = 0

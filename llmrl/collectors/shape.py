@@ -81,20 +81,20 @@ class BatchShape:
         *,
         num_extra_groups: int = 0,
         num_ahead: int = 0,
-        is_reset: bool = False,
+        reset_each_batch: bool = False,
     ) -> DemandGate:
         """A gate that starts what the batch asked for lacks."""
         surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {
-            "turns": "keep" if is_reset else "carry",
+            "turns": "keep" if reset_each_batch else "carry",
             "trajectories": "keep",
         }
         return DemandGate(
             self.size,
             surplus=surplus.get(self.kind, "refuse"),
-            is_estimated=self.kind == "tokens",
+            estimate_units=self.kind == "tokens",
             num_extra=num_extra_groups,
             num_ahead=num_ahead,
-            is_reset=is_reset,
+            reset_each_batch=reset_each_batch,
         )
 
     def staleness_gate(self, *, max_staleness: int, late: LatePolicy) -> StalenessGate:

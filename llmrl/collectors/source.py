@@ -27,7 +27,7 @@ class EnvSource:
     Args:
         env: not batch-locked; groups need a `DatasetChatEnv`, usually transformed.
         policy: generates.
-        is_grouped: whether rollouts come in groups of one prompt each.
+        in_groups: play groups of one prompt each.
         limits: what may end a rollout early.
         step_timeout_seconds: limit of one environment step, its tools included.
 
@@ -41,13 +41,13 @@ class EnvSource:
         env: EnvBase,
         policy: LLMWrapperBase,
         *,
-        is_grouped: bool,
+        in_groups: bool,
         limits: RolloutLimits | None = None,
         step_timeout_seconds: float | None = None,
     ) -> None:
-        self.stepper = EnvStepper(env, timeout_seconds=step_timeout_seconds, keep_steps=not is_grouped)
+        self.stepper = EnvStepper(env, timeout_seconds=step_timeout_seconds, keep_steps=not in_groups)
         self.dataset_env = dataset_env_of(env)
-        if is_grouped and self.dataset_env is None:
+        if in_groups and self.dataset_env is None:
             raise ValueError("groups need a DatasetChatEnv, whose repeats give the size of a group.")
         self.is_open = asyncio.Event()
         """Between turns, rollouts wait while it is not set."""
@@ -59,7 +59,7 @@ class EnvSource:
         self.is_group_scored = rubric is not None and rubric.is_group_scored
         """Whether the rollouts of a group are scored together."""
         self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
-        is_in_groups = self.prompts is not None and (is_grouped or self.is_group_scored)
+        is_in_groups = self.prompts is not None and (in_groups or self.is_group_scored)
         self.group_size = self.prompts.num_samples if self.prompts is not None and is_in_groups else 1
 
     @property

@@ -45,7 +45,7 @@ def _call_of(result: Message, calls: Sequence[Message], place: int) -> Message |
     return calls[place] if place < len(calls) else None
 
 
-def carry_results(messages: Iterable[Message], *, are_carried: bool, are_orphans_carried: bool) -> list[Message]:
+def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans: bool) -> list[Message]:
     """The messages with tool results as messages of the user, each between marks.
 
     Results that follow each other, and a user's message after them, make one message: many templates want the roles
@@ -53,8 +53,8 @@ def carry_results(messages: Iterable[Message], *, are_carried: bool, are_orphans
 
     Args:
         messages: of a conversation, or of its end.
-        are_carried: whether all results are.
-        are_orphans_carried: whether those are that answer no call: after an answer without any, or without name and id.
+        carry_all: carry all results.
+        carry_orphans: carry those that answer no call: after an answer without any, or without name and id.
     """
     written: list[Message] = []
     has_calls = is_open = False
@@ -64,7 +64,7 @@ def carry_results(messages: Iterable[Message], *, are_carried: bool, are_orphans
             has_calls = bool(message.get("tool_calls"))
         is_result = role in TOOL_ROLES
         is_orphan = not has_calls or not (message.get("name") or message.get("tool_call_id"))
-        is_carried = is_result and (are_carried or (are_orphans_carried and is_orphan))
+        is_carried = is_result and (carry_all or (carry_orphans and is_orphan))
         if is_carried:
             content = f"<tool_response>\n{content}\n</tool_response>"
         if is_open and (is_carried or role == "user"):

@@ -207,7 +207,7 @@ class TemplateRenderer:
         if tools or any(message["role"] in TOOL_ROLES for message in messages):
             self.check_tools()
         carried = carry_results(
-            name_results(messages), are_carried=self._are_results_carried, are_orphans_carried=self._are_orphans_carried
+            name_results(messages), carry_all=self._are_results_carried, carry_orphans=self._are_orphans_carried
         )
         chat = [self._plain(message) for message in carried]
         if tools and self.is_tool_prompt_added:

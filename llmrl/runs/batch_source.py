@@ -74,7 +74,7 @@ class BatchSource:
             collected = next(self._batches, None)
         else:
             last = self._last
-            collected = self._ahead.take(is_waited_for=last is None or self._needs_batch())
+            collected = self._ahead.take(wait=last is None or self._needs_batch())
             if collected is None and last is not None and not self._ahead.is_at_end:
                 collected = {
                     "batch": TensorDict(batch_size=[0]),

@@ -19,7 +19,7 @@ class ReadAhead(Generic[Item]):
 
     Example:
         >>> ahead = ReadAhead(iter("ab"))
-        >>> ahead.take(is_waited_for=True), ahead.take(is_waited_for=True), ahead.take(is_waited_for=True)
+        >>> ahead.take(wait=True), ahead.take(wait=True), ahead.take(wait=True)
         ('a', 'b', None)
         >>> ahead.is_at_end
         True
@@ -34,7 +34,7 @@ class ReadAhead(Generic[Item]):
         self._thread = threading.Thread(target=self._draw, name="llmrl-read-ahead", daemon=True)
         self._thread.start()
 
-    def take(self, *, is_waited_for: bool) -> Item | None:
+    def take(self, *, wait: bool) -> Item | None:
         """The next item; None at the end, or when it is not there yet and is not waited for.
 
         Raises:
@@ -43,7 +43,7 @@ class ReadAhead(Generic[Item]):
         if self.is_at_end:
             return None
         try:
-            item = self._drawn.get(block=is_waited_for)
+            item = self._drawn.get(block=wait)
         except queue.Empty:
             return None
         if isinstance(item, Exception):

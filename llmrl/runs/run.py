@@ -39,7 +39,7 @@ from llmrl.runs.run_folder import (
 from llmrl.runs.step_metrics import Learned, log_probs_before, metrics_of
 from llmrl.trainer.trained_model import trained_model
 
-Entered = TypeVar("Entered")
+Entered = TypeVar("Entered", bound=contextlib.AbstractContextManager[object])
 
 
 class NothingLearned(RuntimeError):
@@ -108,9 +108,10 @@ class Run:
 
     # What the loop is made of
 
-    def enter(self, part: contextlib.AbstractContextManager[Entered]) -> Entered:
-        """Enter a context manager that is left at the end of the run, those entered last first."""
-        return self._exit.enter_context(part)
+    def enter(self, part: Entered) -> Entered:
+        """Enter a context manager, which is left at the end of the run, those entered last first; gives it back."""
+        self._exit.enter_context(part)
+        return part
 
     def track(self, collector: LLMCollector, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Name what a checkpoint holds; of a resumed run, restore it, and give the engine the weights.
