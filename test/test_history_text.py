@@ -48,13 +48,13 @@ def test_a_generation_prompt_is_not_a_message_and_a_cut_answer_is_unfinished(mod
 def test_batches_of_texts_and_what_is_refused():
     text = "<|im_start|>user\nHi<|im_end|>\n"
     assert History.from_text([text, text]).batch_size == (2,)
-    assert History.from_text(text, family="qwen").content == ["Hi"]
+    assert History.from_text(text, chat_template_name="qwen").content == ["Hi"]
     with pytest.raises(ValueError, match="marks of none"):
         History.from_text("plain text")
     with pytest.raises(ValueError, match="family must be one of"):
-        History.from_text(text, family="alpaca")
+        History.from_text(text, chat_template_name="alpaca")
     with pytest.raises(ValueError, match="no turn as 'gemma'"):
-        History.from_text(text, family="gemma")
+        History.from_text(text, chat_template_name="gemma")
 
 
 @pytest.mark.parametrize("family", APPENDING)
@@ -66,16 +66,17 @@ def test_masks_hold_what_the_assistant_wrote_and_its_end(model_path, family, has
         return  # it knows no system role
     tokenizer = family_tokenizer(model_path, family)
     chat = conversation(texts, has_system=has_system)
-    token_ids, mask = History.from_chats(chat).apply_chat_template(
+    encoded = History.from_chats(chat).apply_chat_template(
         tokenizer,
         chat_template=template_text(family),
         add_generation_prompt=False,
         return_assistant_tokens_mask=True,
     )
+    token_ids, mask = encoded["input_ids"].tolist(), encoded["assistant_masks"].tolist()
     whole = History.from_chats(chat).apply_chat_template(
         tokenizer, chat_template=template_text(family), add_generation_prompt=False, tokenize=True
     )
-    assert token_ids == whole and len(mask) == len(token_ids)
+    assert [token_ids] == whole.tolist() and len(mask) == len(token_ids)
     written = tokenizer.decode([token_id for token_id, is_written in zip(token_ids, mask, strict=True) if is_written])
     end = END_OF_TURN[family]
     assert written == "".join(message["content"] + end for message in chat if message["role"] == "assistant")

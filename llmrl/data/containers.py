@@ -10,7 +10,8 @@ from tensordict import TensorClass
 from torchrl.data import Composite, NonTensor, Unbounded
 
 from llmrl._utils.types import Tokenizer
-from llmrl.data.history import History, flatten
+from llmrl.data.chats import flatten
+from llmrl.data.history import History
 from llmrl.data.tensordicts import batch_elements, documented, restacked
 
 Turn = TypeVar("Turn")
@@ -114,7 +115,12 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         return _each(self, convert)
 
-    def to_history(self, *, family: str | None = None) -> ChatHistory:
+    def to_history(
+        self,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> ChatHistory:
         r"""Read the messages that a chat template wrote, see `History.from_text`; the response follows the prompt.
 
         Raises:
@@ -128,7 +134,8 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         def convert(turn: Text) -> ChatHistory:
             prompt, full = (
-                None if text is None else History.from_text(text, family=family) for text in (turn.prompt, turn.full)
+                None if text is None else History.from_text(text, chat_template_name)
+                for text in (turn.prompt, turn.full)
             )
             response = None
             if prompt is not None and full is not None:
@@ -201,9 +208,9 @@ class Tokens(_Ragged):
 
         return _each(self, convert)
 
-    def to_history(self, tokenizer: Tokenizer, *, family: str | None = None) -> ChatHistory:
+    def to_history(self, tokenizer: Tokenizer, chat_template_name: str | None = None) -> ChatHistory:
         """Decoded, and read back as messages; see `Text.to_history`."""
-        return self.to_text(tokenizer).to_history(family=family)
+        return self.to_text(tokenizer).to_history(chat_template_name)
 
 
 @documented

@@ -3,71 +3,70 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorClass
+from tensordict import NonTensorStack, TensorClass, lazy_stack
 from torchrl.data import Composite, NonTensor
 
 from llmrl._utils.types import Nested, Tokenizer
+from llmrl.data.chats import (
+    Chat,
+    Chats,
+    are_messages,
+    concatenated,
+    conversations,
+    flatten,
+    is_conversation,
+    leaves_of,
+    map_chats,
+    message_leaves,
+    unwrapped,
+)
+from llmrl.data.history_rendering import ChatRendering
 from llmrl.data.message import Message, check_messages, text_of
-from llmrl.data.templated_text import assistant_spans, parse_templated
+from llmrl.data.message_arrays import array_of_messages, leaf_of
+from llmrl.data.templated_text import parse_templated, template_named
 from llmrl.data.tensordicts import container_of, documented, non_tensor
 
 Result = TypeVar("Result")
-Chats: TypeAlias = Sequence[Message] | Sequence["Chats"]
-"""One conversation, or any nesting of lists of them."""
-
-
-class Chat:
-    """The messages of one conversation as a leaf of a TensorDict; they are not changed, so a copy is the same object.
-
-    TensorDict copies what is not a tensor at each step, through every dict within: of a plain tuple of messages the
-    copy of a long conversation costs many times that of a short one. It saves what it takes for JSON as JSON, which
-    would come back as a list; this is pickled.
-
-    Example:
-        >>> import copy
-        >>> chat = Chat([{"role": "user", "content": "Hi"}])
-        >>> copy.deepcopy(chat) is chat, chat.messages
-        (True, ({'role': 'user', 'content': 'Hi'},))
-    """
-
-    __slots__ = ("messages",)
-
-    def __init__(self, messages: Iterable[Message] = ()) -> None:
-        self.messages = tuple(messages)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Chat) and self.messages == other.messages
-
-    __hash__ = None  # type: ignore[assignment]  # messages are dicts
-
-    def __copy__(self) -> Chat:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Chat:
-        return self
-
-    def __repr__(self) -> str:
-        return f"Chat({list(self.messages)!r})"
 
 
 @documented
+@array_of_messages
 class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Conversations, batched: each element of the batch is one conversation, an immutable tuple of messages.
 
-    The number of messages is ragged, so it is not a batch dimension: `history[0]` is the first conversation of a
-    batch and `history.chats[0][-1]` its last message. `append` returns a new history that shares every message, so a
-    step of a long conversation costs no more than that of a short one.
+    The messages are a last, ragged dimension that the batch size does not count: of a batch `[2]`, `history[0]` is the
+    first conversation, `history[0, -1]` its last message, `history[..., -1]` the last message of each, and
+    `history[..., :2]` conversations of two. `append` with messages returns a new history that shares every message, so
+    a step of a long conversation costs no more than that of a short one.
+
+    TorchRL's own form works beside it: `History(role=..., content=...)` is a message, its roles and contents are as
+    nested as `batch_size`, whose last dimension is then that of the messages, and `torch.stack` of messages is a
+    conversation.
+
+    Args:
+        role: of each message, a string or nested lists of strings.
+        content: of each, its text or a list of parts; a single one is that of all.
+        is_complete: whether each was ended; by default true.
+        tool_calls: of each, a list of calls.
+        tool_responses: texts that answer calls, for messages without content.
+        messages: in place of these, the leaf itself; see `from_chats`.
+        batch_size: must be that of `role`; by default it is.
+
+    Raises:
+        ValueError: when these do not fit, or are neither messages nor their parts.
 
     Example:
         >>> history = History.from_chats([{"role": "user", "content": "7 + 8 ="}])
         >>> history = history.append({"role": "assistant", "content": "15"})
-        >>> history.role, history.content
-        (['user', 'assistant'], ['7 + 8 =', '15'])
+        >>> history.role, history.content, history[-1].content, len(history)
+        (['user', 'assistant'], ['7 + 8 =', '15'], '15', 2)
+        >>> torch.stack([History(role="user", content="Hi"), History(role="assistant", content="Hello")]).content
+        ['Hi', 'Hello']
     """
 
     _documentation = __doc__
@@ -89,128 +88,225 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return _stacked(elements)
 
     @classmethod
-    def from_text(cls, text: Nested[str], *, family: str | None = None) -> History:
+    def from_text(
+        cls,
+        text: Nested[str],
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> History:
         r"""Read back what a chat template wrote: one text, or any nesting of lists of texts.
 
         Args:
             text: special tokens included; see `parse_templated`. A last turn that was cut says `is_complete: False`.
-            family: `chatml`, `llama3`, `gemma` or `mistral`; by default the one whose marks occur.
+            chat_template_name: a family, `chatml`, `llama3`, `llama4`, `gemma` or `mistral`, or a model of one, `qwen`,
+                `llama`; by default the one whose marks occur.
+            chat_template: has no effect, as in TorchRL: the marks in the text say what wrote it.
+            tokenizer: has no effect either.
 
         Raises:
-            ValueError: for an unknown family, or a text without its marks.
+            ValueError: for an unknown name, or a text without its marks.
 
         Example:
             >>> History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").to_chats()
             [{'role': 'user', 'content': 'Hi'}]
         """
         if isinstance(text, str):
-            messages, are_ended = parse_templated(text, family=family)
+            messages, are_ended = parse_templated(text, family=chat_template_name)
             if not are_ended[-1]:
                 messages[-1] = {**messages[-1], "is_complete": False}
             return cls.from_chats(messages, check=False)
-        elements = [cls.from_text(one, family=family) for one in text]
-        return _stacked(elements)
+        return _stacked([cls.from_text(one, chat_template_name) for one in text])
 
     @property
     def chats(self) -> Nested[tuple[Message, ...]]:
         """The messages: a tuple for one conversation, nested lists of tuples for a batch."""
-        chats = _to_lists(self.messages)
-        if isinstance(chats, tuple):  # one value broadcast over the batch, as specs make it
-            for size in reversed(self.batch_size):
-                chats = [chats] * size
-        return chats
+        return conversations(self._leaves)
+
+    @property
+    def _leaves(self) -> Nested[Chat]:
+        return leaves_of(self.messages, self.batch_size)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether this is a single message."""
+        return not self.batch_size and are_messages(self._leaves)
 
     def to_chats(self) -> Nested[list[dict[str, object]]]:
         """Plain lists of message dicts, nested as the batch is; the reverse of `from_chats`."""
-        return _map_chats(self.chats, lambda chat: [dict(message) for message in chat])
+        return map_chats(self.chats, lambda chat: [dict(message) for message in chat])
+
+    def _each(self, read: Callable[[Message], Result]) -> Nested[list[Result]] | Result:
+        found = map_chats(self.chats, lambda chat: [read(message) for message in chat])
+        return found[0] if self.is_message else found
 
     @property
-    def role(self) -> Nested[list[str]]:
-        """Roles of the messages, nested as the batch is."""
-        return _map_chats(self.chats, lambda chat: [message["role"] for message in chat])
+    def role(self) -> Nested[list[str]] | str:
+        """Roles of the messages, nested as the batch is; of a message, its own."""
+        return self._each(lambda message: message["role"])
 
     @property
-    def content(self) -> Nested[list[str]]:
-        """Texts of the messages, nested as the batch is."""
-        return _map_chats(self.chats, lambda chat: [text_of(message.get("content")) for message in chat])
+    def content(self) -> Nested[list[str]] | str:
+        """Texts of the messages, nested as the batch is; of a message, its own."""
+        return self._each(lambda message: text_of(message.get("content")))
 
     @property
-    def tool_calls(self) -> Nested[list[list[dict[str, object]]]]:
+    def tool_calls(self) -> Nested[list[list[dict[str, object]]]] | list[dict[str, object]]:
         """Tool calls of the messages, an empty list where there are none, nested as the batch is."""
-        return _map_chats(self.chats, lambda chat: [list(message.get("tool_calls") or ()) for message in chat])
+        return self._each(lambda message: list(message.get("tool_calls") or ()))
 
     @property
-    def tool_responses(self) -> Nested[list[str | None]]:
+    def tool_responses(self) -> Nested[list[str | None]] | str | None:
         """Texts of the messages that answer a tool call, None for the others, nested as the batch is."""
-
-        def answers(chat: Sequence[Message]) -> list[str | None]:
-            return [text_of(m.get("content")) if m["role"] == "tool" else None for m in chat]
-
-        return _map_chats(self.chats, answers)
+        return self._each(lambda message: text_of(message.get("content")) if message["role"] == "tool" else None)
 
     @property
-    def is_complete(self) -> Nested[list[bool]]:
+    def is_complete(self) -> Nested[list[bool]] | bool:
         """Whether each message was ended, as far as it is known, nested as the batch is."""
-        return _map_chats(self.chats, lambda chat: [bool(message.get("is_complete", True)) for message in chat])
+        return self._each(lambda message: bool(message.get("is_complete", True)))
 
     @property
     def num_messages(self) -> Nested[int]:
         """Number of messages, nested as the batch is."""
-        return _map_chats(self.chats, len)
+        return map_chats(self.chats, len)
 
-    def append(self, message: Message) -> History:
-        """Return a new history in which each conversation has one more message.
+    def append(self, message: Message | History, *, inplace: bool | None = None, dim: int = -1) -> History:
+        """Give each conversation one more message.
+
+        Args:
+            message: the same for all; or a `History`: one message, or one for each conversation of the batch.
+            inplace: change this history, too. By default true for a `History`, as in TorchRL, and false for a message.
+            dim: the last dimension, that of the messages.
 
         Raises:
-            ValueError: when the message is malformed.
+            ValueError: when the message is malformed or is not one for each, or `dim` is another dimension.
         """
-        return self.extend([message])
+        if not isinstance(message, History):
+            return self.extend([message], inplace=inplace)
+        if message.is_message:
+            added: Nested[tuple[Message, ...]] = message.chats
+        elif message.batch_size == self._conversations and are_messages(message._leaves):
+            added = unwrapped(message._leaves)
+        else:
+            raise ValueError(
+                f"append takes one message, or one for each conversation of the batch {list(self._conversations)}, got "
+                f"a history of batch size {list(message.batch_size)}; use extend for several."
+            )
+        if dim not in (-1, len(self._conversations)):
+            raise ValueError(f"dim must be that of the messages, {len(self._conversations)} or -1, got {dim}.")
+        return self._longer(added, inplace)
 
-    def extend(self, messages: Iterable[Message]) -> History:
-        """Return a new history in which each conversation has these messages added at its end."""
-        added = check_messages(messages)
-        return History.from_chats(_map_chats(self.chats, lambda chat: (*chat, *added)), check=False)
+    def extend(
+        self, messages: Iterable[Message] | History, *, inplace: bool | None = None, dim: int | None = None
+    ) -> History:
+        """Give each conversation more messages at its end.
+
+        Args:
+            messages: the same for all; or a `History` of as many conversations.
+            inplace: as for `append`.
+            dim: of a `History`, that of the messages is the last. By default 0, as in TorchRL: of a batch, its
+                conversations come after these. Messages are added to the last.
+
+        Raises:
+            ValueError: when a message is malformed, or the batches differ.
+        """
+        if not isinstance(messages, History):
+            return self._longer(check_messages(messages), bool(inplace))
+        place = (0 if dim is None else dim) % (len(self._conversations) + 1)
+        if place == len(self._conversations):
+            if messages._conversations != self._conversations:
+                raise ValueError(
+                    f"extend takes a history of the batch size {list(self._conversations)} for the messages, got "
+                    f"{list(messages._conversations)}."
+                )
+            return self._longer(messages.chats, inplace)
+        both = [History.from_chats(history.chats, check=False).unbind(place) for history in (self, messages)]
+        return self._changed(cast(History, lazy_stack([*both[0], *both[1]], place)), inplace)
+
+    @property
+    def _conversations(self) -> torch.Size:
+        """Batch size without the dimension of the messages."""
+        return self.batch_size[:-1] if are_messages(self._leaves) else self.batch_size
+
+    def _longer(self, added: Nested[tuple[Message, ...]], inplace: bool | None) -> History:
+        if self.is_message:
+            raise ValueError("a message alone has nothing to append to; stack it: torch.stack([message]).")
+        return self._changed(History.from_chats(concatenated(self.chats, added), check=False), inplace)
+
+    def _changed(self, other: History, inplace: bool | None) -> History:
+        """`other`, in this one's form, or this one with its content."""
+        lengths = {len(chat) for chat in flatten(other.chats)}
+        if are_messages(self._leaves) and len(lengths) == 1:
+            other = History(messages=leaf_of(message_leaves(other.chats)), batch_size=(*other.batch_size, *lengths))
+        if inplace is False:
+            return other
+        self.__dict__["_tensordict"] = other._tensordict
+        return self
 
     def apply_chat_template(
         self,
         tokenizer: Tokenizer,
         *,
         add_generation_prompt: bool = True,
-        tokenize: bool = False,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        continue_final_message: bool = False,
+        tokenize: bool | None = None,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool | None = None,
         return_assistant_tokens_mask: bool = False,
-        **template_kwargs: Any,
+        **template_kwargs: object,
     ) -> Any:
-        """Render each conversation with a tokenizer's chat template: text, or ids with `tokenize=True`.
-
-        With `return_assistant_tokens_mask`, a pair `(token_ids, mask)` of lists a conversation: the mask is true at
-        what the assistant wrote, its end-of-turn token included. It is found for any template that only appends,
-        generation markers or not.
+        """Render each conversation with a chat template: text, or token ids.
 
         For reading, for single turns and for supervised data. Token-exact multi-turn prompts come from
         `llmrl.rendering.Conversation`.
 
+        Args:
+            tokenizer: encodes, and has the template unless another is given.
+            add_generation_prompt: end with the beginning of an answer.
+            chat_template: a template in place of the tokenizer's.
+            chat_template_name: or that of a family, `chatml`, `llama3`, `llama4` or `gemma`, or of a model of one.
+            continue_final_message: leave the last message open.
+            tokenize: give token ids; so do the three last arguments.
+            padding: True fills up to the longest of the batch, `"max_length"` to `max_length`, on the tokenizer's side.
+            truncation: keep the first `max_length` tokens.
+            return_tensors: `"pt"`.
+            return_dict: give `input_ids` and `attention_mask`, `[num_tokens]` each, as a TensorDict.
+            return_assistant_tokens_mask: and `assistant_masks`, which is true at what the assistant wrote, its
+                end-of-turn token included. It is found for any template that only appends, generation markers or not.
+            template_kwargs: what else the template reads, such as `tools`.
+
+        Returns:
+            A text, a tensor `[1, num_tokens]` or a TensorDict; of a batch, lists of texts or tensors, nested as it is,
+            or a lazily stacked TensorDict, which is dense when padded.
+
         Raises:
-            ValueError: for a mask, when the template rewrites earlier turns.
+            ValueError: for a keyword that the template does not read, a length without a number, an unknown name, and
+                for a mask when the template rewrites earlier turns.
         """
-
-        def render(chat: Sequence[Message]) -> str | list[int]:
-            return tokenizer.apply_chat_template(
-                [dict(message) for message in chat],
-                add_generation_prompt=add_generation_prompt,
-                tokenize=tokenize,
-                **({"return_dict": False} if tokenize else {}),
-                **template_kwargs,
-            )
-
-        def masked(chat: Sequence[Message]) -> tuple[list[int], list[bool]]:
-            def text(messages: Sequence[Message], is_prompt: bool) -> str:
-                return History.from_chats(list(messages), check=False).apply_chat_template(
-                    tokenizer, add_generation_prompt=is_prompt, **template_kwargs
-                )
-
-            return _masked_ids(tokenizer, text(chat, add_generation_prompt), assistant_spans(chat, text))
-
-        return _map_chats(self.chats, masked if return_assistant_tokens_mask else render)
+        if chat_template_name is not None:
+            chat_template = template_named(chat_template_name)
+        if return_tensors not in (None, "pt"):
+            raise ValueError(f"return_tensors must be 'pt', got {return_tensors!r}.")
+        is_dict = return_assistant_tokens_mask if return_dict is None else return_dict
+        rendering = ChatRendering(
+            tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            padding=padding,
+            truncation=truncation,
+            max_length=max_length,
+            has_mask=return_assistant_tokens_mask,
+            template_kwargs=template_kwargs,
+        )
+        if not (bool(is_dict or return_tensors) if tokenize is None else tokenize):
+            return map_chats(self.chats, rendering.text)
+        return rendering.encode(self.chats, is_dict=is_dict)
 
     def save(self, path: str | Path) -> None:
         """Write as JSON lines, one conversation a line, in the form that datasets of chats have.
@@ -244,59 +340,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         )
 
 
-def stack_histories(histories: Sequence[History]) -> History:
-    """Stack single conversations into a history of shape `[num_conversations]`."""
-    stacked = NonTensorStack(*[NonTensorData(Chat(*flatten(history.chats))) for history in histories])
-    return History(messages=stacked, batch_size=(len(histories),))
-
-
 def _stacked(histories: list[History]) -> History:
     if not histories[0].batch_size:
-        return stack_histories(histories)
+        leaves: list[Nested[Chat]] = [Chat(*flatten(history.chats)) for history in histories]
+        return History(messages=leaf_of(leaves), batch_size=(len(histories),))
     return torch.stack(histories, 0)  # type: ignore[arg-type, return-value]  # torch hands it to tensordict
-
-
-def is_conversation(value: Chats) -> TypeGuard[Sequence[Message]]:
-    """Return whether a value is one conversation: a sequence of messages, possibly empty."""
-    return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], Mapping))
-
-
-def _masked_ids(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-    """Token ids of a rendering, and which of them lie in the spans, up to the last special token of each."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    token_ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    mask = [False] * len(token_ids)
-    for start, end in spans:
-        places = [place for place, (left, right) in enumerate(offsets) if start <= left and right <= end]
-        ends = [place for place in places if token_ids[place] in special]
-        last = ends[-1] if ends else places[-1] if places else -1
-        for place in places:
-            mask[place] = place <= last  # what follows the end-of-turn token was the template's
-    return token_ids, mask
-
-
-def _to_lists(value: Chat | tuple[Message, ...] | Iterable[Chat]) -> Nested[tuple[Message, ...]]:
-    # A chat, or a tuple of messages, is a conversation; anything else iterable is a batch dimension.
-    if isinstance(value, Chat):
-        return value.messages
-    return value if isinstance(value, tuple) else [_to_lists(item) for item in value]
-
-
-def _map_chats(value: Nested[tuple[Message, ...]], function: Callable[[tuple[Message, ...]], Result]) -> Nested[Result]:
-    return function(value) if isinstance(value, tuple) else [_map_chats(item, function) for item in value]
-
-
-def flatten(value: Nested[tuple[Message, ...]]) -> list[tuple[Message, ...]]:
-    """Return the conversations of a batch of any shape, one after another."""
-    return [value] if isinstance(value, tuple) else [chat for item in value for chat in flatten(item)]
-
-
-def _represent(self: History) -> str:
-    chats = flatten(self.chats)
-    body = "\n--\n".join("\n".join(f"  {m['role']}: {text_of(m.get('content'))}" for m in chat) for chat in chats)
-    return f"History(batch_size={list(self.batch_size)}):\n{body}"
-
-
-# The tensorclass machinery writes its own __repr__ over one defined in the body.
-History.__repr__ = _represent  # type: ignore[method-assign, assignment]

@@ -18,25 +18,61 @@ class TemplateFamily:
     end: str
     begin: str = ""
     """What stands once, before everything."""
+    after: str = ""
+    """What stands between turns."""
+    other_ends: tuple[str, ...] = ()
+    """Further tokens that end a turn."""
     roles: tuple[tuple[str, str], ...] = ()
     """Their name of a role, and ours, where they differ."""
 
     @property
     def pattern(self) -> re.Pattern[str]:
         """One turn; the last may lack its end."""
-        start, between, end = (re.escape(part) for part in (self.start, self.between, self.end))
+        start, between = re.escape(self.start), re.escape(self.between)
+        end = "|".join(map(re.escape, (self.end, *self.other_ends)))
         return re.compile(rf"{start}([^\n<]*?){between}(.*?)(?:({end})|(?={start})|\Z)", re.DOTALL)
+
+    @property
+    def chat_template(self) -> str:
+        """A template that writes contents alone: no tools, no calls, no reasoning."""
+        theirs = {our: their for their, our in self.roles}
+        return (
+            f"{{{{ {self.begin!r} }}}}{{% set roles = {theirs!r} %}}{{% for message in messages %}}"
+            f"{{{{ {self.start!r} + roles.get(message['role'], message['role']) + {self.between!r} "
+            f"+ message['content'] + {self.end + self.after!r} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {self.start!r} + roles.get('assistant', 'assistant') "
+            f"+ {self.between!r} }}}}{{% endif %}}"
+        )
 
 
 FAMILIES = {
-    "chatml": TemplateFamily("<|im_start|>", "\n", "<|im_end|>"),
+    "chatml": TemplateFamily("<|im_start|>", "\n", "<|im_end|>", after="\n", other_ends=("<|endoftext|>",)),
     "llama3": TemplateFamily("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", begin="<|begin_of_text|>"),
-    "gemma": TemplateFamily("<start_of_turn>", "\n", "<end_of_turn>", begin="<bos>", roles=(("model", "assistant"),)),
+    "llama4": TemplateFamily("<|header_start|>", "<|header_end|>\n\n", "<|eot|>", begin="<|begin_of_text|>"),
+    "gemma": TemplateFamily(
+        "<start_of_turn>", "\n", "<end_of_turn>", begin="<bos>", after="\n", roles=(("model", "assistant"),)
+    ),
 }
 # Names of models whose templates are of a family.
 _ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama3"}
 _MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
 _MISTRAL_END = "</s>"
+
+
+def template_named(name: str) -> str:
+    r"""Return the chat template of a family, or of a model of one, which writes contents alone.
+
+    Raises:
+        ValueError: for an unknown name.
+
+    Example:
+        >>> template_named("qwen") == template_named("chatml") != template_named("gemma")
+        True
+    """
+    family = FAMILIES.get(_ALIASES.get(name, name))
+    if family is None:
+        raise ValueError(f"chat_template_name must be one of {sorted([*FAMILIES, *_ALIASES])}, got {name!r}.")
+    return family.chat_template
 
 
 def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Message], list[bool]]:

@@ -17,7 +17,7 @@ from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
-from llmrl.data.history import flatten
+from llmrl.data.chats import flatten
 from llmrl.data.message import encodable
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser

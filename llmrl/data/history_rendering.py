@@ -1,0 +1,129 @@
+"""A conversation as a tokenizer's chat template writes it: text, token ids, and which of them the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from llmrl._utils.types import Nested, Tokenizer
+from llmrl.data.chats import map_chats
+from llmrl.data.message import Message
+from llmrl.data.templated_text import assistant_spans
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRendering:
+    """How conversations are written and encoded, see `History.apply_chat_template`.
+
+    Raises:
+        ValueError: for a variable that the template does not read, or a padding without a length.
+    """
+
+    tokenizer: Tokenizer
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    padding: bool | str = False
+    truncation: bool = False
+    max_length: int | None = None
+    has_mask: bool = False
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.truncation or self.padding == "max_length") and self.max_length is None:
+            raise ValueError("truncation and padding='max_length' need max_length.")
+        template = self.chat_template or self.tokenizer.chat_template
+        if isinstance(template, str):
+            unread = [name for name in self.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]
+            if unread:
+                raise ValueError(
+                    f"apply_chat_template got {unread}, which are neither arguments nor read by the template."
+                )
+
+    def text(self, chat: Sequence[Message], *, add_generation_prompt: bool | None = None) -> str:
+        """Write a conversation."""
+        options = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return str(
+            self.tokenizer.apply_chat_template(
+                [dict(message) for message in chat],
+                add_generation_prompt=self.add_generation_prompt
+                if add_generation_prompt is None
+                else add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                tokenize=False,
+                **options,
+                **self.template_kwargs,
+            )
+        )
+
+    def tokens(self, chat: Sequence[Message]) -> TensorDict:
+        """Encode a conversation: `input_ids`, `attention_mask` and perhaps `assistant_masks`, `[num_tokens]` each."""
+        text = self.text(chat)
+        if self.has_mask:
+            spans = assistant_spans(
+                chat, lambda messages, is_prompt: self.text(messages, add_generation_prompt=is_prompt)
+            )
+            token_ids, mask = _masked_ids(self.tokenizer, text, spans)
+        else:
+            token_ids, mask = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), []
+        entries = {"input_ids": torch.tensor(token_ids, dtype=torch.int64)}
+        entries["attention_mask"] = torch.ones_like(entries["input_ids"])
+        if self.has_mask:
+            entries["assistant_masks"] = torch.tensor(mask, dtype=torch.bool)
+        length = self.max_length if self.truncation else None
+        return TensorDict({name: entry[:length] for name, entry in entries.items()})
+
+    def encode(self, chats: Nested[tuple[Message, ...]], *, is_dict: bool) -> Nested[torch.Tensor] | TensorDictBase:
+        """Encode a batch as one TensorDict, or as nested lists of tensors `[1, num_tokens]`."""
+        rows = map_chats(chats, self.tokens)
+        return _gathered(self._padded(rows) if self.padding else rows, is_dict=is_dict)
+
+    def _padded(self, rows: Nested[TensorDict]) -> Nested[TensorDict]:
+        """Fill up encoded conversations to one length, on the side where the tokenizer pads."""
+        flat = _flat(rows)
+        is_left = getattr(self.tokenizer, "padding_side", "right") == "left"
+        pad_id = getattr(self.tokenizer, "pad_token_id", None)
+        fillers = {"input_ids": (self.tokenizer.eos_token_id or 0) if pad_id is None else pad_id}
+        fixed = (self.max_length or 0) if self.padding == "max_length" else 0
+        length = max(fixed, *(len(row["input_ids"]) for row in flat))
+
+        def padded(row: Nested[TensorDict]) -> Nested[TensorDict]:
+            if isinstance(row, list):
+                return [padded(one) for one in row]
+            filled = {}
+            for name, entry in row.items():
+                rest = entry.new_full((length - len(entry),), fillers.get(name, 0))
+                filled[name] = torch.cat([rest, entry] if is_left else [entry, rest])
+            return TensorDict(filled)
+
+        return padded(rows)
+
+
+def _flat(rows: Nested[TensorDict]) -> list[TensorDict]:
+    return [one for row in rows for one in _flat(row)] if isinstance(rows, list) else [rows]
+
+
+def _gathered(rows: Nested[TensorDict], *, is_dict: bool) -> Nested[torch.Tensor] | TensorDictBase:
+    if not isinstance(rows, list):
+        return rows if is_dict else rows["input_ids"].reshape(1, -1)
+    results = [_gathered(row, is_dict=is_dict) for row in rows]
+    return lazy_stack(results) if is_dict else results
+
+
+def _masked_ids(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    """Token ids of a rendering, and which of them lie in the spans, up to the last special token of each."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    token_ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    mask = [False] * len(token_ids)
+    for start, end in spans:
+        places = [place for place, (left, right) in enumerate(offsets) if start <= left and right <= end]
+        ends = [place for place in places if token_ids[place] in special]
+        last = ends[-1] if ends else places[-1] if places else -1
+        for place in places:
+            mask[place] = place <= last  # what follows the end-of-turn token was the template's
+    return token_ids, mask

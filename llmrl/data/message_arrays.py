@@ -1,0 +1,188 @@
+"""What TorchRL says of messages as arrays: their parts in parallel lists, and indices of many kinds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, SupportsIndex, TypeVar
+
+import torch
+from tensordict import NonTensorData, NonTensorStack
+
+from llmrl._utils.types import Nested
+from llmrl.data.chats import Chat, are_messages, flatten, map_chats
+from llmrl.data.message import Message, text_of
+from llmrl.data.tensordicts import non_tensor
+
+Container = TypeVar("Container")
+
+
+class _Messages(Protocol):
+    """What is asked of the class."""
+
+    batch_size: torch.Size
+    batch_dims: int
+
+    @property
+    def chats(self) -> Nested[tuple[Message, ...]]: ...
+
+    @property
+    def is_message(self) -> bool: ...
+
+    @property
+    def _leaves(self) -> Nested[Chat]: ...
+
+
+def array_of_messages(cls: type[Container]) -> type[Container]:
+    """Give a tensorclass of a leaf `messages` the constructor and the indices of `History`.
+
+    The tensorclass machinery writes its own methods over those that a body defines, so these are set on the class.
+    """
+    made: Any = cls  # mypy knows nothing of what tensordict has made
+    generated_init, generated_get = made.__init__, made.__getitem__
+
+    def initialize(
+        self: _Messages,
+        role: Nested[str] | None = None,
+        content: object = None,
+        is_complete: object = True,
+        tool_calls: object = None,
+        tool_responses: object = None,
+        *,
+        messages: Chat | NonTensorData | NonTensorStack | None = None,
+        batch_size: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if messages is None:
+            if role is None:
+                raise ValueError("History takes role and content of messages; or History.from_chats takes messages.")
+            leaves, shape = messages_of(role, content, is_complete, tool_calls, tool_responses)
+            if batch_size is not None and tuple(batch_size) != shape:
+                raise ValueError(f"batch_size must be that of role, {list(shape)}, got {list(batch_size)}.")
+            messages, batch_size = leaf_of(leaves), shape
+        generated_init(self, messages=messages, batch_size=batch_size or (), device=device, names=names)
+
+    def get(self: _Messages, index: object) -> _Messages:
+        found = None if are_messages(self._leaves) else message_index(index, self.batch_dims)
+        if found is None:
+            return generated_get(self, index)
+        of_batch, of_messages = found
+        chosen = generated_get(self, of_batch) if of_batch else self
+        leaves = map_chats(chosen.chats, lambda chat: at(chat, of_messages))
+        return made(messages=leaf_of(leaves), batch_size=chosen.batch_size)
+
+    def length(self: _Messages) -> int:
+        if self.is_message:
+            raise TypeError("a message alone has no length.")
+        return self.batch_size[0] if self.batch_dims else len(self.chats)
+
+    def iterate(self: _Messages) -> Iterator[_Messages]:
+        return (get(self, place) for place in range(length(self)))
+
+    def represent(self: _Messages) -> str:
+        body = "\n--\n".join(
+            "\n".join(f"  {message['role']}: {text_of(message.get('content'))}" for message in chat)
+            for chat in flatten(self.chats)
+        )
+        return f"{cls.__name__}(batch_size={list(self.batch_size)}):\n{body}"
+
+    made.__init__, made.__repr__ = initialize, represent
+    made.__getitem__, made.__len__, made.__iter__ = get, length, iterate
+    return cls
+
+
+def leaf_of(leaves: Nested[Chat]) -> NonTensorData | NonTensorStack:
+    """Return nested chats as one leaf of a TensorDict."""
+    return non_tensor(leaves) if isinstance(leaves, Chat) else NonTensorStack(*map(leaf_of, leaves))
+
+
+def messages_of(
+    role: Nested[str], content: object, is_complete: object, tool_calls: object, tool_responses: object
+) -> tuple[Nested[Chat], tuple[int, ...]]:
+    """Return messages as leaves, nested as `role` is, and their shape; see `History`.
+
+    Raises:
+        ValueError: when an entry is not as nested as `role`, or a message has neither content nor calls.
+    """
+    if isinstance(role, str):
+        answered = "".join(map(str, tool_responses)) if isinstance(tool_responses, (list, tuple)) else tool_responses
+        message: dict[str, object] = {"role": role, "content": content or answered or content}
+        if tool_calls:
+            message["tool_calls"] = [_call(call) for call in tool_calls]  # type: ignore[attr-defined]
+        if message["content"] is None and not tool_calls:
+            raise ValueError(f"a message of role {role!r} has neither content nor tool_calls.")
+        if not is_complete:
+            message["is_complete"] = False
+        return Chat([message], is_message=True), ()
+    columns = [
+        _spread(name, value, len(role))
+        for name, value in (
+            ("content", content), ("is_complete", is_complete), ("tool_calls", tool_calls),
+            ("tool_responses", tool_responses),
+        )
+    ]  # fmt: skip
+    made = [messages_of(*one) for one in zip(role, *columns, strict=True)]
+    shapes = {shape for _, shape in made}
+    if len(shapes) != 1:
+        raise ValueError(f"role must be nested lists of equal lengths, got {role!r}; use History.from_chats.")
+    return [leaf for leaf, _ in made], (len(made), *shapes.pop())
+
+
+def _spread(name: str, value: object, size: int) -> Sequence[object]:
+    if value is None or isinstance(value, (str, bool)):
+        return [value] * size
+    if not isinstance(value, (list, tuple)) or len(value) != size:
+        raise ValueError(f"{name} must be one for all messages or a list of {size}, as role is, got {value!r:.80}.")
+    return value
+
+
+def _call(call: object) -> object:
+    return dict(call) if isinstance(call, Mapping) else call
+
+
+def message_index(index: object, num_batch_dims: int) -> tuple[tuple[object, ...], object] | None:
+    """Return an index of conversations and of their messages apart, or None where it has no part for the messages.
+
+    Raises:
+        IndexError: when it has more parts than there are dimensions.
+
+    Example:
+        >>> message_index((0, -1), 1), message_index((..., slice(2)), 1), message_index(0, 1)
+        (((0,), -1), ((slice(None, None, None),), slice(None, 2, None)), None)
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    num_indexed = sum(_num_dims(part) for part in parts)
+    places = [place for place, part in enumerate(parts) if part is Ellipsis]
+    if places:
+        parts[places[0] : places[0] + 1] = [slice(None)] * (num_batch_dims + 1 - num_indexed)
+        num_indexed = num_batch_dims + 1
+    if num_indexed > num_batch_dims + 1:
+        raise IndexError(f"{num_indexed} indices for {num_batch_dims} dimensions of conversations and one of messages.")
+    return (tuple(parts[:-1]), parts[-1]) if num_indexed > num_batch_dims else None
+
+
+def _num_dims(part: object) -> int:
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
+
+
+def at(chat: tuple[Message, ...], index: object) -> Chat:
+    """Return a message of a conversation, or for a slice or several places, a conversation of those.
+
+    Raises:
+        IndexError: when there is none.
+
+    Example:
+        >>> chat = ({"role": "user"}, {"role": "assistant"}, {"role": "tool"})
+        >>> at(chat, -1), at(chat, slice(1)), at(chat, [0, 2])
+        (Chat([{'role': 'tool'}]), Chat([{'role': 'user'}]), Chat([{'role': 'user'}, {'role': 'tool'}]))
+    """
+    if isinstance(index, slice):
+        return Chat(chat[index])
+    if isinstance(index, SupportsIndex) and not (isinstance(index, torch.Tensor) and index.ndim):
+        return Chat([chat[operator.index(index)]], is_message=True)
+    if isinstance(index, Iterable):
+        return Chat(chat[int(place)] for place in index)
+    raise IndexError(f"messages are indexed by numbers and slices, got {index!r}.")
