@@ -91,7 +91,7 @@ class BatchCollector:
         self._signal_detector = StallDetector(
             max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
         )
-        self._senders = WeightSenders(weight_sync_schemes or {}, source)
+        self._weight_senders = WeightSenders(weight_sync_schemes or {}, source)
         self.report: CollectionReport | None = None
         """What the collection of the last batch did."""
         self.rollouts: list[Rollout] = []
@@ -283,7 +283,7 @@ class BatchCollector:
         Raises:
             ValueError: without a model at the first call.
         """
-        version = max(sender.update_weights() for sender in self._senders.connected(policy_or_weights))
+        version = max(sender.update_weights() for sender in self._weight_senders.connected(policy_or_weights))
         self._scheduler.expect_version(None)
         self._updated(version)
         return version
@@ -301,7 +301,7 @@ class BatchCollector:
         Raises:
             ValueError: without a model at the first call.
         """
-        senders, coming = self._senders.connected(policy_or_weights), self.policy_version + 1
+        senders, coming = self._weight_senders.connected(policy_or_weights), self.policy_version + 1
         updates = [sender.start_update() for sender in senders]
         self._scheduler.expect_version(coming)
 
@@ -386,7 +386,7 @@ class BatchCollector:
                 self._filler.stop(timeout)
             self._background.close()
             self._source.shutdown()
-        self._senders.shutdown()
+        self._weight_senders.shutdown()
 
     def async_shutdown(self, timeout: float | None = 10.0) -> None:
         """The same, for a collector that was started in the background."""

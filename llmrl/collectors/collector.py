@@ -82,8 +82,8 @@ class LLMCollector(BatchCollector):
     def __init__(
         self,
         env: EnvBase | Callable[[], EnvBase],
-        *,
         policy: LLMWrapperBase | None = None,
+        *,
         policy_factory: Callable[[], LLMWrapperBase] | None = None,
         groups_per_batch: int | None = None,
         tokens_per_batch: int | None = None,

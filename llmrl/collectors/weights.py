@@ -85,17 +85,27 @@ class WeightSenders:
             model = model.model
         is_another = model is not None and model is not self._model
         model = self._model = model if is_another else self._model
-        if model is None:
-            raise ValueError("the first update of the weights needs the trainer's model.")
         for name, scheme in (self._schemes or {"policy": default_scheme(engine)}).items():
             if name not in self._senders:
+                if model is None:
+                    raise ValueError("the first update of the weights needs the trainer's model.")
                 sender = scheme.create_sender()
                 sender.register_model(model)
                 sender.init_all_workers_group(get_model_metadata(model), engine)
                 self._senders[name] = sender
-            elif is_another:
+            elif is_another and model is not None:
                 self._senders[name].register_model(model)
         return list(self._senders.values())
+
+    def __getitem__(self, name: str) -> WeightSender:
+        """The sender of a scheme, which is the caller's to connect where no update was made before.
+
+        Raises:
+            KeyError: when no scheme has this name.
+        """
+        if name not in self._senders:
+            self._senders[name] = self._schemes[name].create_sender()
+        return self._senders[name]
 
     def shutdown(self) -> None:
         """End the senders; the engines stay. May be called twice."""

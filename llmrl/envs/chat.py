@@ -11,7 +11,9 @@ from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.types import Tokenizer
 from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
+from llmrl.data.chats import flatten
 from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_of
 from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
@@ -33,10 +35,14 @@ class ChatEnv(KnownArguments, EnvBase):
         system_prompt: first message of every conversation, unless the query brings its own.
         data_key: entry of the reset tensordict that holds the query: a string, a list of messages, or, in tokens
             mode, token ids.
+        tokenizer: for text and tokens, writes a query's messages with its chat template; a query that is text or
+            token ids already is read as it stands without one. Messages are rendered by the policy.
+        template_kwargs: what else the template reads.
         system_role, user_role, policy_role: names of the roles.
 
     Raises:
-        ValueError: for an unknown `input_mode`, or when reset gets no query.
+        ValueError: for an unknown `input_mode`, for a `system_prompt` that nothing would write, or when reset gets no
+            query.
 
     Example:
         >>> from tensordict import TensorDict
@@ -54,6 +60,8 @@ class ChatEnv(KnownArguments, EnvBase):
         input_mode: InputMode = "history",
         batch_size: Sequence[int] | int | None = None,
         system_prompt: str | None = None,
+        tokenizer: Tokenizer | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
         data_key: str | None = None,
         system_role: str = "system",
         user_role: str = "user",
@@ -62,11 +70,16 @@ class ChatEnv(KnownArguments, EnvBase):
     ) -> None:
         if input_mode not in ("history", "text", "tokens"):
             raise ValueError(f"input_mode must be 'history', 'text' or 'tokens', got {input_mode!r}.")
+        if input_mode != "history" and tokenizer is None and system_prompt is not None:
+            raise ValueError(
+                f"system_prompt has no effect with input_mode={input_mode!r} unless it is written: pass tokenizer=."
+            )
         shape = torch.Size(() if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size)
         super().__init__(batch_size=shape, device=device, allow_done_after_reset=True)
         self._batch_locked = batch_size is not None
         self.input_mode = input_mode
         self.system_prompt = system_prompt
+        self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
         self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
         if data_key is not None:
             self.data_key = data_key
@@ -109,26 +122,37 @@ class ChatEnv(KnownArguments, EnvBase):
         if shape:
             elements = [self._open(element, element.batch_size) for element in tensordict.unbind(0)]
             return lazy_stack(elements, 0)
-        query = tensordict.get(self.data_key)
-        if self.input_mode == "tokens":
-            turn: ChatHistory | Text | Tokens = Tokens(
-                prompt=torch.as_tensor(plain(query), dtype=torch.int64), batch_size=()
+        query = plain(tensordict.get(self.data_key))
+        if self.input_mode == "history":
+            turn: ChatHistory | Text | Tokens = ChatHistory(
+                prompt=History.from_chats(self.opening_messages(query)), batch_size=()
             )
         elif self.input_mode == "text":
-            turn = Text(prompt=plain(query), batch_size=())
+            turn = Text(prompt=query if self.tokenizer is None else self._opening(self.tokenizer, query), batch_size=())
         else:
-            turn = ChatHistory(prompt=History.from_chats(self.opening_messages(plain(query))), batch_size=())
+            if self.tokenizer is not None and not isinstance(query, torch.Tensor):
+                query = self.tokenizer.encode(self._opening(self.tokenizer, query), add_special_tokens=False)
+            turn = Tokens(prompt=torch.as_tensor(query, dtype=torch.int64), batch_size=())
         # The token state of an earlier conversation must not outlive it: an automatic reset keeps what is not written.
         return TensorDict({self.input_mode: turn, "conversation": non_tensor(None), **_flags(False)}, batch_size=())
 
+    def _opening(self, tokenizer: Tokenizer, query: object) -> str:
+        history = History.from_chats(self.opening_messages(query), check=False)
+        return str(history.apply_chat_template(tokenizer, **self._template_kwargs))
+
     def opening_messages(self, query: object) -> tuple[Message, ...]:
-        """Return the messages that open a conversation: the system prompt, then the query (a string or messages).
+        """Return the messages that open a conversation: the system prompt, then the query.
+
+        Args:
+            query: a string, a message, messages, or a `History` of one conversation.
 
         Raises:
             TypeError, ValueError: when the query is neither.
         """
         if isinstance(query, str):
             messages: tuple[Message, ...] = ({"role": self.user_role, "content": query},)
+        elif isinstance(query, History):
+            [messages] = flatten(query.chats)
         elif isinstance(query, Mapping):
             messages = check_messages([query], argument=self.data_key)
         else:

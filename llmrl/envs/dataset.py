@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 
-from llmrl._utils.types import Row, StateDict
+from llmrl._utils.types import Row, StateDict, Tokenizer
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.chat import ChatEnv, InputMode
 from llmrl.envs.sources import load_rows, rows_of_batches
@@ -231,7 +231,7 @@ class DatasetChatEnv(ChatEnv):
         repeats: conversations per prompt: the group size.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
         prepare: turns an item into the query (a string or messages) when the column is not one already.
-        input_mode, batch_size, system_prompt, device: see `ChatEnv`.
+        input_mode, batch_size, system_prompt, tokenizer, template_kwargs, device: see `ChatEnv`.
 
     Raises:
         FileNotFoundError: for a dataset that is not there.
@@ -259,6 +259,8 @@ class DatasetChatEnv(ChatEnv):
         input_mode: InputMode = "history",
         batch_size: Sequence[int] | int | None = None,
         system_prompt: str | None = None,
+        tokenizer: Tokenizer | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
         device: torch.device | None = None,
     ) -> None:
         items = load_rows(dataset, split=split)
@@ -282,6 +284,8 @@ class DatasetChatEnv(ChatEnv):
             input_mode=input_mode,
             batch_size=batch_size,
             system_prompt=system_prompt,
+            tokenizer=tokenizer,
+            template_kwargs=template_kwargs,
             data_key=f"{data_key}_query" if data_key in RESERVED_ENTRIES else data_key,
             device=device,
         )

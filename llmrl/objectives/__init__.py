@@ -6,7 +6,7 @@ from llmrl.objectives.base import LLMLoss
 from llmrl.objectives.clipping import clipped_importance, clipped_surrogate
 from llmrl.objectives.distillation import DistillationLoss
 from llmrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
-from llmrl.objectives.kl import kl_estimate
+from llmrl.objectives.kl import k3_kl_token_estimate, kl_estimate
 from llmrl.objectives.kl_penalty import KLPenalty
 from llmrl.objectives.outputs import (
     CISPOLossOutput,
@@ -53,6 +53,7 @@ __all__ = [
     "effective_sample_size",
     "group_advantages",
     "importance_weights",
+    "k3_kl_token_estimate",
     "kl_estimate",
     "sequence_log_ratio",
     "token_log_ratio",

@@ -51,6 +51,22 @@ def masked_kl(
     return torch.where(mask.bool(), estimate, torch.zeros_like(estimate))
 
 
+def k3_kl_token_estimate(target_log_prob: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
+    """Return `kl_estimate(log_prob, target_log_prob, "k3")`, under TorchRL's name and in its order of arguments.
+
+    Raises:
+        ValueError: when the shapes differ, instead of broadcasting.
+
+    Example:
+        >>> k3_kl_token_estimate(torch.tensor([0.0]), torch.tensor([-1.0]))
+        tensor([0.7183])
+    """
+    if target_log_prob.shape != log_prob.shape:
+        shapes = f"{list(target_log_prob.shape)} and {list(log_prob.shape)}"
+        raise ValueError(f"target_log_prob and log_prob must have the same shape, got {shapes}.")
+    return kl_estimate(log_prob, target_log_prob, "k3")
+
+
 def is_clamped_in_kl(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
 ) -> torch.Tensor | bool:

@@ -104,6 +104,11 @@ class LLMWrapperBase(TensorDictModuleBase):
             "conversation",
         ]
 
+    @property
+    def model(self) -> Engine:
+        """The engine, by TorchRL's name."""
+        return self.engine
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Generate for every conversation, all in flight at once; may be called from any thread."""
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from llmrl._utils.types import Tokenizer
 from llmrl.data import MalformedToolCall, Message, text_of
 from llmrl.sandbox.launch import Isolation
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
@@ -33,6 +34,7 @@ class PythonInterpreter(ToolTransform):
     all it started.
 
     Args:
+        tokenizer: TorchRL's, without effect: the policy renders.
         tool_name: role of the answers.
         persistent: whether the code of one conversation shares its variables; else each piece starts afresh.
         timeout: seconds that a piece of code may run.
@@ -63,6 +65,7 @@ class PythonInterpreter(ToolTransform):
 
     def __init__(
         self,
+        tokenizer: Tokenizer | None = None,
         tool_name: str = "tool",
         persistent: bool = False,
         timeout: float = 10.0,

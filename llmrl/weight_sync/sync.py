@@ -75,6 +75,8 @@ class WeightSync:
         self,
         model_metadata: ModelMetadata | None = None,
         engine: UpdatableEngine | Sequence[UpdatableEngine] | None = None,
+        *,
+        vllm_engine: UpdatableEngine | Sequence[UpdatableEngine] | None = None,
     ) -> None:
         """Open the way to the workers of an engine, or of several that are to hold the same weights.
 
@@ -84,12 +86,14 @@ class WeightSync:
         Args:
             model_metadata: from `get_model_metadata`; checked against the registered model.
             engine: an `AsyncVLLM`, a sequence of them, or `EngineReplicas`; `None` on ranks above 0.
+            vllm_engine: the same, by TorchRL's name.
 
         Raises:
             RuntimeError: without a registered model.
             ValueError: when the metadata is of another model, or an engine cannot take the weights.
             EngineError: when a worker cannot be reached, or its model is another one.
         """
+        engine = vllm_engine if engine is None else engine
         if self._model is None:
             raise RuntimeError("no model is registered; call sender.register_model(model) first.")
         if engine is None and self._rank == 0 and self._needs_engine:

@@ -1,0 +1,124 @@
+"""What TorchRL's pages print about its LLM layer, with the imports changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import Unbounded
+from torchrl.envs import StepCounter, Transform
+
+from llmrl.collectors import LLMCollector
+from llmrl.data import History
+from llmrl.envs import ChatEnv, DatasetChatEnv
+from llmrl.objectives import k3_kl_token_estimate
+from llmrl.policies import LLMWrapperBase, vLLMWrapper
+from llmrl.testing import ScriptedEngine
+from llmrl.transforms import PythonInterpreter
+from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
+
+
+def make_policy(renderer, *answers):
+    return LLMWrapperBase(ScriptedEngine(list(answers), encode=renderer.encode), renderer=renderer)
+
+
+def test_a_policy_by_position_and_an_environment_with_a_tokenizer(tokenizer, renderer):
+    env = ChatEnv(tokenizer=tokenizer)
+    assert env.reset(TensorDict(query="Hi"))["history"].prompt.content == ["Hi"]
+    policy = make_policy(renderer, "Hello<|im_end|>")
+    with LLMCollector(DatasetChatEnv(["Hi"], tokenizer=tokenizer), policy, dialog_turns_per_batch=4) as collector:
+        assert next(iter(collector)).batch_size == (4,)
+    LLMCollector(env, policy, dialog_turns_per_batch=4).shutdown()  # its queries are whoever's that resets it
+    assert policy.model is policy.engine
+
+
+def test_a_query_may_be_a_formatted_conversation():
+    env = ChatEnv(system_prompt="You are a helpful assistant.", input_mode="history")
+    chat = [{"role": "user", "content": "Hello, how are you?"}, {"role": "assistant", "content": "I'm well, thanks."}]
+    observed = env.reset(TensorDict({"query": History.from_chats([chat])}, batch_size=(1,)))
+    assert observed["history"].prompt.role == [["system", "user", "assistant"]]
+    parts = torch.stack([History(role=message["role"], content=message["content"]) for message in chat])
+    assert env.reset(TensorDict({"query": parts}))["history"].prompt.role == ["system", "user", "assistant"]
+
+
+def test_a_version_is_tracked(renderer):
+    env, policy = DatasetChatEnv(["Hi"]), make_policy(renderer, "Hello<|im_end|>")
+    with LLMCollector(env, policy, dialog_turns_per_batch=2, track_policy_version=True) as collector:
+        data = next(iter(collector))
+        assert collector.policy_version_tracker.version == 0
+        assert data["policy_version"].flatten().tolist() == [0, 0]
+
+
+def test_weights_are_sent_with_the_sender_of_a_collector(trainable_engine, reference_model, tokenizer):
+    scheme = VLLMWeightSyncScheme(master_address="localhost", gpus_per_replica=1, num_replicas=1)
+    policy = vLLMWrapper(trainable_engine, input_mode="history", generate_kwargs={"max_new_tokens": 2})
+    with LLMCollector(
+        DatasetChatEnv(["Hi"]), policy, dialog_turns_per_batch=1, weight_sync_schemes={"policy": scheme}
+    ) as collector:
+        sender = collector._weight_senders["policy"]
+        sender.register_model(reference_model)
+        sender.init_all_workers_group(get_model_metadata(reference_model), vllm_engine=policy.model)
+        version = trainable_engine.policy_version
+        sender.update_weights()
+        assert trainable_engine.policy_version == version + 1
+        assert collector.update_policy_weights_() == version + 2  # the sender is the collector's own
+
+
+def test_the_interpreter_answers_a_block_of_python(tokenizer):
+    interpreter = PythonInterpreter(tokenizer)
+    env = ChatEnv(batch_size=(1,), system_prompt="I'm the system, do as I say", tokenizer=tokenizer)
+    env = env.append_transform(interpreter)
+    data = env.reset(TensorDict(query=["This is the user prompt"], batch_size=(1,)))
+    answer = "Here is a python code to execute:\n```python\na=1\nprint(f'{a=}')\n```"
+    prompt = data["history"].prompt
+    data["history"].full = prompt.append(lazy_stack([History(role="assistant", content=answer)]), inplace=False)
+    data, following = env.step_and_maybe_reset(data)
+    [text] = following["history"].prompt.apply_chat_template(tokenizer=tokenizer)
+    assert "Code block 1 executed successfully:\na=1\n" in text
+    interpreter.close()
+
+
+def test_a_reward_is_designed_as_a_transform(renderer):
+    class RightAnswer(Transform):
+        def _call(self, tensordict):
+            return tensordict
+
+        def _step(self, tensordict, next_tensordict):
+            last = tensordict["history", "full"][..., -1]
+            is_right = last.content == "15"
+            next_tensordict.set("reward", torch.tensor([[float(is_right)]]))
+            next_tensordict.set("done", torch.tensor([True]))
+            return next_tensordict
+
+        def transform_reward_spec(self, reward_spec):
+            reward_spec["reward"] = Unbounded((*reward_spec.shape, 1, 1))
+            return reward_spec
+
+    env = DatasetChatEnv(["7 + 8 ="], repeats=2).append_transform(RightAnswer()).append_transform(StepCounter())
+    with LLMCollector(env, make_policy(renderer, "15<|im_end|>", "16<|im_end|>"), groups_per_batch=1) as collector:
+        collector.next()
+        assert sorted(rollout.reward for rollout in collector.rollouts) == [0.0, 1.0]
+        assert all(rollout.num_turns == 1 for rollout in collector.rollouts)
+
+
+@pytest.mark.parametrize("input_mode", ["text", "tokens"])
+def test_text_and_tokens_are_written_with_the_tokenizers_template(tokenizer, input_mode):
+    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    with pytest.raises(ValueError, match="pass tokenizer="):
+        ChatEnv(input_mode=input_mode, system_prompt="Be kind.")
+    env = ChatEnv(input_mode=input_mode, system_prompt="Be kind.", tokenizer=tokenizer)
+    prompt = env.reset(TensorDict(query="Hi"))[input_mode].prompt
+    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=input_mode == "tokens")
+    assert (prompt if input_mode == "text" else prompt.tolist()) == (
+        expected if input_mode == "text" else expected["input_ids"]
+    )
+
+
+def test_the_order_of_the_k3_estimate_is_theirs():
+    from torchrl.objectives.llm import k3_kl_token_estimate as theirs
+
+    target, sampled = torch.randn(50), torch.randn(50)
+    torch.testing.assert_close(k3_kl_token_estimate(target, sampled), theirs(target, sampled))
+    assert not torch.allclose(k3_kl_token_estimate(target, sampled), k3_kl_token_estimate(sampled, target))
+    with pytest.raises(ValueError, match="same shape"):
+        k3_kl_token_estimate(target, sampled[:1])
