@@ -231,8 +231,9 @@ class RolloutRunner:
         step = stepped.get("next")
         if self.policy.input_mode == "history":
             rollout.messages = step.get(("history", "prompt")).chats
-        is_terminated = bool(step.get("terminated").any())
-        if not rollout.reason and not is_terminated and bool(step.get("truncated").any()):
+        is_terminated, is_truncated = (bool(step.get(key).any()) for key in ("terminated", "truncated"))
+        is_terminated |= bool(step.get("done").any()) and not is_truncated  # what sets `done` alone ends it, too
+        if not rollout.reason and not is_terminated and is_truncated:
             rollout.reason = StopReason.ENVIRONMENT_TRUNCATED
         rollout.status = decide_status(is_terminated=is_terminated, reason=rollout.reason)
         rollout.reward += float(step.get("reward").sum())

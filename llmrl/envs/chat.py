@@ -137,8 +137,9 @@ class ChatEnv(KnownArguments, EnvBase):
         return TensorDict({self.input_mode: turn, "conversation": non_tensor(None), **_flags(False)}, batch_size=())
 
     def _opening(self, tokenizer: Tokenizer, query: object) -> str:
-        history = History.from_chats(self.opening_messages(query), check=False)
-        return str(history.apply_chat_template(tokenizer, **self._template_kwargs))
+        messages = [dict(message) for message in self.opening_messages(query)]
+        options = {"add_generation_prompt": True, "tokenize": False, **self._template_kwargs}
+        return str(tokenizer.apply_chat_template(messages, **options))  # type: ignore[arg-type]
 
     def opening_messages(self, query: object) -> tuple[Message, ...]:
         """Return the messages that open a conversation: the system prompt, then the query.
