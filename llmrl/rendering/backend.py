@@ -9,6 +9,7 @@ from llmrl._utils.imports import require
 from llmrl._utils.types import Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.rendering.base import Renderer, RenderingError
+from llmrl.rendering.content import ContentMarks
 from llmrl.rendering.results import name_results
 from llmrl.rendering.template import TemplateRenderer
 from llmrl.rendering.tool_calls import make_tool_call
@@ -64,6 +65,7 @@ class PackageRenderer:
             )
         self.tokenizer = tokenizer
         self._renderer = package.create_renderer(tokenizer)
+        self._content_marks = ContentMarks(tokenizer)
         self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self.is_history_rewritten: bool = not self._renderer.is_prefix_stable
 
@@ -77,8 +79,9 @@ class PackageRenderer:
         """The whole conversation, [num_tokens].
 
         Raises:
-            RenderingError: when the package refuses the messages.
+            RenderingError: when the package refuses the messages, or one has a special token, which it would read.
         """
+        self._content_marks.refuse(messages, tools)
         try:
             return list(
                 self._renderer.render_ids(
@@ -107,8 +110,9 @@ class PackageRenderer:
         """What to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
 
         Raises:
-            RenderingError: when the package cannot append these messages.
+            RenderingError: when the package cannot append these messages, or one has a special token.
         """
+        self._content_marks.refuse(new_messages, tools)
         # Only the last token can be the end of this turn; earlier ones may be ends of earlier turns.
         before, last = list(token_ids[:-1]), list(token_ids[-1:])
         bridged = self._renderer.bridge_to_next_turn(

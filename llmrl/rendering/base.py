@@ -120,7 +120,7 @@ class ProbedRenderer(Renderer, Protocol):
         """
         ...
 
-    def encode_turns(self, text: str) -> list[int]:
+    def encode_turns(self, text: str, mark: str = "") -> list[int]:
         """As `encode`, turn by turn, from a memory of turns."""
         ...
 

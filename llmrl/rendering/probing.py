@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from llmrl.data import Message, ToolSchema
 from llmrl.rendering.base import Ending, ProbedRenderer, RenderingError
-from llmrl.rendering.reasoning import CLOSING
+from llmrl.rendering.reasoning import CLOSING, OPENING
 from llmrl.rendering.results import TOOL_ROLES
 from llmrl.rendering.tool_calls import Arguments, ToolCallParser
 
@@ -180,6 +180,18 @@ class TemplateProbe:
         added = self._added_tokens()
         is_marked = all(mark in added for mark in marks) and CLOSING not in marks
         return marks if is_marked else ("", "")
+
+    def turn_marks(self) -> set[str]:
+        """Added tokens that begin or end turns, or a tool's result, whether the tokenizer calls them special or not."""
+        renderer, end = self.renderer, _NEXT_USER
+        frames = [self._after_mark(PLAIN_ANSWER, end), self._after_mark(calling(), _TOOL_RESULT)]
+        offsets = [renderer._ending(is_call=False, role="user"), renderer._ending(is_call=True, role="tool")]
+        text = "".join(
+            frame[ending.offset :]
+            for frame, ending in zip(frames, offsets, strict=True)
+            if frame and ending is not None
+        )
+        return {token for token in self._added_tokens() if token in text} - {OPENING, CLOSING}
 
     def _check_turn_is_one_message(self, end: str) -> None:
         """Refuse formats whose turns are several messages, reasoning and answer, each ended alike (harmony)."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from llmrl._utils.types import StateDict, Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.rendering.base import Ending, RenderingError
+from llmrl.rendering.content import ContentMarks
 from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, USER, TemplateProbe, calling, chat_features
 from llmrl.rendering.reasoning import CLOSING, OPENING, split_reasoning
 from llmrl.rendering.results import TOOL_ROLES, carry_results, name_results
@@ -73,11 +74,14 @@ class TemplateRenderer:
         if reasoning_parser == "auto":
             reasoning_parser = "think" if CLOSING in self.chat_template else "none"
         self.reasoning_parser = reasoning_parser
+        self.content_marks = ContentMarks(tokenizer)
+        """Splits special tokens in contents."""
         self._turn_ids: dict[str, list[int]] = {}
         self._endings: dict[tuple[bool, str], Ending | None] = {}
         self._probe_messages(tool_results)
         self._probe_turns()
         self._choose_tool_format(tool_parser)
+        self.content_marks = ContentMarks(tokenizer, [ANSWER, *TemplateProbe(self).turn_marks()])
 
     def _probe_messages(self, tool_results: str) -> None:
         """Find out which messages the template knows."""
@@ -189,8 +193,9 @@ class TemplateRenderer:
         Raises:
             RenderingError: when the template refuses the messages.
         """
+        mark, messages, tools = self.content_marks.mark(messages, tools)
         text = self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        return self.encode_turns(text)
+        return self.encode_turns(text, mark)
 
     def render_text(
         self,
@@ -262,10 +267,11 @@ class TemplateRenderer:
             )
         if self.is_tool_prompt_added:
             tools = None  # they stand in the system message, which the base has not
+        mark, new_messages, tools = self.content_marks.mark(new_messages, tools)
         base, ending, end_ids = self._base(new_messages)
         text = self.render_text([*base, *new_messages], tools=tools, add_generation_prompt=True)
         start = text.rindex(ANSWER) + len(ANSWER) + ending.offset
-        delta = self.encode(text[start:])
+        delta = self.content_marks.encode(text[start:], mark) if mark else self.encode(text[start:])
         # The longest part of the text between turns that is already there, from an end-of-turn token on.
         for count in range(min(len(delta), len(token_ids), 4), 0, -1):
             tail = list(token_ids[len(token_ids) - count :])
@@ -334,8 +340,10 @@ class TemplateRenderer:
         """Token ids of templated text; special tokens are recognised, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def encode_turns(self, text: str) -> list[int]:
-        """As `encode`, turn by turn: tokenizing is nine tenths of a rendering, and most turns were rendered before."""
+    def encode_turns(self, text: str, mark: str = "") -> list[int]:
+        """As `encode`, turn by turn, since most were rendered before; `mark` is in special tokens of `ContentMarks`."""
+        if mark:
+            return self.content_marks.encode(text, mark)
         token_ids: list[int] = []
         # A piece begins with the token before it: some tokenizers read the beginning of a text otherwise.
         first, *pieces = text.split(self._end_text)

@@ -28,7 +28,8 @@ class TemplateTransform(Transform):
 
     Raises:
         ValueError: unless exactly one of tokenizer and renderer is given.
-        RenderingError: for a template that cannot be read back; see `TemplateRenderer`.
+        RenderingError: for a template that cannot be read back; see `TemplateRenderer`. In a step, for a message with a
+            special token, which a policy of text could not tell from the template's own.
 
     Example:
         >>> from llmrl.testing.embedded_model import ensure_embedded_model
@@ -63,6 +64,7 @@ class TemplateTransform(Transform):
             messages, tools = element.get(("history", "prompt")).chats, plain(root.get("tools", None))
             text = ""
             if messages:  # a history drawn from the spec has none
+                self.renderer.content_marks.refuse(messages, tools)
                 text = self.renderer.render_text(messages, tools=tools, add_generation_prompt=True)
             element.set("text", container_of(Text, {"prompt": non_tensor(text)}))
         return restacked(elements, next_tensordict.batch_size)

@@ -1,0 +1,154 @@
+"""Special tokens in contents: split into ordinary tokens, so that whoever writes a page or a result forges no turn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from llmrl.data import Message, ToolSchema
+from llmrl.rendering.base import RenderingError
+
+# Of private use: no text means anything by them.
+_CANDIDATES = [chr(code) for code in range(0xE000, 0xE100)]
+
+
+class ContentMarks:
+    """Marks the special tokens in what is rendered, and encodes a rendering without taking the marked ones for such.
+
+    A mark is a character of private use, put into each special token that stands in a content, before the template
+    writes it. What the tokenizer gives for the marks is left out again: the ids say the very text, and all else is
+    tokenized as ever. Where no content has a special token, there are no marks, and nothing changes.
+
+    Args:
+        tokenizer: of Hugging Face.
+        further: texts that are to be marked beside its special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, further: Iterable[str] = ()) -> None:
+        added = tokenizer.added_tokens_decoder.values()
+        tokens = {str(token) for token in added if token.special}
+        self._tokenizer = tokenizer
+        self._further = frozenset(further)
+        self.tokens = frozenset(token for token in {*tokens, *tokenizer.all_special_tokens, *further} if len(token) > 1)
+        """What is marked."""
+        beginnings: dict[str, list[str]] = {}
+        for token in sorted(self.tokens):
+            beginnings.setdefault(token[:2], []).append(token)
+        self._tokens_of = {beginning: tuple(tokens) for beginning, tokens in beginnings.items()}
+        # Overlapping ones, too.
+        self._pattern = re.compile("(?=(" + "|".join(map(re.escape, self._tokens_of)) + "))")
+        # Tokens that are looked for in the normalized text, and what normalizes it.
+        normalized = any(token.special and token.normalized for token in added)
+        self._normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        self._normalizer = self._normalizer if normalized else None
+
+    def find(self, text: str) -> list[int]:
+        """Where special tokens begin."""
+        if not any(beginning in text for beginning in self._tokens_of):
+            return []
+        found = self._pattern.finditer(text)
+        return [match.start() for match in found if text.startswith(self._tokens_of[match[1]], match.start())]
+
+    def first_in(self, *values: object) -> str | None:
+        """The first special token in the texts of messages or tools; None where there is none."""
+        for text in _texts_of(values):
+            for start in self.find(text):
+                return next(
+                    token for token in self._tokens_of[text[start : start + 2]] if text.startswith(token, start)
+                )
+            if self._is_hidden(text):
+                return text[:100]
+        return None
+
+    def mark(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None
+    ) -> tuple[str, Sequence[Message], Sequence[ToolSchema] | None]:
+        """The mark, empty where none is needed, and the messages and tools with it in each special token.
+
+        Raises:
+            RenderingError: where they have every character that a mark could be.
+        """
+        if self.first_in(messages, tools) is None:
+            return "", messages, tools
+        texts = [*_texts_of(messages), *_texts_of(tools)]
+        mark = next(
+            (one for one in _CANDIDATES if not any(one in text or json.dumps(one)[1:-1] in text for text in texts)),
+            None,
+        )
+        if mark is None:
+            raise RenderingError("A content has all characters of private use, and special tokens; leave one out.")
+        return mark, self._marked(messages, mark), self._marked(tools, mark)
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            for start in reversed(self.find(value)):
+                value = value[: start + 1] + mark + value[start + 1 :]
+            return mark.join(value.replace(mark, "")) if self._is_hidden(value) else value
+        if isinstance(value, Mapping):
+            return {self._marked(key, mark): self._marked(entry, mark) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            entries = [self._marked(entry, mark) for entry in value]
+            if all(isinstance(one, Mapping) and one.get("type") == "text" for one in entries):
+                # Templates write the parts of a content one after another: no token may come about between two.
+                entries = [{**one, "text": mark + str(one.get("text", ""))} for one in entries]
+            return entries
+        return value
+
+    def _is_hidden(self, text: str) -> bool:
+        """Whether a text becomes a special token when it is normalized."""
+        if self._normalizer is None:
+            return False
+        normalized = self._normalizer.normalize_str(text)
+        return normalized != text and any(token in normalized for token in self.tokens)
+
+    def encode(self, text: str, mark: str) -> list[int]:
+        """Token ids of a rendering; what has the mark in it is no special token, and the marks themselves are left out.
+
+        Raises:
+            RenderingError: where the tokenizer does not tell what became of the marks.
+        """
+        text = text.replace(json.dumps(mark)[1:-1], mark)  # templates may write arguments as JSON
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise _refusal("the tokenizer is a slow one, which does not say where its tokens stand")
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        token_ids = []
+        for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            covered = text[start:end]
+            if covered.strip(mark) or not covered:
+                if mark in covered:
+                    raise _refusal("the tokenizer makes one token of it and its surroundings")
+                token_ids.append(token_id)
+        return token_ids
+
+    def refuse(self, *values: object) -> None:
+        """Refuse messages or tools with special tokens, where their rendering cannot be marked.
+
+        Raises:
+            RenderingError: naming the token.
+        """
+        if (token := self.first_in(*values)) is not None:
+            raise _refusal(f"{token!r} would be read as one. TemplateRenderer splits it, for policies of histories")
+
+
+def _refusal(reason: str) -> RenderingError:
+    return RenderingError(
+        f"A content has a special token of the chat template, which cannot be split into ordinary tokens: {reason}."
+    )
+
+
+def _texts_of(value: object) -> Iterator[str]:
+    """All texts in a value, keys of dicts included; the text parts of a content also as one."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _texts_of(key)
+            yield from _texts_of(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts_of(entry)
+        parts = [str(one.get("text", "")) for one in value if isinstance(one, Mapping) and one.get("type") == "text"]
+        if len(parts) > 1:
+            yield "".join(parts)
