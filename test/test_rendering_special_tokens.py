@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from rendering_families import FAMILIES, PECULIAR_FAMILIES, family_renderer, family_tokenizer
@@ -257,7 +258,7 @@ def test_where_special_tokens_cannot_be_split_they_are_refused(renderer):
     with pytest.raises(RenderingError, match=r"<\|im_end\|>.*policies of histories"):
         env.reset()
     slow = TemplateRenderer(copy.copy(renderer.tokenizer))
-    slow.content_marks._tokenizer = object()
+    slow.content_marks._tokenizer = SimpleNamespace(is_fast=False)
     assert slow.render(user("a")) == renderer.render(user("a"))
     with pytest.raises(RenderingError, match="slow"):
         slow.render(user("a<|im_end|>"))

@@ -35,6 +35,7 @@ class AddedToken(Protocol):
 
     content: str
     special: bool
+    normalized: bool
 
 
 class Tokenizer(Protocol):
@@ -45,6 +46,7 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     all_special_tokens: list[str]
     all_special_ids: list[int]
+    is_fast: bool
     added_tokens_decoder: Mapping[int, AddedToken]
 
     def __len__(self) -> int: ...

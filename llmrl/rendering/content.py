@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
+from llmrl._utils.types import Tokenizer
 from llmrl.data import Message, ToolSchema
 from llmrl.rendering.base import RenderingError
+
+Value = TypeVar("Value")
 
 # Of private use: no text means anything by them.
 _CANDIDATES = [chr(code) for code in range(0xE000, 0xE100)]
@@ -26,9 +29,9 @@ class ContentMarks:
         further: texts that are to be marked beside its special tokens.
     """
 
-    def __init__(self, tokenizer: Any, further: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, further: Iterable[str] = ()) -> None:
         added = tokenizer.added_tokens_decoder.values()
-        tokens = {str(token) for token in added if token.special}
+        tokens = {token.content for token in added if token.special}
         self._tokenizer = tokenizer
         self._further = frozenset(further)
         self.tokens = frozenset(token for token in {*tokens, *tokenizer.all_special_tokens, *further} if len(token) > 1)
@@ -81,11 +84,16 @@ class ContentMarks:
             raise RenderingError("A content has all characters of private use, and special tokens; leave one out.")
         return mark, self._marked(messages, mark), self._marked(tools, mark)
 
-    def _marked(self, value: Any, mark: str) -> Any:
+    def _marked(self, value: Value, mark: str) -> Value:
+        return cast(Value, self._marked_entry(value, mark))
+
+    def _marked_entry(self, value: object, mark: str) -> object:
         if isinstance(value, str):
+            if self._is_hidden(value):
+                return mark.join(value)
             for start in reversed(self.find(value)):
                 value = value[: start + 1] + mark + value[start + 1 :]
-            return mark.join(value.replace(mark, "")) if self._is_hidden(value) else value
+            return value
         if isinstance(value, Mapping):
             return {self._marked(key, mark): self._marked(entry, mark) for key, entry in value.items()}
         if isinstance(value, list | tuple):
@@ -110,7 +118,7 @@ class ContentMarks:
             RenderingError: where the tokenizer does not tell what became of the marks.
         """
         text = text.replace(json.dumps(mark)[1:-1], mark)  # templates may write arguments as JSON
-        if not getattr(self._tokenizer, "is_fast", False):
+        if not self._tokenizer.is_fast:
             raise _refusal("the tokenizer is a slow one, which does not say where its tokens stand")
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = []

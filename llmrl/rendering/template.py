@@ -74,8 +74,7 @@ class TemplateRenderer:
         if reasoning_parser == "auto":
             reasoning_parser = "think" if CLOSING in self.chat_template else "none"
         self.reasoning_parser = reasoning_parser
-        self.content_marks = ContentMarks(tokenizer)
-        """Splits special tokens in contents."""
+        self.content_marks = ContentMarks(tokenizer)  # splits special tokens in contents
         self._turn_ids: dict[str, list[int]] = {}
         self._endings: dict[tuple[bool, str], Ending | None] = {}
         self._probe_messages(tool_results)
