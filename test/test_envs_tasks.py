@@ -38,9 +38,9 @@ from llmrl.envs import (
     make_sum_of_digits_env,
 )
 from llmrl.policies import LLMWrapperBase
-from llmrl.rewards import RewardInput, prompt_completion_reward
+from llmrl.rewards import RewardInput
 from llmrl.testing import ScriptedEngine
-from llmrl.transforms import RubricReward, find_rubric_reward
+from llmrl.transforms import find_rubric_reward
 
 GSM8K = [
     {"question": "Ida has 3 boxes of 400 nails. How many nails?", "answer": "3 * 400 = <<3*400=1200>>1200 #### 1,200"},
@@ -446,22 +446,6 @@ def test_generated_train_and_test_problems_differ_and_are_the_same_each_time(mak
     assert make("test").reset()["rollout", "group_id"] == "test/0/0"
     with pytest.raises(ValueError, match="split must be"):
         make("validation")
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_plain_function_of_prompt_and_completion_is_a_reward(is_async):
-    def shorter(prompt, completion):
-        return float(len(completion) < len(prompt))
-
-    async def judged(prompt, completion):
-        return shorter(prompt, completion)
-
-    reward = RubricReward(prompt_completion_reward(judged if is_async else shorter))
-    env = DatasetChatEnv(["How are you?"]).append_transform(reward)
-    assert answered(env, "Fine.")["reward"].item() == 1.0
-    step = answered(env, "I am rather well, thank you.")
-    assert step["reward"].item() == 0.0
-    assert step["reward_breakdown"].keys() == {"judged" if is_async else "shorter"}
 
 
 def test_a_real_gymnasium_env_of_text_is_played_to_its_end():

@@ -17,7 +17,7 @@ ASSISTANT = {"role": "assistant", "content": "15"}
 def test_append_returns_a_new_history_and_leaves_the_old_one():
     history = History.from_chats([USER])
     longer = history.append(ASSISTANT)
-    assert history.num_messages == 1
+    assert history.role == ["user"]
     assert longer.role == ["user", "assistant"]
     assert longer.chats[0] is history.chats[0]
 
@@ -25,16 +25,16 @@ def test_append_returns_a_new_history_and_leaves_the_old_one():
 def test_batches_keep_ragged_conversations_apart():
     batch = History.from_chats([[USER], [USER, ASSISTANT]])
     assert batch.batch_size == torch.Size([2])
-    assert batch.num_messages == [1, 2]
+    assert batch.role == [["user"], ["user", "assistant"]]
     assert batch[1].content == ["7 + 8 =", "15"]
-    assert batch.append(ASSISTANT).num_messages == [2, 3]
+    assert [len(chat) for chat in batch.append(ASSISTANT).chats] == [2, 3]
     assert History.from_chats(batch.to_chats()).to_chats() == batch.to_chats()
 
 
 def test_histories_survive_stacking_pickling_and_tensordicts():
     history = History.from_chats([USER])
     stacked = lazy_stack([TensorDict({"h": history}), TensorDict({"h": history.append(ASSISTANT)})], 0)
-    assert stacked["h"].num_messages == [1, 2]
+    assert [len(chat) for chat in stacked["h"].chats] == [1, 2]
     assert pickle.loads(pickle.dumps(history)).chats == history.chats
     assert torch.stack([history, history]).role == [["user"], ["user"]]
 
@@ -119,4 +119,4 @@ def test_a_batch_with_histories_is_saved_and_loaded(tmp_path, way, is_stacked):
         loaded = TensorDict.load_memmap(tmp_path)
     for row, chat in zip(loaded.unbind(0), chats, strict=True):
         assert row["history", "full"].chats == tuple(chat)
-        assert row["history", "full"].append({"role": "user", "content": "more"}).num_messages == len(chat) + 1
+        assert len(row["history", "full"].append({"role": "user", "content": "more"}).chats) == len(chat) + 1

@@ -112,10 +112,12 @@ def test_a_replay_buffer_receives_complete_groups_and_keeps_their_advantages() -
     buffer = ReplayBuffer(storage=LazyStackStorage(16), batch_size=4)
     buffer.append_transform(transform)
     buffer.extend(_batch(_row("a", 0, 0.0), _row("b", 0, 4.0, num_tokens=7)))
-    assert len(buffer) == 0 and transform.queue.num_waiting == 2
+    assert len(buffer) == 0
     buffer.extend(_batch(_row("b", 1, 0.0)))
-    assert len(buffer) == 2 and transform.queue.num_waiting == 1
+    assert len(buffer) == 2
     assert {abs(value) for value in _advantages(buffer.sample())} == {2.0}
+    buffer.extend(_batch(_row("a", 1, 1.0)))
+    assert len(buffer) == 4
 
 
 def test_a_failed_rollout_completes_its_group() -> None:
@@ -128,7 +130,9 @@ def test_a_failed_rollout_completes_its_group() -> None:
 def test_a_replay_buffer_receives_nothing_of_a_group_without_signal() -> None:
     transform = MCAdvantage(grpo_size=2)
     assert transform.inv(_batch(_row("a", 0, 1.0), _row("a", 1, 1.0))) is None
-    assert transform.queue.num_waiting == 0
+    # Nothing of it is kept: two more rows are a group.
+    assert transform.inv(_batch(_row("a", 2, 0.0))) is None
+    assert len(_advantages(transform.inv(_batch(_row("a", 3, 1.0))))) == 2
 
 
 def test_incomplete_groups_are_not_kept_for_ever() -> None:
@@ -136,7 +140,9 @@ def test_incomplete_groups_are_not_kept_for_ever() -> None:
     transform.inv(_batch(_row("a", 0, 0.0), _row("b", 0, 0.0)))
     with pytest.warns(UserWarning, match="Group 'a'"):
         transform.inv(_batch(_row("c", 0, 0.0)))
-    assert transform.queue.num_waiting == 2 and transform.queue.num_abandoned == 1
+    assert transform.queue.num_abandoned == 1
+    complete = transform.inv(_batch(_row("a", 1, 1.0), _row("b", 1, 1.0), _row("c", 1, 1.0)))
+    assert len(_advantages(complete)) == 4
 
 
 def test_bad_arguments_are_named() -> None:

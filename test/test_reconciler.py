@@ -43,7 +43,7 @@ def masks(result):
 
 def test_no_turns_give_no_rows():
     result = reconcile([])
-    assert result.rows == [] and not result.is_trainable
+    assert result.rows == []
 
 
 def test_clean_turns_make_one_row():
@@ -98,7 +98,7 @@ def test_a_short_answer_that_is_rewritten_keeps_its_signal_in_a_row_of_its_own()
 
 def test_a_row_left_without_trained_tokens_is_dropped_and_flagged():
     result = reconcile([turn([1], []), turn([1, 9], [])])
-    assert not result.is_trainable and result.counts["num_dropped_rows"] == 1
+    assert result.rows == [] and result.counts["num_dropped_rows"] == 1
 
 
 def test_long_dropped_reasoning_with_a_short_next_turn_forks_and_trains_both():

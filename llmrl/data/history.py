@@ -165,11 +165,6 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Whether each message was ended, as far as it is known, nested as the batch is."""
         return self._each(lambda message: bool(message.get("is_complete", True)))
 
-    @property
-    def num_messages(self) -> Nested[int]:
-        """Number of messages, nested as the batch is."""
-        return map_chats(self.chats, len)
-
     def append(self, message: Message | History, *, inplace: bool | None = None, dim: int = -1) -> History:
         """Give each conversation one more message.
 

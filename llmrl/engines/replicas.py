@@ -167,11 +167,6 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         return not self.is_shut_down and bool(self._router.open_replicas or self._recovering)
 
     @property
-    def num_in_flight(self) -> int:
-        """Requests that have not returned yet."""
-        return len(self._pending)
-
-    @property
     def loads(self) -> tuple[int, ...]:
         """Requests on each replica."""
         return self._router.loads

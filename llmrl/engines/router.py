@@ -43,7 +43,7 @@ class Router:
         if max_imbalance < 0:
             raise ValueError(f"max_imbalance must not be negative, got {max_imbalance}.")
         self._max_imbalance = max_imbalance
-        self._requests: list[set[str]] = [set() for _ in range(num_replicas)]
+        self._loads = [0] * num_replicas
         self._where: dict[str, int] = {}
         self._affinity: OrderedDict[str, int] = OrderedDict()
         self._open = set(range(num_replicas))
@@ -59,27 +59,7 @@ class Router:
     @property
     def loads(self) -> tuple[int, ...]:
         """Requests on each replica."""
-        return tuple(len(requests) for requests in self._requests)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests on all replicas."""
-        return len(self._where)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._where
-
-    def replica_of(self, request_id: str) -> int | None:
-        """Where a request is, `None` for one that is not in flight."""
-        return self._where.get(request_id)
-
-    def requests_of(self, replica: int) -> frozenset[str]:
-        """Requests that are on a replica."""
-        return frozenset(self._requests[replica])
-
-    def affinity_of(self, routing_key: str) -> int | None:
-        """Where requests with this key went last, `None` for a key that is not remembered."""
-        return self._affinity.get(routing_key)
+        return tuple(self._loads)
 
     def open(self, replica: int) -> None:
         """Let a replica take requests."""
@@ -112,7 +92,7 @@ class Router:
             if len(self._affinity) > MAX_REMEMBERED_KEYS:
                 self._affinity.popitem(last=False)
         self._where[request_id] = replica
-        self._requests[replica].add(request_id)
+        self._loads[replica] += 1
         self._push(replica)
         return replica
 
@@ -123,7 +103,7 @@ class Router:
             KeyError: for one that is not on them.
         """
         replica = self._where.pop(request_id)
-        self._requests[replica].remove(request_id)
+        self._loads[replica] -= 1
         self._push(replica)
 
     def _choose(self, routing_key: str | None, avoid: Collection[int]) -> int:
@@ -133,25 +113,25 @@ class Router:
         home = None if routing_key is None else self._affinity.get(routing_key)
         if home is None or home not in self._open or home in avoid:
             return least
-        is_overloaded = len(self._requests[home]) - len(self._requests[least]) > self._max_imbalance
+        is_overloaded = self._loads[home] - self._loads[least] > self._max_imbalance
         return least if is_overloaded else home
 
     def _least_loaded(self, replicas: Iterable[int]) -> int | None:
-        return min(replicas, key=lambda replica: (len(self._requests[replica]), replica), default=None)
+        return min(replicas, key=lambda replica: (self._loads[replica], replica), default=None)
 
     def _least_loaded_open(self) -> int:
         heap = self._heap
         while heap:
             load, replica = heap[0]
-            if replica in self._open and load == len(self._requests[replica]):
+            if replica in self._open and load == self._loads[replica]:
                 return replica
             heapq.heappop(heap)
-        raise NoReplicaError(f"None of the {len(self._requests)} replicas takes requests.")
+        raise NoReplicaError(f"None of the {len(self._loads)} replicas takes requests.")
 
     def _push(self, replica: int) -> None:
         if replica not in self._open:
             return
-        heapq.heappush(self._heap, (len(self._requests[replica]), replica))
-        if len(self._heap) > 8 * len(self._requests) + 64:
-            self._heap = [(len(self._requests[one]), one) for one in self._open]
+        heapq.heappush(self._heap, (self._loads[replica], replica))
+        if len(self._heap) > 8 * len(self._loads) + 64:
+            self._heap = [(self._loads[one], one) for one in self._open]
             heapq.heapify(self._heap)

@@ -95,11 +95,6 @@ class GroupQueue:
         """Groups dropped because they stayed incomplete."""
         self._waiting: OrderedDict[Hashable, list[TensorDictBase]] = OrderedDict()
 
-    @property
-    def num_waiting(self) -> int:
-        """Incomplete groups."""
-        return len(self._waiting)
-
     def push(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Take rows in; returns those of the groups that are complete now."""
         batch = flat_batch(tensordict)

@@ -33,11 +33,6 @@ class Reconciliation:
     `num_realigned_tokens` (sampled tokens that a realign turned into context) and `num_dropped_rows` (rows left
     without a token to train)."""
 
-    @property
-    def is_trainable(self) -> bool:
-        """Whether any row is left; a rollout without one leaves the baseline too."""
-        return bool(self.rows)
-
 
 def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
     """The training rows of a tree of turns, given by its leaves: one path after the other, each token trained once.

@@ -1,6 +1,6 @@
 """Scoring: pure functions over settled conversations, weighed by a rubric."""
 
-from llmrl.rewards.adapters import prompt_completion_reward, score_reasoning_gym
+from llmrl.rewards.adapters import score_reasoning_gym
 from llmrl.rewards.answers import extract_answer, extract_tag, extract_tags, last_number
 from llmrl.rewards.countdown import evaluate_expression, is_countdown_right
 from llmrl.rewards.gsm8k import has_gsm8k_answer, is_gsm8k_right
@@ -28,7 +28,6 @@ __all__ = [
     "is_gsm8k_right",
     "is_math_right",
     "last_number",
-    "prompt_completion_reward",
     "score_instructions",
     "score_reasoning_gym",
 ]

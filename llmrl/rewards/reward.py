@@ -79,8 +79,6 @@ class RewardFn:
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight of {name!r} must be non-negative and finite, got {weight!r}.")
         self.function, self.name, self.weight = function, name, weight
-        self.author_function = function
-        """The function that errors point to, where `function` wraps another."""
         # A function, or an object whose call is a coroutine.
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         parameters = inspect.signature(function).parameters.values()
@@ -93,7 +91,7 @@ class RewardFn:
 
     def located(self, error: BaseException | None = None) -> str:
         """Return the function's name, file and line: those of its definition, or where an error was raised in it."""
-        where = location_of(self.author_function, error)
+        where = location_of(self.function, error)
         return f"reward function {self.name!r}" + (f" ({where})" if where else "")
 
     def check_inputs(self, available: Collection[str]) -> None:
