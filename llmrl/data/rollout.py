@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDictBase
 
+from llmrl._utils.json_values import as_json
 from llmrl._utils.types import JSON
 from llmrl.data.message import Message
 from llmrl.data.status import RolloutStatus, StopReason
@@ -53,13 +53,13 @@ class Rollout:
     seconds: float = 0.0
 
     def to_record(self) -> dict[str, JSON]:
-        """Return what a reader wants to see, JSON-ready.
+        """Return what a reader wants to see, as JSON has it, whatever a model or an environment put into it.
 
         Example:
             >>> Rollout(rollout_id="a", group_id="g", sample_index=0, group_size=1).to_record()["status"]
             'ongoing'
         """
-        return {
+        record = {
             "rollout_id": self.rollout_id,
             "group_id": self.group_id,
             "sample_index": self.sample_index,
@@ -70,18 +70,10 @@ class Rollout:
             "reward": self.reward,
             "is_scored": self.is_scored,
             "reward_breakdown": self.breakdown,
-            "info": _readable(self.info),
+            "info": self.info,
             "num_turns": self.num_turns,
             "num_completion_tokens": self.num_completion_tokens,
             "seconds": round(self.seconds, 4),
-            "messages": [dict(message) for message in self.messages],
+            "messages": self.messages,
         }
-
-
-def _readable(value: object) -> JSON:
-    """Return a value as JSON has it, and as its text where JSON has no such thing."""
-    if isinstance(value, Mapping):
-        return {str(key): _readable(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_readable(entry) for entry in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+        return cast("dict[str, JSON]", as_json(record))

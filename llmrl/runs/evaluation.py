@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -238,7 +239,8 @@ class BestEvaluation:
         """
         if self.metric not in metrics:
             raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")
-        self.values[step] = metrics[self.metric]
+        value = metrics[self.metric]
+        self.values[step] = -math.inf if math.isnan(value) else value
         return self.step == step
 
     @property

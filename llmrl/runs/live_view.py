@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from rich.console import Console, Group, RenderableType
@@ -35,14 +36,17 @@ _NUM_ROWS = 12
 
 
 def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> str:
-    """Values as a line of block characters, `low` and `high` being the lowest and highest block.
+    """Values as a line of block characters, `low` and `high` being the lowest and highest block, gaps where none is.
 
     Example:
-        >>> sparkline([0.0, 0.5, 1.0])
-        '▁▅█'
+        >>> sparkline([0.0, 0.5, float("nan"), 1.0])
+        '▁▅ █'
     """
     span = (high - low) or 1.0
-    return "".join(_SPARKS[round(min(max((value - low) / span, 0.0), 1.0) * (len(_SPARKS) - 1))] for value in values)
+    shares = ((value - low) / span for value in values)
+    return "".join(
+        " " if math.isnan(share) else _SPARKS[round(min(max(share, 0.0), 1.0) * (len(_SPARKS) - 1))] for share in shares
+    )
 
 
 def conversation_panel(messages: Iterable[Message], title: str) -> Panel:

@@ -69,7 +69,7 @@ def write_page(run: RunData, path: str | Path) -> Path:
     page = page.replace("<!-- TITLE -->", html.escape(run.name)).replace("<!-- DATA -->", "\n".join(scripts))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
     return path
 
 
@@ -88,7 +88,8 @@ def _policy(script: str) -> str:
 
 def _packed(value: object) -> str:
     text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    # Lone surrogates are escaped as JSON does.
+    return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), mtime=0)).decode()
 
 
 def _finite(value: object) -> object:
