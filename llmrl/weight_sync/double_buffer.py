@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from llmrl._utils.files import flush_to_disk
+from llmrl._utils.safetensors_file import places_of, write_safetensors
 from llmrl.weight_sync.buffers import PackedLayout
-from llmrl.weight_sync.source import ModelWeights, WeightMeta
+from llmrl.weight_sync.source import ModelWeights
 
 POINTER_NAME = "current.json"
 FILE_NAME = "model.safetensors"
@@ -81,12 +82,12 @@ class DoubleBuffer:
         current = self.pointer()
         slot = 0 if current is None else 1 - current.slot
         path = self.path(slot)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # weights are their owner's
+        path.parent.mkdir(exist_ok=True)
         for stale in path.parent.iterdir():  # the weights before the current ones, and what killed writers left
             stale.unlink()
-        num_bytes, checksum = _write_safetensors(
-            path, ModelWeights(weights) if isinstance(weights, Mapping) else weights
-        )
+        source = ModelWeights(weights) if isinstance(weights, Mapping) else weights
+        num_bytes, checksum = write_safetensors(path, source.metadata(), source)
         pointer = BufferPointer(
             slot=slot,
             serial=1 if current is None else current.serial + 1,
@@ -146,14 +147,12 @@ class FileWeights:
     @classmethod
     def of(cls, buffer: torch.Tensor) -> FileWeights:
         """Read the header of a file ([num_bytes] uint8)."""
-        header_size = int.from_bytes(bytes(buffer[:8].tolist()), "little")
-        header = json.loads(bytes(buffer[8 : 8 + header_size].numpy()))
-        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        places = places_of(buffer)
         layout = PackedLayout(
-            names=tuple(name for name, _ in entries),
-            dtypes=tuple(_DTYPES[entry["dtype"]] for _, entry in entries),
-            shapes=tuple(tuple(entry["shape"]) for _, entry in entries),
-            offsets=tuple(8 + header_size + entry["data_offsets"][0] for _, entry in entries),
+            names=tuple(place.name for place in places),
+            dtypes=tuple(place.dtype for place in places),
+            shapes=tuple(place.shape for place in places),
+            offsets=tuple(place.offset for place in places),
             num_bytes=buffer.numel(),
         )
         return cls(layout, buffer)
@@ -163,15 +162,6 @@ class FileWeights:
         return dict(self.layout.views(self.buffer))
 
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
-
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
 def _read_into(view: memoryview, file: FileIO) -> tuple[int, int]:
     """Fill `view`; number of bytes read and their CRC-32."""
     end, checksum = 0, 0
@@ -179,37 +169,3 @@ def _read_into(view: memoryview, file: FileIO) -> tuple[int, int]:
         checksum = zlib.crc32(view[end : end + num_bytes], checksum)
         end += num_bytes
     return end, checksum
-
-
-def _write_safetensors(path: Path, weights: ModelWeights) -> tuple[int, int]:
-    """Size and CRC-32 of the file. safetensors' own writer holds all of the weights twice while it writes."""
-    entries = weights.metadata()
-    pairs: Iterable[tuple[str, torch.Tensor]] = weights
-    # Wide types first, so that each weight begins at a multiple of its own width.
-    in_order = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-    if in_order != entries:
-        held = dict(pairs)
-        pairs = ((name, held[name]) for name, _, _ in in_order)
-    header, end = {}, 0
-    for name, dtype, shape in in_order:
-        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    checksum, num_bytes = 0, 0
-    with path.open("wb") as file:
-        for part in _parts(text, in_order, pairs):
-            file.write(part)
-            checksum, num_bytes = zlib.crc32(part, checksum), num_bytes + len(part)
-    flush_to_disk(path)
-    return num_bytes, checksum
-
-
-def _parts(
-    text: bytes, entries: list[WeightMeta], pairs: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[bytes | memoryview]:
-    yield len(text).to_bytes(8, "little") + text
-    for (name, dtype, shape), (given_name, tensor) in zip(entries, pairs, strict=True):
-        if (name, dtype, tuple(shape)) != (given_name, tensor.dtype, tuple(tensor.shape)):
-            raise ValueError(f"the source announced {name!r} {dtype} {tuple(shape)} and yielded {given_name!r}.")
-        yield memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""Safetensors files, one tensor at a time: safetensors' own writer holds all of them twice while it writes."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from llmrl._utils.files import flush_to_disk
+
+Announced: TypeAlias = tuple[str, torch.dtype, Sequence[int]]
+"""Name, dtype and shape of a tensor that is to come."""
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
+    "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHECKSUM_SIZE = 4
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """In bytes, from the start of the file."""
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of the file's bytes, [num_bytes] uint8."""
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
+def write_safetensors(
+    path: Path,
+    entries: Sequence[Announced],
+    pairs: Iterable[tuple[str, torch.Tensor]],
+    *,
+    checksum_name: str | None = None,
+) -> tuple[int, int]:
+    """Write a file and bring it to the disk; its size and CRC-32.
+
+    Args:
+        path: of the file.
+        entries: the tensors to come.
+        pairs: the tensors, by name and in that order.
+        checksum_name: of a further tensor, the last: the CRC-32 of everything before it.
+
+    Raises:
+        ValueError: when other tensors come than were announced.
+    """
+    # Wide types first, so that each tensor begins at a multiple of its own width.
+    in_order = sorted(entries, key=lambda entry: -entry[1].itemsize)
+    if in_order != list(entries):
+        held = dict(pairs)
+        pairs = ((name, held[name]) for name, _, _ in in_order)
+    header, end = {}, 0
+    last: list[Announced] = [] if checksum_name is None else [(checksum_name, torch.uint8, [_CHECKSUM_SIZE])]
+    for name, dtype, shape in [*in_order, *last]:
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    checksum = zlib.crc32(head := len(text).to_bytes(8, "little") + text)
+    with path.open("wb") as file:
+        file.write(head)
+        for (name, dtype, shape), (given, tensor) in zip(in_order, pairs, strict=True):
+            if (name, dtype, tuple(shape)) != (given, tensor.dtype, tuple(tensor.shape)):
+                raise ValueError(f"the source announced {name!r} {dtype} {tuple(shape)} and yielded {given!r}.")
+            part = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            file.write(part)
+            checksum = zlib.crc32(part, checksum)
+        if last:
+            file.write(seal := checksum.to_bytes(_CHECKSUM_SIZE, "little"))
+            checksum = zlib.crc32(seal, checksum)
+    flush_to_disk(path)
+    return len(head) + end, checksum
+
+
+def is_sealed(buffer: torch.Tensor) -> bool:
+    """Whether a file ([num_bytes] uint8) that was written with a checksum is as it was written."""
+    data = memoryview(buffer.numpy())  # type: ignore[arg-type]
+    sealed, seal = data[:-_CHECKSUM_SIZE], data[-_CHECKSUM_SIZE:]
+    return zlib.crc32(sealed) == int.from_bytes(seal, "little")
+
+
+def places_of(buffer: torch.Tensor) -> list[TensorPlace]:
+    """Where the tensors of a file ([num_bytes] uint8) lie."""
+    header_size = int.from_bytes(bytes(buffer[:8].tolist()), "little")
+    header = json.loads(bytes(buffer[8 : 8 + header_size].numpy()))
+    return [
+        TensorPlace(name, DTYPES[one["dtype"]], tuple(one["shape"]), 8 + header_size + one["data_offsets"][0])
+        for name, one in header.items()
+        if name != "__metadata__"
+    ]
