@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ RESERVED_ENTRIES = frozenset((
     "terminated", "text", "tokens", "tools", "truncated",
 ))  # fmt: skip
 """Entries of a conversation that have a meaning of their own; columns of these names are kept apart."""
+_MAX_HASHED = 1000
 Drawn = tuple[Row, str, int]
 """An item, its group id and its index in the group."""
 
@@ -84,6 +88,16 @@ class PromptSampler:
         self._again: deque[int] = deque()
         self._order_epoch = -1
         self._order: list[int] = []
+
+    @cached_property
+    def _digest(self) -> str | None:
+        """Of up to a thousand rows, evenly spaced; None where rows are made when they are drawn."""
+        if not isinstance(self.items, list | tuple) and not hasattr(self.items, "features"):  # Hugging Face's
+            return None
+        rows = [self.items[index] for index in range(0, len(self.items), -(-len(self.items) // _MAX_HASHED))]
+        # What JSON has not is known by its type: texts of objects have addresses, which differ from run to run.
+        texts = (json.dumps(row, skipkeys=True, default=lambda value: type(value).__name__) for row in rows)
+        return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
 
     def upcoming(self, count: int) -> list[int]:
         """Positions of the next `count` draws, fewer where the data ends; nothing is drawn."""
@@ -162,14 +176,14 @@ class PromptSampler:
     def _meaning(self) -> dict[str, object]:
         """Return what gives a position its prompt and its id: with another of these it would be another draw."""
         order = {"num_prompts": len(self.items), "num_samples": self.num_samples, "shuffle": self.shuffle}
-        return {**order, "seed": self.seed, "name": self.name}
+        return {**order, "seed": self.seed, "name": self.name, "digest": self._digest}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Continue from a saved position.
 
         Raises:
-            ValueError: when it was saved with another number of prompts or samples, order, seed or name, with which
-                its positions would be other draws.
+            ValueError: when it was saved with other prompts or samples, order, seed or name, with which its positions
+                would be other draws.
         """
         saved, own = state.get("order", {}), self._meaning()
         differing = [
