@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import signal
 import sys
 import traceback
 import types
+import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -82,33 +84,57 @@ class Scheme:
 
 
 def is_near(completion, answer):
-    return 1.0 - abs(int(completion) - int(answer)) / 10
+    return 1.0 - abs(int(completion) - int(answer)) / 10 if completion.isdigit() else 0.0
 
 
-def train(path, renderer, *, resume, max_staleness=None, make_scheme=Scheme):
-    """A loop with everything that has a state: random numbers in the loop, moments, a schedule, evaluations."""
+def train(
+    path,
+    renderer,
+    *,
+    resume,
+    max_staleness=None,
+    make_scheme=Scheme,
+    answers=("",),
+    on_step=lambda step, batch: None,
+    sums=SUMS,
+    **entries,
+):
+    """A loop with everything that has a state: random numbers in the loop, moments, a schedule, evaluations.
+
+    Args:
+        path, resume: of the run.
+        renderer: of its conversations.
+        max_staleness: of the collector.
+        make_scheme: of its weights.
+        answers: what the engine says in turn; "" is a random number that depends on the weights.
+        on_step: called with step and batch in the midst of each step.
+        sums: the dataset.
+        entries: of the configuration.
+    """
     cfg = GRPOConfig(
         run=RunConfig(path=str(path), trackers=[], checkpoint_every=2),
         model=ModelConfig(path="a-line"),
         env=EnvConfig(name="sums"),
-        collect=CollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=8, max_staleness=max_staleness),
+        collect=CollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=64, max_staleness=max_staleness),
         train=GRPOTrainConfig(num_steps=NUM_STEPS, learning_rate=0.1, schedule="linear", warmup_steps=2),
         eval=EvalConfig(every=2),
         resume=resume,
+        **entries,
     )
+    turns = itertools.cycle(answers)
     with Run(cfg, console=Console(file=io.StringIO())) as run:
         model = torch.nn.Linear(3, 1)
         served = {"checksum": checksum(model)}
 
         def answer(prompt_ids):
-            return f"{(random.randrange(10) + served['checksum']) % 10}<|im_end|>"
+            return next(turns) or f"{(random.randrange(10) + served['checksum']) % 10}<|im_end|>"
 
         engine = ScriptedEngine(answer, encode=renderer.encode, record_requests=False)
-        policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 8})
+        policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 64})
         optimizer, schedule = make_optimizer(
             model, learning_rate=0.1, schedule="linear", warmup_steps=2, num_steps=NUM_STEPS
         )
-        env = DatasetChatEnv(SUMS, repeats=3, shuffle=True).append_transform(RubricReward(is_near))
+        env = DatasetChatEnv(sums, repeats=3, shuffle=True).append_transform(RubricReward(is_near))
         held_out = DatasetChatEnv(SUMS[:2], repeats=2).append_transform(RubricReward(is_near))
         collector = run.enter(
             LLMCollector(
@@ -125,6 +151,7 @@ def train(path, renderer, *, resume, max_staleness=None, make_scheme=Scheme):
         run.track(collector, engine, tokenizer=renderer.tokenizer, **parts)
         run.evaluate(0, evaluator)
         for step, batch in run.steps(NUM_STEPS):
+            on_step(step, batch)
             for row in batch.unbind(0):
                 features = torch.rand(4, 3) * row["tokens", "full"][-4:, None] / 1000
                 (row["advantage"].mean() * model(features).mean()).backward()
@@ -160,7 +187,7 @@ def kill_at(count, counted):
         for name, value in list(vars(owner).items()):
             if is_of_runs(value, types.FunctionType) and not name.startswith("__"):
                 setattr(owner, name, counting(value))
-    for owner, name in ((os, "fsync"), (torch, "save"), (Path, "replace"), (Path, "unlink")):
+    for owner, name in ((os, "fsync"), (os, "pwrite"), (zlib, "crc32"), (Path, "replace"), (Path, "unlink")):
         setattr(owner, name, counting(getattr(owner, name)))
 
 

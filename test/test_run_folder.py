@@ -24,9 +24,10 @@ from llmrl.weight_sync.double_buffer import FILE_NAME, DoubleBuffer
 def test_a_folder_with_a_run_is_only_reopened_to_resume(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         RunFolder(tmp_path / "run", resume=True)
-    for _ in range(2):  # the first attempt ended before anything was recorded
-        folder = RunFolder(tmp_path / "run")
+    RunFolder(tmp_path / "run").close()  # ended before anything was recorded
+    folder = RunFolder(tmp_path / "run")
     folder.log_rollouts(0, "test", [{"reward": 1.0}])
+    folder.close()
     with pytest.raises(FileExistsError, match="resume=true"):
         RunFolder(tmp_path / "run")
     RunFolder(tmp_path / "run", resume=True)

@@ -310,7 +310,7 @@ def test_every_configuration_runs_dry(algorithm, task, hardware, tiny_engine, ru
     changed = [name for name, tensor in made["model"].state_dict().items() if not tensor.equal(made["before"][name])]
     assert len(changed) == len(made["before"]), "something was trained"
     folder = Path(cfg.run.path)
-    assert (folder / "model/config.json").exists() and (folder / "checkpoint.pt").exists()
+    assert (folder / "model/config.json").exists() and (folder / "checkpoint.safetensors").exists()
     assert [row["step"] for row in metrics_of(folder)] == [1, 2] and tiny_engine.policy_version == version + 2
     assert capsys.readouterr().out.endswith("dry run: two steps done\n")
     assert tiny_engine.is_alive and kept["path"] == folder

@@ -78,7 +78,7 @@ def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_
     options |= {"schedule": "cosine", "warmup_steps": 1, "kl_to_ref_coeff": 0.1, "max_model_len": 128}
     path, printed = train_tiny(**options)
     assert "all 2 steps are done" in printed and "sums pass@1" in printed
-    metrics = {int(row["step"]): row for row in RunFolder(path, resume=True, trackers=()).read_metrics()}
+    metrics = {int(row["step"]): row for row in RunFolder(path, read_only=True).read_metrics()}
     assert set(metrics) == {0, 1, 2} and {"eval/sums/pass@2", "eval/more/reward"} <= metrics[0].keys()
     assert "eval/sums/pass@1" not in metrics[1] and metrics[2]["eval/sums/reward"] >= 0
     assert metrics[2]["kl_to_ref"] > 0 and metrics[2]["log_prob_difference_mean"] < 1e-3
@@ -89,7 +89,7 @@ def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_
     resumed, printed = train_tiny(resume=True, **{**options, "eval_envs": {"sums": make_env(2, "sums")}}, num_steps=3)
     assert resumed == path and "resumed with train.num_steps=3 in place of 2" in printed
     assert "resumed after step 2" in printed
-    steps = {int(row["step"]) for row in RunFolder(path, resume=True, trackers=()).read_metrics()}
+    steps = {int(row["step"]) for row in RunFolder(path, read_only=True).read_metrics()}
     assert steps == {0, 1, 2, 3}
     assert OmegaConf.load(path / "config.yaml").train.num_epochs == 2
     with pytest.raises(ValueError, match=r"env\.name"):
@@ -106,7 +106,7 @@ def test_adapters_are_trained_and_the_model_is_saved_whole(train_tiny, tiny_mode
     assert saved.keys() == before.keys()
     changed = {name.split(".")[-2] for name in saved if not torch.equal(saved[name], before[name])}
     assert changed and changed <= {f"{layer}_proj" for layer in ("q", "k", "v", "o", "gate", "up", "down")}
-    assert "eval/" not in json.dumps(RunFolder(path, resume=True, trackers=()).read_metrics())
+    assert "eval/" not in json.dumps(RunFolder(path, read_only=True).read_metrics())
 
 
 def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,3 +42,29 @@ def flush_to_disk(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cut_lines(path: Path, is_kept: Callable[[bytes], bool] = lambda line: True) -> None:
+    r"""Cut off the last lines of a file: half a line, which a killed writer leaves, and those that are not kept.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "log")
+        >>> _ = path.write_bytes(b"one\ntwo\nthr")
+        >>> cut_lines(path, lambda line: line != b"two\n")
+        >>> path.read_bytes()
+        b'one\n'
+    """
+    size = path.stat().st_size if path.exists() else 0
+    if not size:
+        return
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+            while end:
+                start = data.rfind(b"\n", 0, end - 1) + 1
+                if is_kept(data[start:end]):
+                    break
+                end = start
+        if end < size:
+            file.truncate(end)

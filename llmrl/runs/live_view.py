@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -97,8 +97,8 @@ class LiveView:
         if self._live is not None:
             self._live.update(self._render())
 
-    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show one step's metrics."""
+    def show_step(self, step: int, metrics: Mapping[str, float], records: Sequence[Row] = ()) -> None:
+        """Show one step's metrics, and the best of some rollouts' records."""
         row = {"step": step, **metrics}
         self._rows.append(row)
         self._progress.update(self._task, completed=step)
@@ -107,6 +107,11 @@ class LiveView:
         else:
             parts = (f"{title} {form.format(row[key])}" for title, key, form in self._columns() if key in row)
             self.console.print("  ".join(parts), highlight=False)
+        if metrics.get("is_skipped"):
+            text = f"step {step} changed nothing: no row, or a loss that is not finite"
+            self.console.print(text, style="bold red")
+        if records:
+            self.show_sample(max(records, key=lambda record: record["reward"]))
 
     def show_sample(self, record: Row) -> None:
         """Show one conversation with its reward, from a rollout's record."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from llmrl._utils.files import write_atomically
 from llmrl.runs.config import ScriptConfig
+from llmrl.runs.state_file import DamagedFileError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -68,9 +69,12 @@ def resumed_config(
 
     Raises:
         FileNotFoundError: when the folder holds no configuration.
+        DamagedFileError: when it is none.
         ValueError: when another algorithm, model, task or order of prompts is asked for, or an entry is deleted.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     path = Path(cfg.run.path) / CONFIG_NAME
     if not path.exists():
@@ -78,7 +82,12 @@ def resumed_config(
             f"{path} is missing, so there is no run to resume: name its folder with run.path, or start one without "
             "resume=true."
         )
-    saved = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no sections")
+    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+        raise DamagedFileError(f"{path} is damaged: {error}. Put a copy of it in its place.") from error
     composed = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)
     parts = [_completed(saved, composed), *_asked(composed, overrides, config_folders)]
     # What belongs to this call, not to the run.

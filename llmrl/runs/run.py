@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from tensordict import TensorDictBase
 
-from llmrl._utils.types import Row, Tokenizer
+from llmrl._utils.terminal import printable
+from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector, NoSignal
 from llmrl.engines import Engine
 from llmrl.runs.batch_source import BatchSource, Collected, restore
@@ -30,13 +31,13 @@ from llmrl.runs.resumed_config import resumed_config, save_config
 from llmrl.runs.run_folder import (
     BackgroundWrites,
     RunFolder,
-    Stateful,
     random_states,
     restore_random_states,
     save_model,
     seed_all,
 )
-from llmrl.runs.step_metrics import Learned, log_probs_before, metrics_of
+from llmrl.runs.step_metrics import Learned, is_logged, log_probs_before, metrics_of
+from llmrl.runs.tracked import Stateful, restore_tracked
 from llmrl.trainer.trained_model import trained_model
 
 Entered = TypeVar("Entered", bound=contextlib.AbstractContextManager[object])
@@ -75,7 +76,8 @@ class Run:
 
     Raises:
         FileExistsError, FileNotFoundError: when the folder holds a run, or none to resume.
-        ValueError: when the run to be resumed is another one, see `resumed_config`.
+        FolderInUseError: when another process runs in it.
+        ValueError: when the run to be resumed is another one, see `resumed_config`; when a file of it is damaged.
     """
 
     def __init__(self, cfg: ScriptConfig, *, console: Console | None = None) -> None:
@@ -90,6 +92,7 @@ class Run:
         self.why_stopped = ""
         """What ended the loop."""
         self._logged = {int(row["step"]): row for row in self.folder.read_metrics()}
+        self.folder.drop_rollouts(self._logged)
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
         self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
         self._tracked: dict[str, Any] = {}
@@ -98,6 +101,7 @@ class Run:
         self._num_steps = 0
         self._step = 0  # the last that was begun, and what it trains on, until it has ended
         self._collected: Collected | None = None
+        self._is_replay = False
         self._metrics: dict[str, float] = {}
         self._begun, self._timed = 0.0, dict[str, float]()
         self._view: LiveView | None = None
@@ -130,14 +134,7 @@ class Run:
         self.folder.save_tokenizer(tokenizer)
         checkpoint = self.folder.load_checkpoint() if self.cfg.resume else None
         if checkpoint is not None:
-            missing = [name for name in objects if name not in checkpoint["tracked"]]
-            if missing:
-                raise ValueError(
-                    f"{self.folder.checkpoint_path} has no state of {', '.join(missing)}, but of "
-                    f"{', '.join(checkpoint['tracked'])}: the run was begun by another loop."
-                )
-            for name, tracked in self._tracked.items():
-                tracked.load_state_dict(checkpoint["tracked"][name])
+            restore_tracked(self._tracked, checkpoint, self.folder.checkpoint_path)
             restore(collector, checkpoint)
             self._step = checkpoint["step"]
             engine.policy_version = self._step - 1  # versions count on from where they were
@@ -179,8 +176,11 @@ class Run:
                 self._view.doing("train again on what was saved")
                 collected = cast(Collected, saved)
                 restore(self._collector, collected)
-                yield self._begin(collected)
+                yield self._begin(collected, is_replay=True)
                 self._end()
+            if (saved := self.folder.load_set_aside(self._step + 1)) is not None:
+                collected = cast(Collected, saved)
+                restore(self._collector, collected)  # what follows it is drawn
             if self.cfg.resume:
                 self.console.print(f"resumed after step {self._step}, {self._step - first_step} of them replayed")
             started = time.perf_counter()
@@ -209,7 +209,7 @@ class Run:
         try:
             collected = source.take()
         except NoSignal as error:
-            self.console.print(f"[bold red]step {step} has nothing to learn from: {error}[/bold red]")
+            self.console.print(f"step {step} has nothing to learn from: {printable(str(error))}", style="bold red")
             self.why_stopped = f"nothing was left to learn from at step {step}"
             return None
         except KeyboardInterrupt:
@@ -219,9 +219,11 @@ class Run:
             self.why_stopped = f"the data ended before step {step}"
         return collected
 
-    def _begin(self, collected: Collected) -> tuple[int, TensorDictBase]:
+    def _begin(self, collected: Collected, *, is_replay: bool = False) -> tuple[int, TensorDictBase]:
         self._writes.wait()  # the checkpoint being written must not see half an update
-        self._step, self._collected = self._step + 1, collected
+        self._step, self._collected, self._is_replay = self._step + 1, collected, is_replay
+        if not is_replay:
+            self._logged.pop(self._step, None)  # of a batch that somebody took away
         self._metrics, self._timed, self._begun = {}, {}, time.perf_counter()
         return self._step, collected["batch"]
 
@@ -286,23 +288,15 @@ class Run:
         logged["train_seconds"] = seconds - sum(timed.values())
         logged["seconds"] = logged["generate_seconds"] + seconds
         self._metrics = logged
-        if "policy_version" not in self._logged.get(step, {}):
+        if not is_logged(self._logged, step, "train"):
             self.folder.log_rollouts(step, "train", collected["rollouts"])
             if collected["batch"].shape[0]:
                 self.folder.tokens.write(step, collected["batch"], log_probs_before(learned, collected["batch"]))
             self.folder.log_metrics(step, logged)
         if self._view is not None:
-            self._show(self._view, step, collected["rollouts"], logged)
+            is_sampled = step % self.cfg.run.sample_every == 0
+            self._view.show_step(step, logged, collected["rollouts"] if is_sampled else ())
         return logged
-
-    def _show(self, view: LiveView, step: int, records: Sequence[Row], metrics: Mapping[str, float]) -> None:
-        view.show_step(step, metrics)
-        if metrics.get("is_skipped"):
-            self.console.print(
-                f"[bold red]step {step} changed nothing: no row, or a loss that is not finite[/bold red]"
-            )
-        if step % self.cfg.run.sample_every == 0 and records:
-            view.show_sample(max(records, key=lambda record: record["reward"]))
 
     @staticmethod
     def is_due(step: int, every: int | None) -> bool:
@@ -386,8 +380,10 @@ class Run:
             self._exit.callback(signal.signal, signal.SIGINT, previous)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._exit.close()
+        if self._is_replay and self._collected is not None and (said := self.folder.fail_replay(self._step, error)):
+            self.console.print(said, style="bold red", highlight=False, markup=False)
         self.folder.close()
         if self.cfg.dry_run:
             self._writes.wait()

@@ -7,32 +7,25 @@ import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, Protocol
+from traceback import format_exception
+from typing import TYPE_CHECKING, ParamSpec
 
 import numpy as np
 import torch
 
-from llmrl._utils.files import write_atomically
+from llmrl._utils.files import cut_lines, flush_to_disk, write_atomically
 from llmrl._utils.types import JSON, StateDict, Tokenizer
+from llmrl.engines import EngineError
+from llmrl.runs.folder_lock import FolderLock
+from llmrl.runs.state_file import DamagedFileError, load_state, save_state
+from llmrl.runs.step_metrics import is_logged
 from llmrl.runs.token_log import TokenLog
-from llmrl.runs.tracking import CSVTracker, open_trackers
+from llmrl.runs.tracking import CSVTracker, Tracker, open_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Parameters = ParamSpec("Parameters")
-
-
-class Stateful(Protocol):
-    """What a checkpoint can hold."""
-
-    def state_dict(self) -> StateDict:
-        """Everything needed to go on."""
-        ...
-
-    def load_state_dict(self, state_dict: StateDict) -> object:
-        """The reverse of `state_dict`."""
-        ...
 
 
 def holds_run(path: Path) -> bool:
@@ -42,48 +35,74 @@ def holds_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """A folder with `metrics.csv`, `tensorboard/`, `rollouts.jsonl`, `tokens/`, `batches/`, `checkpoint.pt`, `model/`.
+    """A folder with `metrics.csv`, `rollouts.jsonl`, `tokens/`, `batches/`, `checkpoint.safetensors`, `model/`, ….
 
     Recovery is by replay: each step's training rows are written (they are small) before the optimizer uses them, the
     large model and optimizer states only now and then. A resumed run loads the last checkpoint and trains again on
     the rows written since, so that a kill loses nothing but the step that was being collected.
 
+    One process at a time writes into it. A folder that is made here can be entered by its owner alone (0700); one that
+    was there keeps its mode. What a kill cut short is removed when the folder is opened again.
+
     Args:
         path: the folder, created when missing.
         resume: continue what is there; otherwise the folder must not hold a run.
-        trackers: where metrics go besides `metrics.csv`: any of `"tensorboard"`, `"wandb"`, `"trackio"`, none for a
-            folder that is only read. See `llmrl.runs.tracking`.
+        read_only: only read what is there, also while a run writes it.
+        trackers: where metrics go besides `metrics.csv`: any of `"tensorboard"`, `"wandb"`, `"trackio"`. See
+            `llmrl.runs.tracking`.
 
     Raises:
         FileExistsError: when the folder holds a run and `resume` is false.
-        FileNotFoundError: when `resume` is true and there is none.
+        FileNotFoundError: when `resume` or `read_only` is true and there is none.
+        FolderInUseError: when another run has it, naming its process.
         ValueError: for an unknown tracker, with the nearest one.
         MissingExtraError: when a tracker's package is not installed, with the command that installs it.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool = False, trackers: Sequence[str] = ("tensorboard",)) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        resume: bool = False,
+        read_only: bool = False,
+        trackers: Sequence[str] = ("tensorboard",),
+    ) -> None:
         self.path = Path(path)
         self.metrics_path = self.path / "metrics.csv"
         self.rollouts_path = self.path / "rollouts.jsonl"
-        self.checkpoint_path = self.path / "checkpoint.pt"
+        self.checkpoint_path = self.path / "checkpoint.safetensors"
         self.model_path = self.path / "model"
         self.curve_path = self.path / "curve.png"
         self.batches_path = self.path / "batches"
+        self.set_aside_path = self.path / "set-aside"
         self.summary_path = self.path / "summary.json"
         self.tokenizer_path = self.path / "tokenizer"
         self.tokens = TokenLog(self.path / "tokens")
-        has_run = holds_run(self.path)
-        if has_run and not resume:
-            raise FileExistsError(
-                f"{self.path} holds a run already; continue it with resume=true, or name another folder."
-            )
-        if resume and not has_run:
+        self._table = CSVTracker(self.metrics_path)
+        self._trackers: list[Tracker] = []
+        self._lock: FolderLock | None = None
+        if not holds_run(self.path) and (resume or read_only):
             raise FileNotFoundError(
                 f"{self.path} holds no run to resume; name its folder with run.path, or start one without resume=true."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._table = CSVTracker(self.metrics_path)
-        self._trackers = open_trackers(trackers, self.path)
+        if read_only:
+            return
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = FolderLock(self.path)
+        try:
+            if holds_run(self.path) and not resume:
+                raise FileExistsError(
+                    f"{self.path} holds a run already; continue it with resume=true, or name another folder."
+                )
+            for path in (self.metrics_path, self.rollouts_path):
+                cut_lines(path)
+            for folder in (self.path, self.batches_path, self.tokens.path):
+                for left in folder.glob(".*.tmp"):  # of writers that were killed
+                    left.unlink()
+            self._trackers = open_trackers(trackers, self.path)
+        except BaseException:
+            self._lock.release()
+            raise
         self.batches_path.mkdir(exist_ok=True)
 
     # Metrics
@@ -101,10 +120,23 @@ class RunFolder:
 
     def log_rollouts(self, step: int, split: str, records: Iterable[Mapping[str, JSON]]) -> None:
         """Append rollout records (`Rollout.to_record`), one JSON object a line."""
-        with self.rollouts_path.open("a") as file:
+        # A lone surrogate, which no UTF-8 has, is escaped as JSON does.
+        with self.rollouts_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for record in records:
                 line = {"step": step, "split": split, **record}
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+    def drop_rollouts(self, logged: Mapping[int, Mapping[str, float]]) -> None:
+        """Drop the last records, whose steps' metrics were not logged (by step): they will be written again."""
+
+        def is_kept(line: bytes) -> bool:
+            try:
+                record = json.loads(line)
+                return is_logged(logged, record["step"], record["split"])
+            except (ValueError, KeyError, TypeError):
+                return False
+
+        cut_lines(self.rollouts_path, is_kept)
 
     def save_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Keep the tokenizer, so that a viewer can name tokens while the run goes on."""
@@ -113,39 +145,102 @@ class RunFolder:
     # Recovery
 
     def save_batch(self, step: int, collected: Mapping[str, object]) -> None:
-        """Write what a step collected (rows, the state after them, what is to be logged) before it is trained on."""
-        write_atomically(self.batches_path / f"{step:06d}.pt", lambda path: torch.save(dict(collected), path))
+        """Write what a step collected (rows, the state after them, what is to be logged) before it is trained on.
+
+        Raises:
+            TypeError: for what no file of a run holds, see `save_state`.
+        """
+        write_atomically(self._batch_path(step), lambda path: save_state(path, dict(collected)))
 
     def load_batch(self, step: int) -> StateDict | None:
-        """What `save_batch` wrote for a step; None when it was not reached."""
-        path = self.batches_path / f"{step:06d}.pt"
-        return torch.load(path, weights_only=False) if path.exists() else None
+        """What `save_batch` wrote for a step; None when it was not reached.
+
+        Raises:
+            DamagedFileError: when it is not what was written.
+        """
+        path = self._batch_path(step)
+        mend = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
+        return load_state(path, mend=mend) if path.exists() else None
+
+    def _batch_path(self, step: int) -> Path:
+        return self.batches_path / f"{step:06d}.safetensors"
+
+    def fail_replay(self, step: int, error: BaseException | None) -> str:
+        """Note that training on a saved batch failed again; the second time set it aside. Says what was done.
+
+        What is not the batch's failure (an interrupt, the disk, an engine) is not noted.
+        """
+        if not isinstance(error, Exception) or isinstance(error, OSError | EngineError):
+            return ""
+        batch, note = self._batch_path(step), self.batches_path / f"{step:06d}.failed"
+        is_first = not note.exists()
+        with note.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(format_exception(error))
+        if is_first:
+            return (
+                f"the saved batch of step {step} failed again. If it does once more, it is set aside: mend what it "
+                f"shows, or resume as it is. What failed is in {note}."
+            )
+        self.set_aside_path.mkdir(exist_ok=True)
+        number = len(list(self.set_aside_path.glob(f"{step:06d}-*.safetensors"))) + 1
+        aside = self.set_aside_path / f"{step:06d}-{number}.safetensors"
+        note.replace(aside.with_suffix(".failed"))
+        batch.replace(aside)
+        return (
+            f"the saved batch of step {step} failed twice when it was trained on again, and is set aside as {aside}: "
+            f"a resumed run makes step {step} of the next batch. To train on it after all, move it back to {batch}."
+        )
+
+    def load_set_aside(self, step: int) -> StateDict | None:
+        """The last batch of a step that was set aside; None when there is none."""
+        paths = sorted(self.set_aside_path.glob(f"{step:06d}-*.safetensors"), key=lambda path: len(path.stem))
+        mend = f"Remove it, and resume: step {step} is then collected from the prompts that it had."
+        return load_state(paths[-1], mend=mend) if paths else None
 
     def save_checkpoint(self, state: StateDict) -> None:
-        """Replace the checkpoint; `state["step"]` says after which step it was taken."""
-        write_atomically(self.checkpoint_path, lambda path: torch.save(dict(state), path))
-        for path in self.batches_path.glob("[0-9]*.pt"):
+        """Replace the checkpoint; `state["step"]` says after which step it was taken.
+
+        Raises:
+            TypeError: for what no file of a run holds, see `save_state`.
+        """
+        for path in (self.metrics_path, self.rollouts_path):  # of steps that will not be replayed
+            if path.exists():
+                flush_to_disk(path)
+        write_atomically(self.checkpoint_path, lambda path: save_state(path, dict(state)))
+        for path in self.batches_path.glob("[0-9]*"):
             if int(path.stem) < state["step"]:
                 path.unlink()
 
     def load_checkpoint(self) -> StateDict | None:
-        """The last checkpoint, memory-mapped; None before the first."""
-        if not self.checkpoint_path.exists():
-            return None
-        return torch.load(self.checkpoint_path, weights_only=False, mmap=True)
+        """The last checkpoint, memory-mapped; None before the first.
+
+        Raises:
+            DamagedFileError: when it is not what was written.
+        """
+        mend = "Put a copy of it in its place, or begin another run, from a model that you have, in another folder."
+        return load_state(self.checkpoint_path, mend=mend) if self.checkpoint_path.exists() else None
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Replace `summary.json`."""
         write_atomically(self.summary_path, lambda path: path.write_text(json.dumps(summary, indent=2) + "\n"))
 
     def read_summary(self) -> StateDict:
-        """`summary.json`, empty when there is none."""
-        return json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
+        """`summary.json`, empty when there is none.
+
+        Raises:
+            DamagedFileError: when it is not JSON.
+        """
+        try:
+            return json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
+        except ValueError as error:
+            raise DamagedFileError(f"{self.summary_path} is damaged: {error}. Remove it, and resume.") from error
 
     def close(self) -> None:
-        """Write what is buffered, and end the trackers."""
+        """Write what is buffered, end the trackers, and leave the folder to others."""
         for tracker in self._trackers:
             tracker.close()
+        if self._lock is not None:
+            self._lock.release()
 
 
 def save_model(model: PreTrainedModel, tokenizer: Tokenizer, path: Path, dtype: torch.dtype) -> None:

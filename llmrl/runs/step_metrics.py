@@ -44,6 +44,19 @@ def metrics_of(learned: Learned) -> dict[str, float]:
     return merged or {"is_skipped": 1.0}
 
 
+def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) -> bool:
+    """Whether a step's metrics of a split were logged, by step, before a kill; they come after its rollouts.
+
+    Example:
+        >>> is_logged({1: {"policy_version": 1.0}}, 1, "train"), is_logged({}, 1, "eval/sums")
+        (True, False)
+    """
+    names = logged.get(step, {})
+    if split.startswith("eval/"):
+        return any(name.startswith(f"{split}/") for name in names)
+    return split != "train" or "policy_version" in names
+
+
 def log_probs_before(learned: Learned, batch: TensorDictBase) -> list[torch.Tensor] | None:
     """The trainer's log-probs before a step's updates, `[num_tokens]` a row of the batch; None where unknown."""
     if has_entry(batch, _OLD_LOG_PROBS):

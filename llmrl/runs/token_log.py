@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.files import write_atomically
 from llmrl.data.tensordicts import batch_elements, plain
+from llmrl.runs.state_file import DamagedFileError
 
 _DTYPES = {
     "token_ids": np.int32,
@@ -111,8 +114,17 @@ class TokenLog:
 
         Raises:
             FileNotFoundError: when that step was not kept.
+            DamagedFileError: when its file is not what was written.
         """
-        with np.load(self.path / f"{step:06d}.npz") as data:
+        path = self.path / f"{step:06d}.npz"
+        try:
+            return self._read(path)
+        except (ValueError, KeyError, EOFError, TypeError, AttributeError, zlib.error, zipfile.BadZipFile) as error:
+            raise DamagedFileError(f"{path} is damaged: {error}. Remove it to see the rest of the run.") from error
+
+    @staticmethod
+    def _read(path: Path) -> list[TokenRow]:
+        with np.load(path) as data:
             ends = data["lengths"].cumsum()[:-1]
             columns = {name: [part.tolist() for part in np.split(data[name], ends)] for name in _DTYPES}
             heads = zip(data["rollout_ids"], data["row_indices"], data["advantages"], strict=True)

@@ -50,16 +50,17 @@ class CSVTracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a row; a new metric rewrites the file, so that a kill leaves the old table or the new one."""
-        row = {"step": str(step), **{name: f"{value:.6g}" for name, value in metrics.items()}}
+        named = {name.encode(errors="backslashreplace").decode(): f"{value:.6g}" for name, value in metrics.items()}
+        row = {"step": str(step), **named}
         rows, names = self._read_rows()
         if set(row) <= set(names):
-            with self.path.open("a", newline="") as file:
+            with self.path.open("a", encoding="utf-8", newline="") as file:
                 csv.DictWriter(file, names).writerow(row)
             return
         names += [name for name in row if name not in names]
 
         def write(path: Path) -> None:
-            with path.open("w", newline="") as file:
+            with path.open("w", encoding="utf-8", newline="") as file:
                 writer = csv.DictWriter(file, names)
                 writer.writeheader()
                 writer.writerows([*rows, row])
@@ -79,11 +80,21 @@ class CSVTracker:
         """Nothing: every row is written at once."""
 
     def _read_rows(self) -> tuple[list[dict[str, str]], list[str]]:
+        """Rows and columns; a row that is cut short, or of which something is no number, is left out."""
         if not self.path.exists():
             return [], []
-        with self.path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            return list(reader), list(reader.fieldnames or [])
+        text = self.path.read_bytes().decode(errors="replace")
+        lines = (f"{line}\n" for line in text.replace("\0", "").split("\n")[:-1])
+        names = next(csv.reader(lines), [])
+        rows = [line.rstrip("\r\n").split(",") for line in lines]
+        return [dict(zip(names, row, strict=True)) for row in rows if _is_whole(row, names)], names
+
+
+def _is_whole(row: list[str], names: list[str]) -> bool:
+    try:
+        return len(row) == len(names) and bool([float(value) for value in row if value])
+    except ValueError:
+        return False
 
 
 def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from llmrl._utils.types import JSON, Tokenizer
 from llmrl.data import Message
 from llmrl.runs.run_folder import RunFolder, holds_run
+from llmrl.runs.state_file import DamagedFileError
 from llmrl.runs.token_log import TokenRow
 
 
@@ -83,13 +84,14 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
 
     Raises:
         FileNotFoundError: when the folder holds neither metrics nor rollouts.
+        DamagedFileError: when a file of it is not what was written, naming it.
         ValueError: when `max_rollouts` is not positive.
     """
     if max_rollouts is not None and max_rollouts < 1:
         raise ValueError(f"max_rollouts must be at least 1, got {max_rollouts}.")
     path = Path(path)
     try:
-        folder = RunFolder(path, resume=True, trackers=())
+        folder = RunFolder(path, read_only=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} holds no run; {_where_runs_are(path)}") from None
     config = path / "config.yaml"
@@ -109,7 +111,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         rollouts=rollouts,
         rows=rows,
         summary=folder.read_summary(),
-        config=config.read_text() if config.exists() else "",
+        config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
         token_texts=_texts(used, _tokenizer(folder)),
     )
 
@@ -127,16 +129,18 @@ def _records(path: Path) -> Iterator[Record]:
     if not path.exists():
         return
     seen = set()
-    with path.open() as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue  # cut short by a kill
+            if not isinstance(record, dict) or Record.__required_keys__ - record.keys():
+                continue  # damaged
             key = record["step"], record["split"], record["rollout_id"]
             if key not in seen:
                 seen.add(key)
-                yield record
+                yield cast(Record, record)
 
 
 def _tokenizer(folder: RunFolder) -> Tokenizer | None:
@@ -145,7 +149,12 @@ def _tokenizer(folder: RunFolder) -> Tokenizer | None:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise DamagedFileError(
+            f"{path} is no tokenizer that can be read: {error}. Remove it, and view again."
+        ) from error
 
 
 def _texts(token_ids: set[int], tokenizer: Tokenizer | None) -> dict[int, str]:

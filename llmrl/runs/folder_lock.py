@@ -1,0 +1,67 @@
+"""`FolderLock`: one process at a time writes into a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+
+class FolderInUseError(RuntimeError):
+    """Another process writes into the folder, or another object of this one."""
+
+
+class FolderLock:
+    """Holds the file `lock` of a folder. The kernel releases it when the process ends, however it does.
+
+    Args:
+        folder: which exists. Where its file system knows no locks, there is a warning and no lock.
+
+    Raises:
+        FolderInUseError: when the lock is held, naming the process and its host.
+
+    Example:
+        >>> import tempfile
+        >>> lock = FolderLock(Path(tempfile.mkdtemp()))
+        >>> lock.release()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._release = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 300).decode(errors="replace").strip()
+            self.release()
+            raise FolderInUseError(
+                f"{folder} is in use by {holder or 'another process'}: two runs in one folder would write everything "
+                "twice. Wait for it, end it (in this process: close its Run or RunFolder), or name another folder."
+            ) from None
+        except OSError as error:
+            warnings.warn(f"{folder} cannot be locked ({error}): see that no other run uses it.", stacklevel=3)
+            return
+        os.ftruncate(descriptor, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let others have the folder. May be called twice."""
+        self._release()
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    # A forked process has the open file, too, and would hold the lock for as long as it lives.
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

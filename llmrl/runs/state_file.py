@@ -1,0 +1,184 @@
+"""What a run goes on with, as safetensors files: reading one executes nothing, and a flipped bit is noticed.
+
+A state is nested containers with tensors in them. Its tensors are those of the file, by numbers; one more, `structure`,
+is JSON that says what they are in; the last, `checksum`, is the CRC-32 of all before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    MemoryMappedTensor,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    is_tensorclass,
+)
+
+from llmrl._utils.json_values import as_json
+from llmrl._utils.safetensors_file import DTYPES, is_sealed, places_of, write_safetensors
+from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens
+from llmrl.data.history import Chat
+
+_CONTAINERS = {cls.__name__: cls for cls in (ChatHistory, History, LogProbs, Masks, Text, Tokens)}
+_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, MemoryMappedTensor)
+_STRUCTURE, _CHECKSUM = "structure", "checksum"
+
+
+class DamagedFileError(ValueError):
+    """A file of a run is not what was written."""
+
+
+def save_state(path: Path, state: object) -> None:
+    """Write a state.
+
+    Args:
+        path: of the file.
+        state: None, numbers, text, bytes, tensors, numpy arrays, lists, tuples, mappings, TensorDicts and llmrl's
+            containers, however nested. Tensors come back on the CPU, a tensor that is there twice once.
+
+    Raises:
+        TypeError: for anything else, saying where it is.
+    """
+    encoder = _Encoder()
+    structure = json.dumps(encoder.encode(state, "")).encode()
+    tensors = {str(number): tensor for number, tensor in enumerate(encoder.tensors)}
+    tensors[_STRUCTURE] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
+    in_order = sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)
+    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in in_order]
+    write_safetensors(path, entries, in_order, checksum_name=_CHECKSUM)
+
+
+def load_state(path: Path, *, mend: str) -> Any:
+    """Read what `save_state` wrote. Tensors are in memory that is mapped from the file; writes to them stay private.
+
+    Args:
+        path: of the file.
+        mend: what to do when it is damaged.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        DamagedFileError: when it is not as it was written, saying what was found.
+    """
+    size = path.stat().st_size
+    try:
+        buffer = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        if not is_sealed(buffer):
+            raise ValueError("its checksum is not that of what it holds")
+        places = {place.name: place for place in places_of(buffer)}
+        structure = json.loads(bytes(places.pop(_STRUCTURE).view(buffer).numpy()))
+        del places[_CHECKSUM]
+        return _decode(structure, {name: place.view(buffer) for name, place in places.items()})
+    except Exception as error:  # whoever made the file has chosen what is in it
+        with path.open("rb") as file:
+            start = file.read(4)
+        found = "a pickle, which is never read" if start.startswith((b"PK", b"\x80")) else error
+        raise DamagedFileError(f"{path} is damaged, or not llmrl's: found {found} ({size} bytes). {mend}") from error
+
+
+class _Encoder:
+    """Makes JSON of a state, and collects its tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[object, str] = {}
+
+    def encode(self, value: Any, where: str) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value)
+        if isinstance(value, list):
+            return [self.encode(item, f"{where}[{place}]") for place, item in enumerate(value)]
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        kind, encoded = self._tagged(value, where)
+        return {f"${kind}": encoded}
+
+    def _tagged(self, value: Any, where: str) -> tuple[str, Any]:
+        if isinstance(value, torch.Tensor):
+            return "tensor", self._number(value, where)
+        if isinstance(value, tuple):
+            return "tuple", self.encode(list(value), where)
+        if isinstance(value, bytes):
+            return "bytes", list(value)
+        if isinstance(value, np.ndarray | np.generic):
+            return "array", self._number(torch.from_numpy(np.array(value)), where)
+        if isinstance(value, Chat):
+            return "chat", as_json(value.messages)
+        if isinstance(value, NonTensorData):
+            return "leaf", [self.encode(value.data, where), list(value.batch_size)]
+        if isinstance(value, LazyStackedTensorDict):
+            kind = "leaves" if isinstance(value, NonTensorStack) else "stack"
+            return kind, [self.encode(value.tensordicts, where), value.stack_dim]
+        if type(value) is TensorDict:
+            return "tensordict", [self.encode(dict(value.items()), where), list(value.batch_size)]
+        if is_tensorclass(value) and type(value).__name__ in _CONTAINERS:
+            return "container", [type(value).__name__, self.encode(value._tensordict, where)]
+        if isinstance(value, Mapping):
+            return "mapping", [
+                [self.encode(key, where), self.encode(item, f"{where}[{key!r}]")] for key, item in value.items()
+            ]
+        raise TypeError(
+            f"a run's files cannot hold the {type(value).__name__} at {where or 'the top'}: give numbers, text, "
+            "tensors, lists, tuples, dicts or TensorDicts, so that reading them executes nothing."
+        )
+
+    def _number(self, tensor: torch.Tensor, where: str) -> str:
+        if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
+            raise TypeError(
+                f"a run's files cannot hold the tensor at {where}: it is a {type(tensor).__name__} of {tensor.layout} "
+                f"and {tensor.dtype}; give whole dense ones of {', '.join(DTYPES)}."
+            )
+        # A weight that is tied to another is one tensor.
+        key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        if not tensor.numel() or key not in self._numbers:
+            self.tensors.append(tensor)
+            self._numbers[key] = str(len(self.tensors) - 1)
+        return self._numbers[key]
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def decoded(item: Any) -> Any:
+        return _decode(item, tensors)
+
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$tensor": number}:
+            tensor = tensors[number]
+            # torch reads the state of a generator from the start of its storage, wherever the tensor starts.
+            return tensor.clone() if tensor.dtype == torch.uint8 else tensor
+        case {"$tuple": items}:
+            return tuple(decoded(items))
+        case {"$bytes": numbers}:
+            return bytes(numbers)
+        case {"$array": number}:
+            array = tensors[number].numpy()
+            return array if array.ndim else array[()]
+        case {"$chat": messages}:
+            return Chat(messages)
+        case {"$leaf": [data, batch_size]}:
+            return NonTensorData(decoded(data), batch_size=batch_size)
+        case {"$leaves": [leaves, dim]}:
+            return NonTensorStack(*decoded(leaves), stack_dim=dim)
+        case {"$stack": [elements, dim]}:
+            return LazyStackedTensorDict(*decoded(elements), stack_dim=dim)
+        case {"$tensordict": [entries, batch_size]}:
+            return TensorDict(decoded(entries), batch_size=batch_size)
+        case {"$container": [name, entries]}:
+            return _CONTAINERS[name]._from_tensordict(decoded(entries))
+        case {"$mapping": pairs}:
+            return {decoded(key): decoded(item) for key, item in pairs}
+    return {key: decoded(item) for key, item in value.items()}
