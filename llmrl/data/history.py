@@ -314,9 +314,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             [({'role': 'user', 'content': 'Hi'},)]
         """
         lines = (json.dumps({"messages": [dict(m) for m in chat]}, ensure_ascii=False) for chat in flatten(self.chats))
-        # A lone surrogate, which no UTF-8 has, is escaped as JSON does.
-        with Path(path).open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
 
     @classmethod
     def load(cls, path: str | Path) -> History:
