@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from tensordict import (
     NonTensorData,
     NonTensorStack,
     TensorDict,
-    is_tensorclass,
 )
 
 from llmrl._utils.json_values import as_json
 from llmrl._utils.safetensors_file import DTYPES, is_sealed, places_of, write_safetensors
+from llmrl._utils.types import JSON, StateDict
 from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens
 from llmrl.data.history import Chat
 
@@ -36,7 +36,7 @@ class DamagedFileError(ValueError):
     """A file of a run is not what was written."""
 
 
-def save_state(path: Path, state: object) -> None:
+def save_state(path: Path, state: StateDict) -> None:
     """Write a state.
 
     Args:
@@ -56,7 +56,7 @@ def save_state(path: Path, state: object) -> None:
     write_safetensors(path, entries, in_order, checksum_name=_CHECKSUM)
 
 
-def load_state(path: Path, *, mend: str) -> Any:
+def load_state(path: Path, *, mend: str) -> StateDict:
     """Read what `save_state` wrote. Tensors are in memory that is mapped from the file; writes to them stay private.
 
     Args:
@@ -75,7 +75,7 @@ def load_state(path: Path, *, mend: str) -> Any:
         places = {place.name: place for place in places_of(buffer)}
         structure = json.loads(bytes(places.pop(_STRUCTURE).view(buffer).numpy()))
         del places[_CHECKSUM]
-        return _decode(structure, {name: place.view(buffer) for name, place in places.items()})
+        return cast(StateDict, _decode(structure, {name: place.view(buffer) for name, place in places.items()}))
     except Exception as error:  # whoever made the file has chosen what is in it
         with path.open("rb") as file:
             start = file.read(4)
@@ -90,7 +90,7 @@ class _Encoder:
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[object, str] = {}
 
-    def encode(self, value: Any, where: str) -> Any:
+    def encode(self, value: object, where: str) -> JSON:
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, int):
@@ -104,7 +104,7 @@ class _Encoder:
         kind, encoded = self._tagged(value, where)
         return {f"${kind}": encoded}
 
-    def _tagged(self, value: Any, where: str) -> tuple[str, Any]:
+    def _tagged(self, value: object, where: str) -> tuple[str, JSON]:
         if isinstance(value, torch.Tensor):
             return "tensor", self._number(value, where)
         if isinstance(value, tuple):
@@ -120,9 +120,9 @@ class _Encoder:
         if isinstance(value, LazyStackedTensorDict):
             kind = "leaves" if isinstance(value, NonTensorStack) else "stack"
             return kind, [self.encode(value.tensordicts, where), value.stack_dim]
-        if type(value) is TensorDict:
+        if isinstance(value, TensorDict):
             return "tensordict", [self.encode(dict(value.items()), where), list(value.batch_size)]
-        if is_tensorclass(value) and type(value).__name__ in _CONTAINERS:
+        if isinstance(value, tuple(_CONTAINERS.values())):
             return "container", [type(value).__name__, self.encode(value._tensordict, where)]
         if isinstance(value, Mapping):
             return "mapping", [
@@ -147,8 +147,8 @@ class _Encoder:
         return self._numbers[key]
 
 
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    def decoded(item: Any) -> Any:
+def _decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def decoded(item: object) -> Any:
         return _decode(item, tensors)
 
     if isinstance(value, list):
