@@ -27,7 +27,8 @@ from llmrl._utils.types import JSON, StateDict
 from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens
 from llmrl.data.history import Chat
 
-_CONTAINERS = {cls.__name__: cls for cls in (ChatHistory, History, LogProbs, Masks, Text, Tokens)}
+_CONTAINERS = (ChatHistory, History, LogProbs, Masks, Text, Tokens)
+_CONTAINERS_BY_NAME = {cls.__name__: cls for cls in _CONTAINERS}
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, MemoryMappedTensor)
 _STRUCTURE, _CHECKSUM = "structure", "checksum"
 
@@ -122,7 +123,7 @@ class _Encoder:
             return kind, [self.encode(value.tensordicts, where), value.stack_dim]
         if isinstance(value, TensorDict):
             return "tensordict", [self.encode(dict(value.items()), where), list(value.batch_size)]
-        if isinstance(value, tuple(_CONTAINERS.values())):
+        if isinstance(value, _CONTAINERS):
             return "container", [type(value).__name__, self.encode(value._tensordict, where)]
         if isinstance(value, Mapping):
             return "mapping", [
@@ -178,7 +179,7 @@ def _decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
         case {"$tensordict": [entries, batch_size]}:
             return TensorDict(decoded(entries), batch_size=batch_size)
         case {"$container": [name, entries]}:
-            return _CONTAINERS[name]._from_tensordict(decoded(entries))
+            return _CONTAINERS_BY_NAME[name]._from_tensordict(decoded(entries))
         case {"$mapping": pairs}:
             return {decoded(key): decoded(item) for key, item in pairs}
     return {key: decoded(item) for key, item in value.items()}
