@@ -8,7 +8,9 @@ import statistics
 
 import pytest
 
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines import Engine, EngineError, SamplingConfig
+from llmrl.engines.hang_detector import HangWatch
 from llmrl.testing import ScriptedEngine, answers_of_length, log_normal, run_in_virtual_time, with_stragglers
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
@@ -273,3 +275,30 @@ def test_drawn_latencies_and_lengths_are_as_asked_and_repeat():
         log_normal(0.0)
     with pytest.raises(ValueError, match="one_in"):
         with_stragglers(straggling, 1.0, one_in=0)
+
+
+def test_an_engine_that_hangs_is_ended_by_its_watch_and_a_slow_one_is_not():
+    background = BackgroundLoop("test-watch")
+
+    async def play(engine, watch, answer_s):
+        engine._latency_s = answer_s
+        watch.begin(engine, background)
+        return await engine.generate([1], SAMPLING)
+
+    def played(engine, watch, answer_s=0.0):
+        return background.submit(play(engine, watch, answer_s))
+
+    slow, watch = ScriptedEngine([[1] * 200], max_model_len=1000), HangWatch(0.2)
+    assert len(played(slow, watch, 0.8).result(30).token_ids) > 0 and slow.is_alive and not watch.why
+    engine, watch = ScriptedEngine([[1] * 200], max_model_len=1000), HangWatch(0.2)
+    engine.hang()
+    request = played(engine, watch)
+    with pytest.raises(EngineError):
+        request.result(30)
+    assert not engine.is_alive and "hang_timeout_seconds" in watch.why
+    for_ever = HangWatch(None)
+    engine = ScriptedEngine([[1]])
+    assert played(engine, for_ever).result(30).token_ids == [1] and not for_ever.why
+    with pytest.raises(ValueError, match="hang_timeout_seconds"):
+        HangWatch(0)
+    background.close()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from waiting import is_running
 
 from llmrl.engines import AsyncVLLM, Engine, EngineError, SamplingConfig
+from llmrl.engines.hang_detector import HangWatch
+from llmrl.engines.vllm_private import processes_of
 from llmrl.engines.vllm_requests import read_completion
 
 # Engine and reference compute in float32: log-probs differ by 1e-5 on average here.
@@ -212,6 +215,32 @@ def test_pause_keeps_requests_and_resume_finishes_them(vllm_engine, prompt_ids):
     assert len(asyncio.run(run()).token_ids) == 64
 
 
+def test_an_engine_whose_process_is_stopped_hangs_and_says_what_to_do(vllm_engine, prompt_ids, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(vllm_engine, "shutdown", ended.set)  # the session's engine goes on
+    monkeypatch.setattr(vllm_engine, "_watch", HangWatch(0.8))
+    processes = processes_of(vllm_engine._llm)
+
+    async def run():
+        task = asyncio.create_task(vllm_engine.generate(prompt_ids, SamplingConfig(max_new_tokens=32, ignore_eos=True)))
+        await asyncio.sleep(0.1)
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        try:
+            await asyncio.to_thread(ended.wait, 60)
+            assert ended.is_set() and not vllm_engine.is_alive
+            with pytest.raises(EngineError, match=r"no token for 0.8 s.*Start it again.*hang_timeout_seconds"):
+                await vllm_engine.generate(prompt_ids, SamplingConfig())
+            with pytest.raises(EngineError, match=r"no token for 0\.8 s"):
+                vllm_engine.reset_prefix_cache()
+        finally:
+            for process in processes:
+                os.kill(process.pid, signal.SIGCONT)
+        await task
+
+    asyncio.run(run())
+
+
 def test_unknown_engine_arguments_are_refused_with_the_nearest_name(model_path):
     with pytest.raises(TypeError, match="did you mean 'tensor_parallel_size'"):
         AsyncVLLM.from_pretrained(model_path, engine_args={"tensor_paralel_size": 2})
@@ -223,7 +252,7 @@ def test_unknown_engine_arguments_are_refused_with_the_nearest_name(model_path):
         AsyncVLLM.from_pretrained(model_path, max_model_length=5)
 
 
-@pytest.mark.parametrize("name", ["num_replicas", "use_ray", "ray_options", "hang_timeout_seconds"])
+@pytest.mark.parametrize("name", ["num_replicas", "use_ray", "ray_options", "ray_init_config"])
 def test_what_starts_several_engines_is_named_where_it_is_asked_for(model_path, name):
     with pytest.raises(TypeError, match=rf"no argument '{name}': call EngineReplicas\.from_pretrained"):
         AsyncVLLM.from_pretrained(model_path, **{name: 2})

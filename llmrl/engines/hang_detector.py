@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import Engine, EngineError, ReportsProgress
 
 DEFAULT_HANG_TIMEOUT_SECONDS = 300.0
@@ -73,3 +78,53 @@ class HangDetector:
             return -1 if sight is None or sight.progress is None else sight.progress
         except EngineError:
             return None
+
+
+class WatchedEngine(Engine, ReportsProgress, Protocol):
+    """An engine that says whether it has requests."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not returned yet."""
+        ...
+
+
+class HangWatch:
+    """Looks at one engine, while it has requests, and ends it when it hangs.
+
+    Args:
+        timeout_seconds: without a token, after which it hangs; None to wait for ever.
+
+    Raises:
+        ValueError: when it is not positive.
+    """
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._detector = None if timeout_seconds is None else HangDetector(timeout_seconds)
+        self._watching: Future[None] | None = None
+        self.why = ""
+        """Why the engine was ended, and what to do; empty while it was not."""
+
+    def begin(self, engine: WatchedEngine, background: BackgroundLoop) -> None:
+        """Look at the engine on that loop, from its first request to its last."""
+        if self._detector is not None and (self._watching is None or self._watching.done()):
+            self._watching = background.submit(self._look(weakref.ref(engine), self._detector))
+
+    async def _look(self, engine: weakref.ref[WatchedEngine], detector: HangDetector) -> None:
+        detector.forget()
+        while True:
+            await asyncio.sleep(detector.interval_seconds)
+            one = engine()
+            if one is None or not one.is_alive or not one.num_in_flight:
+                return
+            if await detector.find_hanging([one]):
+                self.why = (
+                    f"The {type(one).__name__} gave no token for {detector.timeout_seconds:g} s with requests in "
+                    "flight and was ended: it hung, or its process was stopped. Start it again: a run that is started "
+                    "again goes on where it was. Where it was only slow, raise hang_timeout_seconds; EngineReplicas "
+                    "starts another engine by itself."
+                )
+                # In a thread: a process that hangs takes its time to end.
+                threading.Thread(target=one.shutdown, name="llmrl-end-hanging", daemon=True).start()
+                return
+            del one

@@ -41,6 +41,8 @@ def start_engines(
         connect(ray_init_config)
     elif options.get("cpu_threads") is None:
         options = {**options, "cpu_threads": max(1, available_cores() // num_replicas)}
+    # Who has several watches over them.
+    options = {**options, "hang_timeout_seconds": None}
     make_engine = functools.partial(AsyncVLLM.from_pretrained, os.fspath(model), **options)
 
     def start(index: int) -> UpdatableEngine:

@@ -17,9 +17,10 @@ from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, TransferInfo, completion_budget
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
+from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.vllm_args import build_engine_args
 from llmrl.engines.vllm_private import forget_shutdown, num_unfinished_tokens, pause_at_once, processes_of, shut_down
-from llmrl.engines.vllm_requests import generate_one, sampling_params
+from llmrl.engines.vllm_requests import generate_one, sampling_params, unless_it_dies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OF_REPLICAS = dict.fromkeys(
-    ("num_replicas", "use_ray", "ray_options", "ray_init_config", "hang_timeout_seconds"),
+    ("num_replicas", "use_ray", "ray_options", "ray_init_config"),
     "call EngineReplicas.from_pretrained(model, num_replicas=...), which starts several, here or in Ray actors",
 )
 
@@ -43,7 +44,15 @@ class AsyncVLLM:
     trainer-side weight-transfer engines drive (`init_weight_transfer_engine` … `finish_weight_update`).
     """
 
-    def __init__(self, llm: AsyncLLM, background: BackgroundLoop, *, weight_transfer: str | None, start_s: float):
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        background: BackgroundLoop,
+        *,
+        weight_transfer: str | None,
+        start_s: float,
+        hang_timeout_seconds: float | None = None,
+    ):
         self._llm, self._background = llm, background
         self._weight_transfer_backend = weight_transfer
         self.start_s = start_s
@@ -64,6 +73,7 @@ class AsyncVLLM:
         self._in_flight: set[str] = set()
         self._num_tokens = 0
         self._is_paused = False
+        self._watch = HangWatch(hang_timeout_seconds)
         self._finalizer = weakref.finalize(self, _close, llm, background)
 
     @classmethod
@@ -82,6 +92,7 @@ class AsyncVLLM:
         enable_prefix_caching: bool = True,
         weight_transfer: bool | str = True,
         cpu_threads: int | None = None,
+        hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
         log_level: str = "ERROR",
         engine_args: Mapping[str, object] | None = None,
         **unknown: Never,
@@ -103,6 +114,9 @@ class AsyncVLLM:
             weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU.
             cpu_threads: of an engine on CPU; all cores when not given, right for a loop that never generates and
                 trains at once. Give fewer where a trainer runs beside it.
+            hang_timeout_seconds: an engine that has requests and in this time no token for any of them hangs: it is
+                ended, and its requests raise an `EngineError`. The time that it is paused does not count. None waits
+                for ever.
             log_level: of vLLM's logger, here and in its processes.
             engine_args: anything else that `vllm.AsyncEngineArgs` takes.
 
@@ -113,6 +127,7 @@ class AsyncVLLM:
             EngineError: when the engine does not start; its own log says why.
         """
         refuse_unknown("AsyncVLLM.from_pretrained", unknown, keywords_of(cls.from_pretrained) or (), _OF_REPLICAS)
+        HangWatch(hang_timeout_seconds)  # refuses a wrong one before the engine starts
         if cpu_threads is not None and cpu_threads < 1:
             raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
         options = {
@@ -164,7 +179,13 @@ class AsyncVLLM:
             raise EngineError(f"vLLM did not start with model {os.fspath(model)!r}: {error}") from error
         config = llm.vllm_config.weight_transfer_config
         backend = None if config is None else config.backend
-        return cls(llm, background, weight_transfer=backend, start_s=time.perf_counter() - start)
+        return cls(
+            llm,
+            background,
+            weight_transfer=backend,
+            start_s=time.perf_counter() - start,
+            hang_timeout_seconds=hang_timeout_seconds,
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -181,7 +202,8 @@ class AsyncVLLM:
     @property
     def is_alive(self) -> bool:
         """Whether the engine can serve requests."""
-        return self._finalizer.alive and not self._background.is_closed and not self._llm.errored
+        is_running = self._finalizer.alive and not self._background.is_closed and not self._llm.errored
+        return is_running and not self._watch.why
 
     @property
     def num_in_flight(self) -> int:
@@ -214,15 +236,17 @@ class AsyncVLLM:
         if not prompt_ids:
             raise ValueError("prompt_ids is empty; an engine continues at least one token.")
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
-        if not self.is_alive:
-            raise EngineError("The vLLM engine is not running; start a new one.")
+        self._check_alive()
         params = sampling_params(sampling, budget)
         self._in_flight.add(request_id)
+        self._watch.begin(self, self._background)
         try:
             completion = await self._background.wait(generate_one(self._llm, list(prompt_ids), params, request_id))
             self._num_tokens += len(completion.token_ids)
             return completion
         except RuntimeError as error:
+            if self._watch.why:
+                raise EngineError(self._watch.why) from error
             if isinstance(error, EngineError) or not self._background.is_closed:
                 raise
             raise EngineError("The vLLM engine was shut down.") from error
@@ -247,6 +271,10 @@ class AsyncVLLM:
         if self._is_paused or not self._in_flight:
             return None
         return self._num_tokens + num_unfinished_tokens(self._llm)
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineError(self._watch.why or "The vLLM engine is not running; start a new one.")
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -329,25 +357,17 @@ class AsyncVLLM:
             raise EngineError("This engine was started with weight_transfer=False; start it with weight_transfer=True.")
 
     def _control(self, coroutine: Coroutine[object, object, T]) -> T:
-        if not self.is_alive:
-            coroutine.close()
-            raise EngineError("The vLLM engine is not running; start a new one.")
         try:
-            return self._background.run(_unless_it_dies(self._llm, coroutine))
+            self._check_alive()
+        except EngineError:
+            coroutine.close()
+            raise
+        try:
+            return self._background.run(unless_it_dies(self._llm, coroutine))
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM refused: {error}") from error
-
-
-async def _unless_it_dies(llm: AsyncLLM, coroutine: Coroutine[object, object, T]) -> T:
-    """Await an answer of the engine's process; vLLM would wait for it for ever when that dies meanwhile."""
-    task = asyncio.ensure_future(coroutine)
-    while not (await asyncio.wait({task}, timeout=0.2))[0]:
-        if llm.errored:
-            task.cancel()
-            raise EngineError("The vLLM engine died; its own log says why. Start a new one.")
-    return task.result()
 
 
 async def _start(arguments: AsyncEngineArgs) -> AsyncLLM:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -99,3 +103,13 @@ def read_completion(output: RequestOutput) -> Completion:
         stop_string=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
         metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
     )
+
+
+async def unless_it_dies(llm: AsyncLLM, coroutine: Coroutine[object, object, T]) -> T:
+    """Await an answer of the engine's process; vLLM would wait for it for ever when that dies meanwhile."""
+    task = asyncio.ensure_future(coroutine)
+    while not (await asyncio.wait({task}, timeout=0.2))[0]:
+        if llm.errored:
+            task.cancel()
+            raise EngineError("The vLLM engine died; its own log says why. Start a new one.")
+    return task.result()
