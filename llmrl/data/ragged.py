@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
 from tensordict.utils import NestedKey
 from torch.nn.utils.rnn import pad_sequence
 
@@ -58,6 +58,55 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
         row[is_real.bool()] if row.ndim and row.shape[0] == is_real.shape[0] and not is_real.all() else row
         for row, is_real in zip(rows, mask, strict=True)
     ]
+
+
+def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torch.Tensor]) -> None:
+    """Write one tensor a row into a batch of any shape, in place: the reverse of `ragged_column`.
+
+    A lazily stacked batch holds them as they are. A padded one has them where its real tokens are, and zeros elsewhere.
+
+    Args:
+        tensordict: the batch, or a single row.
+        key: where they are written.
+        rows: as many as the batch has elements, those of its last dimension beside each other.
+
+    Raises:
+        ValueError: when a batch that is not lazily stacked has no place for rows of several lengths.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"a": torch.ones(2, 3)}, batch_size=[2])
+        >>> write_column(batch, "b", [torch.zeros(3), torch.ones(3)])
+        >>> batch["b"].tolist()
+        [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    """
+    shape = tensordict.batch_size
+    if not shape:
+        [row] = rows
+        tensordict.set(key, row)
+    elif isinstance(tensordict, LazyStackedTensorDict):
+        places = torch.arange(len(rows)).reshape(shape).unbind(tensordict.stack_dim)
+        for element, within in zip(tensordict.tensordicts, places, strict=True):
+            write_column(element, key, [rows[place] for place in within.flatten().tolist()])
+    elif len({row.shape for row in rows}) == 1 and not _is_padded(tensordict, len(rows[0]) if rows[0].ndim else 0):
+        tensordict.set(key, torch.stack(list(rows)).reshape(*shape, *rows[0].shape))
+    elif has_entry(tensordict, ATTENTION_MASK_KEY):
+        is_real = tensordict.get(ATTENTION_MASK_KEY).bool().to(rows[0].device)
+        padded = torch.zeros(is_real.shape, dtype=rows[0].dtype, device=rows[0].device)
+        tensordict.set(key, padded.masked_scatter(is_real, torch.cat(list(rows))))
+    else:
+        raise ValueError(
+            f"{key!r} has rows of {sorted({len(row) for row in rows})} tokens, and the batch is neither lazily stacked "
+            f"nor says where its padding is ({ATTENTION_MASK_KEY!r}); pass batch.to_lazystack(0)."
+        )
+
+
+def _is_padded(tensordict: TensorDictBase, length: int) -> bool:
+    """Whether rows of this length stand in longer, padded ones."""
+    if not has_entry(tensordict, ATTENTION_MASK_KEY):
+        return False
+    mask = tensordict.get(ATTENTION_MASK_KEY)
+    return isinstance(mask, torch.Tensor) and mask.shape[-1] != length
 
 
 def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
-from llmrl.data.ragged import flat_batch, has_entry, ragged_column
+from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
 from llmrl.objectives.grouping import GroupKeys
 from llmrl.objectives.kl import KLEstimator, masked_kl
 
@@ -78,14 +78,17 @@ class KLPenalty(Transform):
         for row, divergences in zip(rows, self._divergences(batch), strict=True):
             name, divergence = self.keys.rollout_id(row), divergences.sum()
             totals[name] = totals[name] + divergence if name in totals else divergence
+        rewards, written = [], []
         for row in rows:
             divergence = totals[self.keys.rollout_id(row)]
             reward = row.get(self.rewards_key)
             # A sparse reward is penalized where it stands, a dense one at its last token.
             penalty = torch.zeros_like(reward)
             penalty.view(-1)[-1] = self.coeff * divergence
-            row.set(self.rewards_key, reward - penalty)
-            row.set(self.kl_key, divergence.to(reward.dtype).reshape(1, 1))
+            rewards.append(reward - penalty)
+            written.append(divergence.to(reward.dtype).reshape(1, 1))
+        write_column(tensordict, self.rewards_key, rewards)
+        write_column(tensordict, self.kl_key, written)
         return tensordict
 
     def to_go(self, batch: TensorDictBase) -> list[torch.Tensor]:

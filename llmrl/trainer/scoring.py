@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from llmrl.data.ragged import flat_batch
+from llmrl.data.ragged import write_column
 from llmrl.objectives.scoring import log_probs_of
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
@@ -50,8 +50,7 @@ def write_log_probs(
     """
     with adapters_off(policy.model) if disable_adapter else contextlib.nullcontext():
         scored = log_probs_of(policy, batch, process_group=process_group)
-    for row, log_probs in zip(flat_batch(batch).unbind(0), scored, strict=True):
-        row.set(key, log_probs)
+    write_column(batch, key, scored)
     return batch
 
 

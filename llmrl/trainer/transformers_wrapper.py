@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
 from llmrl._utils.ranks import rank_and_size, share_of
-from llmrl.data.ragged import flat_batch, ragged_column
+from llmrl.data.ragged import flat_batch, ragged_column, write_column
 from llmrl.trainer.causal_model import CausalModel
 from llmrl.trainer.fused_head import check_fused_head, fused_log_probs
 from llmrl.trainer.log_probs import chunked_log_probs
@@ -201,17 +201,5 @@ class TransformersWrapper(TensorDictModuleBase):
             log_probs = log_probs.detach()
             torch.distributed.all_reduce(log_probs, group=process_group)
         rows = log_probs.split([ids.shape[0] for ids in token_ids])
-        self._write(batch, token_ids, list(rows))
+        write_column(tensordict, self.log_probs_key, rows)
         return tensordict
-
-    def _write(self, batch: TensorDictBase, token_ids: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
-        """Put one tensor a row into a ragged batch, or, padded again, into a padded one."""
-        column = batch.get(self.tokens_key, as_list=True)
-        if not isinstance(column, torch.Tensor):
-            for element, row in zip(batch.unbind(0), rows, strict=True):
-                element.set(self.log_probs_key, row)
-            return
-        padded = torch.zeros(column.shape, device=self.device)
-        mask = batch.get(("masks", "all_attention_mask"), None)
-        is_real = torch.ones_like(column, dtype=torch.bool) if mask is None else mask.bool()
-        batch.set(self.log_probs_key, padded.masked_scatter(is_real.to(self.device), torch.cat(rows)))

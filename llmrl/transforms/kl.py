@@ -12,6 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
 from llmrl._utils.arguments import KnownArguments
+from llmrl.data.ragged import write_column
 from llmrl.data.tensordicts import batch_elements, restacked
 from llmrl.objectives.kl import masked_kl
 from llmrl.objectives.scoring import log_probs_of
@@ -94,11 +95,9 @@ class RetrieveLogProb(KnownArguments, Transform):
             return log_probs_of(self.model, rows)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch of any shape."""
-        elements = batch_elements(tensordict)
-        for element, log_probs in zip(elements, self._log_probs(tensordict), strict=True):
-            element.set(("next", *_path(self.log_probs_full_key)), log_probs)
-        return restacked(elements, tensordict.batch_size)
+        """Score a batch of any shape, in place."""
+        write_column(tensordict, ("next", *_path(self.log_probs_full_key)), self._log_probs(tensordict))
+        return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(next_tensordict)
