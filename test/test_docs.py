@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def test_examples_run_on_a_real_engine(name, tmp_path, monkeypatch, trainable_en
     monkeypatch.setattr(llmrl, "train", inspect.signature(llmrl.train).bind)  # test_train.py and an example train
     page, source = SOURCES[name]
     exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_prints_the_loop_of_the_script():
+    (loop,) = [text for language, _, text in blocks(ROOT / "README.md") if language == "py"]
+    assert textwrap.indent(loop, " " * 8) in (ROOT / "sota-implementations/grpo/grpo.py").read_text()
 
 
 def test_the_site_builds_without_a_warning(tmp_path, own_programs):
