@@ -35,35 +35,35 @@ class Gate(Protocol):
         ...
 
     def request_batch(self) -> None:
-        """The consumer waits for its next batch."""
+        """Note that the consumer waits for its next batch."""
         ...
 
     def run_unasked(self) -> None:
-        """From now on batches are taken as they come, whether or not they are trained on: a buffer is filled."""
+        """Give batches as they come from now on, whether or not they are trained on: a buffer is filled."""
         ...
 
     def num_admissible(self, version: int) -> float:
-        """Groups that may be admitted now."""
+        """Return how many groups may be admitted now."""
         ...
 
     def admit(self, group_id: str, version: int) -> None:
-        """A group was started."""
+        """Note that a group was started."""
         ...
 
     def discard(self, group_id: str) -> None:
-        """A group was dropped; its place is free again."""
+        """Note that a group was dropped; its place is free again."""
         ...
 
     def mark_ready(self, group_id: str, units: int = 1) -> None:
-        """A group has settled with so many units."""
+        """Note that a group has settled with so many units."""
         ...
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """A full batch, or None while there is not enough; with `is_last` whatever there is."""
+        """Return a full batch, or None while there is not enough; with `is_last` whatever there is."""
         ...
 
     def rollback(self) -> None:
-        """The batch that was selected last brought nothing: another one takes its place."""
+        """Take back the batch that was selected last: it brought nothing, and another one takes its place."""
         ...
 
     def carry(self, units: int) -> None:
@@ -71,7 +71,7 @@ class Gate(Protocol):
         ...
 
     def overdue_ids(self, version: int) -> list[str]:
-        """Groups, ready or not, that are too old to be delivered."""
+        """Return the groups, ready or not, that are too old to be delivered."""
         ...
 
 
@@ -133,7 +133,7 @@ class DemandGate:
         return list(self._admitted)
 
     def request_batch(self) -> None:
-        """The consumer waits for its next batch."""
+        """Note that the consumer waits for its next batch."""
         self._is_asked = True
 
     def run_unasked(self) -> None:
@@ -144,7 +144,7 @@ class DemandGate:
         self._is_free_running = not self._reset_each_batch
 
     def num_admissible(self, version: int) -> float:
-        """Groups that may be admitted now."""
+        """Return how many groups may be admitted now."""
         if self._is_free_running and self._credit + self._ready_units < self.units_per_batch:
             return math.inf
         num_open = len(self._admitted) - len(self._ready)
@@ -161,23 +161,23 @@ class DemandGate:
         return math.ceil(lacking * self._num_seen / max(1, self._num_units_seen))
 
     def admit(self, group_id: str, version: int) -> None:
-        """A group was started."""
+        """Note that a group was started."""
         self._admitted[group_id] = version
 
     def discard(self, group_id: str) -> None:
-        """A group was dropped; its place is free again."""
+        """Note that a group was dropped; its place is free again."""
         self._admitted.pop(group_id, None)
         self._ready_units -= self._ready.pop(group_id, 0)
 
     def mark_ready(self, group_id: str, units: int = 1) -> None:
-        """A group has settled with so many units."""
+        """Note that a group has settled with so many units."""
         self._ready[group_id] = units
         self._ready_units += units
         self._num_seen += 1
         self._num_units_seen += units
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """A full batch, or None while there is not enough; with `is_last` whatever there is."""
+        """Return a full batch, or None while there is not enough; with `is_last` whatever there is."""
         have = self._credit + self._ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
@@ -197,12 +197,12 @@ class DemandGate:
         return selected
 
     def rollback(self) -> None:
-        """The batch that was selected last brought nothing; another one will be asked for."""
+        """Return the batch that was selected last brought nothing; another one will be asked for."""
 
     def carry(self, units: int) -> None:
         """Count units that are there already, left over by the batches of an earlier run."""
         self._credit = units
 
     def overdue_ids(self, version: int) -> list[str]:
-        """Groups that can no longer be delivered: none, for demand has no bound on age."""
+        """Return groups that can no longer be delivered: none, for demand has no bound on age."""
         return []

@@ -115,7 +115,7 @@ class BatchCollector:
             yield batch if self.replay_buffer is None else None  # as TorchRL's: the buffer has the batch
 
     def next(self) -> TensorDictBase:
-        """The next batch. Threads that ask at once get one after another.
+        """Return the next batch. Threads that ask at once get one after another.
 
         Raises:
             StopIteration: at the end of the data, or of `total_dialog_turns`.
@@ -146,7 +146,7 @@ class BatchCollector:
         self.postproc = postproc
 
     def _next(self) -> TensorDictBase | None:
-        """The next batch with something in it; until `_mark_delivered`, a saved state has its groups as to be played.
+        """Return the next batch that has rows; a saved state has its groups as to be played until it is delivered.
 
         Where rules and `postproc` leave nothing of a batch, another is collected in its place: what is not trained on
         is in the report of the batch that comes.
@@ -188,7 +188,7 @@ class BatchCollector:
             self._signal_detector.dropped([one for one in left_out if one[0].group_id == group_id])
 
     def _write(self, batch: TensorDictBase) -> bool:
-        """Hand a batch on to the buffer; whether anything of it is kept there."""
+        """Hand a batch on to the buffer, and return whether anything of it is kept there."""
         assert self.replay_buffer is not None
         indices = self.replay_buffer.extend(batch)
         if not isinstance(indices, torch.Tensor) or indices.numel():
@@ -248,7 +248,7 @@ class BatchCollector:
         self._filler.start()
 
     def is_running(self) -> bool:
-        """Whether the buffer is being filled.
+        """Return whether the buffer is being filled.
 
         Raises:
             Exception: whatever ended the filling, once.
@@ -256,12 +256,12 @@ class BatchCollector:
         return self._filler is not None and self._filler.is_running()
 
     def is_initialized(self) -> bool:
-        """Whether batches can be asked for: from the constructor to `shutdown`."""
+        """Return whether batches can be asked for: from the constructor to `shutdown`."""
         return not self._background.is_closed
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """No rollout and no turn is started, and nothing is written into the buffer, within this context."""
+        """Start no rollout and no turn, and write nothing into the buffer, within this context."""
         self._run(self._scheduler.pause())
         try:
             with self._not_writing():
@@ -275,7 +275,7 @@ class BatchCollector:
     # Weights
 
     def update_policy_weights_(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> int:
-        """Send the trainer's weights to the engines; the new policy version.
+        """Send the trainer's weights to the engines, and return the new policy version.
 
         The first call needs the trainer's model (or a mapping of its weights); later ones remember it. The scheme is
         that of `weight_sync_schemes`, or the one that the engine wants.
@@ -289,7 +289,7 @@ class BatchCollector:
         return version
 
     def start_update(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> Future[int]:
-        """As `update_policy_weights_`, but training may go on when this returns, while the engines load a copy.
+        """Begin to send the weights; training may go on when this returns, while the engines load a copy.
 
         No rollout starts until they have it, and `policy_version` is the coming one. What cannot be copied first is
         sent before this returns.
@@ -318,7 +318,7 @@ class BatchCollector:
         return self._background.submit(finish())
 
     def _updated(self, version: int) -> None:
-        """The engines have the weights of this version."""
+        """Note that the engines have the weights of this version."""
         self._background.post(self._scheduler.notify)
 
     @property
@@ -327,13 +327,13 @@ class BatchCollector:
         return self._scheduler.policy_version
 
     def get_policy_version(self) -> int:
-        """The same, as a method."""
+        """Return `policy_version`, for those who call it."""
         return self.policy_version
 
     # State
 
     def state_dict(self) -> StateDict:
-        """Everything needed to continue the very same sequence of prompts and ids.
+        """Return everything needed to continue the very same sequence of prompts and ids.
 
         Groups that were drawn and not handed on yet are among it by their place in the dataset: they are played again,
         from their prompts, before new ones are drawn. Turns that wait for the next batch are in it, without the live
@@ -389,7 +389,7 @@ class BatchCollector:
         self._weight_senders.shutdown()
 
     def async_shutdown(self, timeout: float | None = 10.0) -> None:
-        """The same, for a collector that was started in the background."""
+        """Shut down a collector that was started in the background: `shutdown`."""
         self.shutdown(timeout)
 
     def __enter__(self) -> Self:

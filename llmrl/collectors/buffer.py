@@ -57,7 +57,7 @@ class BufferFiller:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin.
+        """Start the thread.
 
         Raises:
             RuntimeError: when it runs already.
@@ -80,7 +80,7 @@ class BufferFiller:
             self._error = error
 
     def is_running(self) -> bool:
-        """Whether the thread runs.
+        """Return whether the thread runs.
 
         Raises:
             Exception: whatever ended it, once.

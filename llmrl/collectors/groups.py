@@ -92,7 +92,7 @@ class GroupRules:
 
 
 def have_equal_rewards(rollouts: Sequence[Rollout]) -> bool:
-    """Whether no rollout was rewarded otherwise than another.
+    """Return whether no rollout was rewarded otherwise than another.
 
     Example:
         >>> have_equal_rewards([])
@@ -133,7 +133,7 @@ class GroupCounter:
         self._open[group_id] = (num_rollouts, [])
 
     def settle(self, group_id: str, rollout: Rollout) -> list[Rollout] | None:
-        """Count one more; the group's rollouts in order of their samples once all have settled, else None.
+        """Count one more; return the group's rollouts in the order of their samples once all have settled, else None.
 
         Raises:
             KeyError: when the group is not open.
@@ -146,7 +146,7 @@ class GroupCounter:
         return sorted(settled, key=lambda rollout: rollout.sample_index)
 
     def abandon(self, group_id: str) -> list[Rollout]:
-        """Expect no more of a group; what of it had settled."""
+        """Expect no more of a group, and return what of it had settled."""
         return self._open.pop(group_id, (0, []))[1]
 
 
@@ -183,11 +183,11 @@ class StallDetector:
         self._first_error = ""
 
     def delivered(self) -> None:
-        """A group was delivered: start anew."""
+        """Start anew: a group was delivered."""
         self._num_in_row, self._reasons, self._first_error = 0, {}, ""
 
     def dropped(self, dropped: Sequence[Dropped]) -> None:
-        """A whole group was dropped."""
+        """Count a group that was dropped whole."""
         self._num_in_row += 1
         for rollout, reason in dropped:
             self._reasons[reason] = self._reasons.get(reason, 0) + 1

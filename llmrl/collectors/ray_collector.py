@@ -120,7 +120,7 @@ class RayLLMCollector(LLMCollector):
 
 
 def _ahead(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a collector that collects the next batch meanwhile.
+    """Return the arguments of a collector that collects the next batch meanwhile.
 
     Raises:
         ValueError: where they say otherwise.

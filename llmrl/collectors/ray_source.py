@@ -68,7 +68,7 @@ class CollectorActor:
         return rollouts
 
     async def process_id(self) -> int:
-        """Of the actor's process."""
+        """Return the id of the actor's process."""
         return os.getpid()
 
 
@@ -244,7 +244,7 @@ class RaySource:
             slot.is_ready, slot.num_failed_starts = True, 0
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Actors score their groups themselves."""
+        """Do nothing: actors score their groups themselves."""
 
     def shutdown(self) -> None:
         """End the actors; Ray goes on."""

@@ -51,7 +51,7 @@ class CollectionReport:
         return self.num_completion_tokens / self.seconds if self.seconds else 0.0
 
     def to_metrics(self) -> dict[str, float]:
-        """What is worth a curve, by the names of the run folder's metrics; what there is no number of is left out."""
+        """Return what is worth a curve, by the names of the run folder's metrics; what has no number is left out."""
         return {
             **({} if math.isnan(self.mean_reward) else {"reward_mean": self.mean_reward}),
             "completion_tokens_mean": self.mean_completion_tokens,
@@ -140,10 +140,10 @@ class Collected:
         return left_out
 
     def report(self) -> CollectionReport:
-        """All of it in numbers."""
+        """Return all of it in numbers."""
         return CollectionReport.of(self.rollouts, seconds=self.seconds, dropped=self.dropped, staleness=self.staleness)
 
 
 def is_empty(batch: object) -> bool:
-    """Whether there is no row in what is to be a batch."""
+    """Return whether there is no row in what is to be a batch."""
     return batch is None or (isinstance(batch, TensorDictBase) and not batch.batch_size.numel())

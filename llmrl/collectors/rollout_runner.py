@@ -130,7 +130,7 @@ class RolloutRunner:
 
     @staticmethod
     def open(element: TensorDictBase) -> Rollout:
-        """The record of a conversation that was just reset."""
+        """Return the record of a conversation that was just reset."""
         group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
         sample_index = int(element.get(("rollout", "sample_index"), 0))
         return Rollout(
@@ -172,7 +172,7 @@ class RolloutRunner:
             del stepped  # nothing of the turn is kept while the engine answers
 
     async def _complete(self, prompt_ids: list[int], rollout: Rollout) -> Completion:
-        """One completion, whatever becomes of its requests.
+        """Generate one completion, whatever becomes of its requests.
 
         A failed one is tried again, under a new id. One that was aborted, by an update of the weights, goes on after
         its last token: a partial rollout whose tokens carry the versions that sampled them. One that was aborted before
@@ -311,12 +311,12 @@ def _refuse_reward(rollout: Rollout) -> None:
 
 
 def as_scored(rollout: Rollout) -> RewardInput:
-    """The rollout as reward functions see it."""
+    """Return the rollout as reward functions see it."""
     return RewardInput(rollout.messages, rollout.columns, rollout.status, rollout.reason)
 
 
 def _joined(parts: list[Completion]) -> Completion:
-    """The parts of one completion as one; how it ended is what the last says."""
+    """Join the parts of one completion; how it ended is what the last says."""
     return replace(
         parts[-1],
         token_ids=[token for part in parts for token in part.token_ids],

@@ -12,7 +12,7 @@ from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
 
 def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
-    """The training rows of a rollout: one, or several where its history was rewritten; none where nothing was sampled.
+    """Return a rollout's training rows: one, several where its history was rewritten, none where nothing was sampled.
 
     All rows carry the rollout's ids and its reward, undivided. Their keys are the data contract's.
     """
@@ -58,7 +58,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
 
 
 def portable_turn(step: TensorDictBase) -> TensorDictBase:
-    """A turn that can be saved or sent: cloned to its own size, without live objects.
+    """Return a turn that can be saved or sent: cloned to its own size, without live objects.
 
     Left out is what lives with a conversation while it is played and is no plain data: its token state, which holds
     the renderer, its environment, the session of its tools.
@@ -85,7 +85,7 @@ def _is_plain(value: object) -> bool:
 
 
 def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
-    """The trainable rows of these groups as one lazily stacked batch `[num_rows]`; None when there are none.
+    """Return the trainable rows of these groups as one lazily stacked batch `[num_rows]`; None when there are none.
 
     A rollout that was not scored, or in which nothing was sampled, gives no row. Each row says how many rollouts of its
     group there are rows of, under `("rollout", "num_in_group")`: whoever puts groups together waits for so many.

@@ -156,7 +156,7 @@ class RolloutScheduler:
     # The consumer's side
 
     async def next_batch(self) -> ReadyBatch | None:
-        """The next full batch; at the end of the data what is left, if only what was dropped since, then None.
+        """Return the next full batch; at the end of the data what is left, if only what was dropped since, then None.
 
         Raises:
             CollectionStalled: when group after group was dropped.
@@ -201,31 +201,31 @@ class RolloutScheduler:
         return ReadyBatch(groups=[group.kept or [] for group in delivered], staleness=staleness, dropped=dropped)
 
     def mark_delivered(self) -> None:
-        """The last delivery has reached whoever asked for it: a saved state need not hold it any more."""
+        """Note that the last delivery has reached whoever asked for it: a saved state need not hold it any more."""
         self._undelivered = []
 
     def rollback(self) -> None:
-        """Nothing of the last delivery is trained on: the next one takes its place, also where places are bounded."""
+        """Take back the last delivery, of which nothing is trained on: the next takes its place in the bounds, too."""
         self.gate.rollback()
         self.notify()
 
     @contextlib.asynccontextmanager
     async def holding_still(self) -> AsyncIterator[list[int]]:
-        """While nothing is drawn: where in the dataset the groups stand that were drawn and not handed on yet."""
+        """Give, while nothing is drawn, the places in the dataset of groups that were drawn and not handed on yet."""
         async with self._opening:
             yield self._undelivered + self._unreported + _positions(self._groups.values())
 
     def notify(self) -> None:
-        """Something that gates look at, such as the policy's version, has changed."""
+        """Look again: something that gates look at, such as the policy's version, has changed."""
         self._wake.set()
         self._changed.set()
 
     def expect_version(self, version: int | None) -> None:
-        """The engines are loading new weights: nothing starts with the old ones, until `end_update`."""
+        """Start nothing with the old weights, since the engines load new ones, until `end_update`."""
         self._update_error, self._coming_version = None, version
 
     def end_update(self, version: int, error: Exception | None = None) -> None:
-        """The engines have the expected weights, or failed of an error, which the next batch raises."""
+        """Go on: the engines have the expected weights, or failed of an error, which the next batch raises."""
         if version == self._coming_version:  # else another update was begun meanwhile
             self._update_error, self._coming_version = error, None
         self.notify()
@@ -334,7 +334,7 @@ class RolloutScheduler:
                 self._drop_group(group_id, DropReason.FAILED_GROUP)
 
     def _is_given_up(self, group_id: str) -> bool:
-        """Whether a cancellation is ours; what else is cancelled was so by something that it called."""
+        """Return whether a cancellation is ours; what else is cancelled was so by something that it called."""
         return self._is_stopped or group_id not in self._groups
 
     async def _settle_group(self, group_id: str, settled: list[Rollout]) -> None:

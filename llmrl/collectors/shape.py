@@ -83,7 +83,7 @@ class BatchShape:
         num_ahead: int = 0,
         reset_each_batch: bool = False,
     ) -> DemandGate:
-        """A gate that starts what the batch asked for lacks."""
+        """Return a gate that starts what the batch asked for lacks."""
         surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {
             "turns": "keep" if reset_each_batch else "carry",
             "trajectories": "keep",
@@ -98,7 +98,7 @@ class BatchShape:
         )
 
     def staleness_gate(self, *, max_staleness: int, late: LatePolicy) -> StalenessGate:
-        """A gate that runs ahead of training by a bounded number of versions.
+        """Return a gate that runs ahead of training by a bounded number of versions.
 
         Raises:
             ValueError: where a batch is not a number of groups or rollouts.
@@ -111,7 +111,7 @@ class BatchShape:
         return StalenessGate(self.size, max_staleness=max_staleness, late=late)
 
     def units(self, rollouts: Sequence[Rollout]) -> int:
-        """What a group brings to a batch, in units of `size`."""
+        """Return what a group brings to a batch, in units of `size`."""
         if self.kind in ("turns", "trajectories"):
             return sum(len(rollout.steps) for rollout in rollouts)
         if self.kind == "tokens":
@@ -123,7 +123,7 @@ class BatchShape:
     def assemble(
         self, groups: Sequence[Sequence[Rollout]], left_over: Sequence[TensorDictBase] = ()
     ) -> tuple[TensorDictBase | None, list[TensorDictBase]]:
-        """The batch of these groups, and the turns beyond it; `left_over` are those beyond the batch before."""
+        """Return the batch of these groups, and the turns beyond it; `left_over` are those beyond the batch before."""
         if self.is_grouped:
             return batch_rows(groups), []
         steps = [*left_over]

@@ -151,7 +151,7 @@ class EnvSource:
         ]
 
     def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
-        """After a reset that failed: the jobs of its rollouts, of which those fail that are at fault."""
+        """Return, after a reset that failed, the jobs of its rollouts, of which those fail that are at fault."""
         if self.prompts is not None and self.prompts.upcoming(count) != positions:  # they were drawn, and lost
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
@@ -187,7 +187,7 @@ class EnvSource:
 
 
 def dataset_env_of(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer | None:
-    """What draws an environment's prompts and has their position: a dataset environment, or a primer of one's own."""
+    """Return what draws an environment's prompts and has their position: a dataset environment, or its own primer."""
     drawing = [
         part
         for part in environment_parts(env)

@@ -75,13 +75,13 @@ class StalenessGate:
         return list(self._admitted)
 
     def request_batch(self) -> None:
-        """The consumer waits for its next batch: it has done with those before, whatever the version."""
+        """Note that the consumer waits for its next batch: it has done with those before, whatever the version."""
         if self._is_unasked:
             return
         self._progress = max(self._progress, self._num_batches)
 
     def run_unasked(self) -> None:
-        """Only new versions say how far training is: whoever fills a buffer asks at once for the next batch."""
+        """Follow new versions alone: whoever fills a buffer asks at once for the next batch, trained or not."""
         self._is_unasked = True
 
     def _observe(self, version: int) -> None:
@@ -94,13 +94,13 @@ class StalenessGate:
                 self._progress = min(self._progress, self._num_batches)
 
     def num_admissible(self, version: int) -> int:
-        """Groups that may be admitted now: *admission_is_bounded*."""
+        """Return how many groups may be admitted now: *admission_is_bounded*."""
         self._observe(version)
         allowed = (self._progress + self.max_staleness + 1) * self.groups_per_batch
         return max(0, allowed - self._num_batches * self.groups_per_batch - len(self._admitted))
 
     def admit(self, group_id: str, version: int) -> None:
-        """A group was started."""
+        """Note that a group was started."""
         self._observe(version)
         deadline = self._progress + self.max_staleness
         self._admitted[group_id] = (deadline, version)
@@ -109,7 +109,7 @@ class StalenessGate:
         self._num_by_deadline[deadline] = self._num_by_deadline.get(deadline, 0) + 1
 
     def discard(self, group_id: str) -> None:
-        """A group was dropped; its place is free again."""
+        """Note that a group was dropped; its place is free again."""
         if group_id not in self._admitted:
             return
         deadline, _ = self._admitted.pop(group_id)
@@ -122,13 +122,13 @@ class StalenessGate:
             self._ready_by_deadline.pop(deadline, None)
 
     def mark_ready(self, group_id: str, units: int = 1) -> None:
-        """A group has settled."""
+        """Note that a group has settled."""
         deadline, _ = self._admitted[group_id]
         self._ready_by_deadline.setdefault(deadline, {})[group_id] = None
         self._num_ready += 1
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """A full batch, or None while there is none; with `is_last` whatever there is.
+        """Return a full batch, or None while there is none; with `is_last` whatever there is.
 
         Nothing is selected while `overdue_ids` have not been discarded.
         """
@@ -155,16 +155,16 @@ class StalenessGate:
         return Selection(group_ids=group_ids, staleness=staleness)
 
     def rollback(self) -> None:
-        """The batch that was selected last brought nothing: another one takes its place and its versions."""
+        """Take back the batch that was selected last: it brought nothing; another takes its place and its versions."""
         self._num_batches -= 1
         if not self._is_unasked:
             self._progress = min(self._progress, self._num_batches)
 
     def carry(self, units: int) -> None:
-        """Its batches are whole groups: nothing is left over by them."""
+        """Do nothing: its batches are whole groups, and nothing is left over by them."""
 
     def _is_feasible_without(self, num_taken: Mapping[int, int]) -> bool:
-        """*deadlines_stay_feasible*, were so many of each deadline taken as the next batch."""
+        """Return whether *deadlines_stay_feasible*, were so many of each deadline taken as the next batch."""
         num_before = 0
         for deadline in sorted(self._num_by_deadline):
             num_left = self._num_by_deadline[deadline] - num_taken.get(deadline, 0)
@@ -174,7 +174,7 @@ class StalenessGate:
         return True
 
     def overdue_ids(self, version: int) -> list[str]:
-        """Groups, ready or not, that are too old to be delivered."""
+        """Return the groups, ready or not, that are too old to be delivered."""
         overdue = []
         for group_id, (deadline, started) in self._admitted.items():  # in order of admission: the oldest first
             if version - started <= self.max_staleness and (self.late == "wait" or deadline >= self._num_batches):

@@ -96,7 +96,7 @@ class EnvStepper:
         return self._before_reset is not None
 
     async def open(self, opening: Opening) -> TensorDictBase:
-        """A conversation at its beginning.
+        """Open a conversation.
 
         Raises:
             Exception: whatever its environment raised, as by `as_exception`.
@@ -200,16 +200,16 @@ class EnvStepper:
 
     @staticmethod
     def _next_root(element: TensorDictBase) -> TensorDictBase:
-        """What `step_mdp` gives, as an object of its own: entries are taken over, and not checked again."""
+        """Return what `step_mdp` gives, as an object of its own: entries are taken over, and not checked again."""
         root = {key: value for key, value in element.items() if key not in _TURN_KEYS}
         return tensordict_of(root | {key: value for key, value in element.get("next").items() if key != "reward"})
 
     def shutdown(self) -> None:
-        """Let the environment's threads end."""
+        """End the environment's threads."""
         self._thread.close()
         self.slow_loop.close()
 
 
 def _parts(env: EnvBase, name: str) -> list[Callable[[TensorDictBase], Any]]:
-    """The methods of this name of the environment and of its transforms, innermost first."""
+    """Return the methods of this name of the environment and of its transforms, innermost first."""
     return [method for part in environment_parts(env) if (method := getattr(part, name, None)) is not None]

@@ -46,6 +46,6 @@ def refuse_values(**values: bool | None) -> None:
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:
-    """The error for an attribute that a collector has not."""
+    """Return the error for an attribute that a collector has not."""
     mend = f": {ATTRIBUTES[name]}." if name in ATTRIBUTES else "."
     return AttributeError(f"{type(owner).__name__} has no {name!r}{mend}", name=name, obj=owner)

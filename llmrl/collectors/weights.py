@@ -25,11 +25,11 @@ class WeightSender(Protocol):
         ...
 
     def update_weights(self) -> int:
-        """Send the weights; their version, when the engine has them."""
+        """Send the weights, and return their version when the engine has them."""
         ...
 
     def start_update(self) -> Future[int]:
-        """The same, returning as soon as the model may change."""
+        """Begin to send the weights, and return as soon as the model may change."""
         ...
 
     def shutdown(self) -> None:
@@ -41,7 +41,7 @@ class WeightScheme(Protocol):
     """How weights reach engines, such as `VLLMWeightSyncScheme`."""
 
     def create_sender(self) -> WeightSender:
-        """The trainer's end."""
+        """Return the trainer's end."""
         ...
 
 
@@ -68,7 +68,7 @@ class WeightSenders:
         self._model: Weights | None = None
 
     def connected(self, model: Weights | TensorDictModuleBase | None) -> list[WeightSender]:
-        """The senders, connected to the engines.
+        """Return the senders, connected to the engines.
 
         Args:
             model: the trainer's, or a policy that scores with it, or a mapping of its weights; None is the one before.
@@ -98,7 +98,7 @@ class WeightSenders:
         return list(self._senders.values())
 
     def __getitem__(self, name: str) -> WeightSender:
-        """The sender of a scheme, which is the caller's to connect where no update was made before.
+        """Return the sender of a scheme, which is the caller's to connect where no update was made before.
 
         Raises:
             KeyError: when no scheme has this name.

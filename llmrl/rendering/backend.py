@@ -18,7 +18,7 @@ from llmrl.rendering.tool_calls import make_tool_call
 def make_renderer(
     tokenizer: Tokenizer, *, backend: Literal["auto", "template", "renderers"] = "auto", **template_arguments: Any
 ) -> Renderer:
-    """A renderer for a tokenizer's model.
+    """Return a renderer for a tokenizer's model.
 
     Args:
         tokenizer: of Hugging Face.
@@ -76,7 +76,7 @@ class PackageRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """The whole conversation, [num_tokens].
+        """Return the token ids of the whole conversation, `[num_tokens]`.
 
         Raises:
             RenderingError: when the package refuses the messages, or one has a special token, which it would read.
@@ -94,11 +94,11 @@ class PackageRenderer:
             raise RenderingError(f"renderers refuses the messages: {type(error).__name__}: {error}") from error
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
-        """Whether some turn may be rendered differently once others follow: the package says it for all or none."""
+        """Return whether some turn may be rendered differently later: the package says it for all or none."""
         return self.is_history_rewritten
 
     def check_tools(self) -> None:
-        """The package knows the tools of every model that it knows."""
+        """Do nothing: the package knows the tools of every model that it knows."""
 
     def bridge(
         self,
@@ -107,7 +107,7 @@ class PackageRenderer:
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """What to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
+        """Return what to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
 
         Raises:
             RenderingError: when the package cannot append these messages, or one has a special token.
@@ -147,11 +147,11 @@ class PackageRenderer:
         return ParsedCompletion(message, is_complete, tuple(malformed))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of templated text; special tokens are recognised, none is added."""
+        """Return the token ids of templated text; special tokens are recognised, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

@@ -30,7 +30,7 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """The whole conversation, [num_tokens].
+        """Return the token ids of the whole conversation, `[num_tokens]`.
 
         Raises:
             RenderingError: when the template refuses the messages.
@@ -38,7 +38,7 @@ class Renderer(Protocol):
         ...
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
-        """Whether some turn of this conversation may be rendered differently once others follow."""
+        """Return whether some turn of this conversation may be rendered differently once others follow."""
         ...
 
     def check_tools(self) -> None:
@@ -56,7 +56,7 @@ class Renderer(Protocol):
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """What to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
+        """Return what to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
 
         Ends the turn where the completion did not, then the new messages and the generation prompt. Only the tail
         of `token_ids` is looked at, so the cost is that of the new messages. Tool results have the `name` of their
@@ -73,11 +73,11 @@ class Renderer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of templated text; special tokens are recognised, none is added."""
+        """Return the token ids of templated text; special tokens are recognised, none is added."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         ...
 
 
@@ -113,7 +113,7 @@ class ProbedRenderer(Renderer, Protocol):
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The whole conversation as the template writes it.
+        """Return the whole conversation as the template writes it.
 
         Raises:
             RenderingError: when the template refuses the messages.
@@ -121,9 +121,9 @@ class ProbedRenderer(Renderer, Protocol):
         ...
 
     def encode_turns(self, text: str, mark: str = "") -> list[int]:
-        """As `encode`, turn by turn, from a memory of turns."""
+        """Encode turn by turn, from a memory of turns."""
         ...
 
     def _ending(self, *, is_call: bool, role: str) -> Ending | None:
-        """How a turn ends when `role` speaks next; None where the template does not write that."""
+        """Return how a turn ends when `role` speaks next; None where the template does not write that."""
         ...

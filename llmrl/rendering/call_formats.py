@@ -33,13 +33,13 @@ def _tagged(name: str, arguments: Arguments) -> str:
 
 @register_tool_call_parser("none")
 def parse_no_calls(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Everything is content."""
+    """Take everything for content."""
     return ParsedCalls(text)
 
 
 @register_tool_call_parser("hermes", write=_tagged)
 def parse_hermes(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
 
     Example:
         >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>').content
@@ -50,7 +50,7 @@ def parse_hermes(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("xml")
 def parse_xml(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, any number of them.
+    """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, any number of them.
 
     A value is what its schema says; without one it is read as JSON where it is JSON, else as text.
     """
@@ -59,7 +59,7 @@ def parse_xml(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("glm")
 def parse_glm(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`, values as in `xml`."""
+    """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`, values as in `xml`."""
     return _between(text, "<tool_call>", "</tool_call>", lambda body: [_read_glm_call(body, tools)])
 
 
@@ -69,7 +69,7 @@ def _lines_of_name_and_json(name: str, arguments: Arguments) -> str:
 
 @register_tool_call_parser("glm4", write=_lines_of_name_and_json)
 def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    r"""The whole text is a name and, on the next line, a JSON object; several, perhaps after `<|assistant|>`.
+    r"""Read a text that is a name and, on the next line, a JSON object; or several, perhaps after `<|assistant|>`.
 
     What looks like one and is no JSON is a malformed call where a tool has that name, and content otherwise.
 
@@ -95,7 +95,7 @@ def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("mistral")
 def parse_mistral(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """`[TOOL_CALLS]` before a JSON list of calls, or before each `NAME[ARGS]{...}`."""
+    """Read `[TOOL_CALLS]` before a JSON list of calls, or before each `NAME[ARGS]{...}`."""
     content, *pieces = text.split("[TOOL_CALLS]")
     calls: list[ToolCall] = []
     malformed: list[MalformedToolCall] = []
@@ -109,7 +109,7 @@ def parse_mistral(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("llama3_json")
 def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """The whole text is `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; several by `;`."""
+    """Read a text that is `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; several by `;`."""
     is_tagged = text.lstrip().startswith("<|python_tag|>")
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not is_tagged and not re.match(r'\{\s*"(name|type|parameters|function)"\s*:', body):
@@ -130,7 +130,7 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCall
 
 @register_tool_call_parser("pythonic")
 def parse_pythonic(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """The whole text is a Python list of calls with keyword arguments: `[add(a=1, b=2)]`.
+    """Read a text that is a Python list of calls with keyword arguments: `[add(a=1, b=2)]`.
 
     Example:
         >>> parse_pythonic("[add(a=1, b=[2])]").tool_calls[0]["function"]
@@ -153,7 +153,7 @@ def _pythonic_in_marks(name: str, arguments: Arguments) -> str:
 
 @register_tool_call_parser("lfm2", write=_pythonic_in_marks)
 def parse_lfm2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """`<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`, or a JSON list of calls between these marks."""
+    """Read `<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`, or a JSON list of calls between these marks."""
 
     def read(body: str) -> list[ToolCall]:
         body = body.strip()
@@ -164,7 +164,7 @@ def parse_lfm2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("gemma4")
 def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """`<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, any number of them, texts between marks of their own.
+    """Read `<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, any number of them, texts between marks of their own.
 
     Example:
         >>> parse_gemma4('<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>').tool_calls[0]["function"]
@@ -178,7 +178,7 @@ def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("deepseek")
 def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function` and fenced JSON (V3 and R1)."""
+    """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function` fenced JSON (V3, R1)."""
     parsed = _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", lambda body: [_read_deepseek_call(body)])
     if not parsed.tool_calls:
         return parsed
@@ -188,7 +188,7 @@ def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("fenced")
 def parse_fenced(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    r"""Fenced blocks marked `tool_call` with a JSON call in each, or marked `json` where the JSON is a call.
+    r"""Read fenced blocks marked `tool_call` with a JSON call in each, or marked `json` where the JSON is a call.
 
     Example:
         >>> text = '```tool_call\n{"name": "add", "arguments": {"a": 1}}\n```'
@@ -215,7 +215,7 @@ def parse_fenced(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 
 def _register_json_between_marks(name: str, opening: str, closing: str) -> None:
-    """A family that writes a JSON list of its calls between two marks of its own; the closing one may be empty."""
+    """Register a format: a JSON list of calls between two marks, of which the closing one may be empty."""
 
     @register_tool_call_parser(name, write=lambda name, arguments: f"{opening}[{_json_call(name, arguments)}]{closing}")
     def parse(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
@@ -230,7 +230,7 @@ _register_json_between_marks("granite", "<|tool_call|>", "")
 
 
 def _between(text: str, opening: str, closing: str, read: Callable[[str], list[ToolCall]]) -> ParsedCalls:
-    """What `read` finds between each pair of marks; the rest is content."""
+    """Return what `read` finds between each pair of marks; the rest is content."""
     content: list[str] = []
     calls: list[ToolCall] = []
     malformed: list[MalformedToolCall] = []
@@ -330,7 +330,7 @@ _QUOTE = '<|"|>'
 
 
 def _read_gemma4_value(text: str, position: int) -> tuple[Json, int]:
-    """A value and where it ends: texts between quotation marks of their own, keys bare or between these."""
+    """Return a value and where it ends: texts between quotation marks of their own, keys bare or between these."""
     position = _skip_space(text, position)
     if text.startswith(_QUOTE, position):
         end = text.find(_QUOTE, position + len(_QUOTE))

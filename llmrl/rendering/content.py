@@ -48,14 +48,14 @@ class ContentMarks:
         self._normalizer = self._normalizer if normalized else None
 
     def find(self, text: str) -> list[int]:
-        """Where special tokens begin."""
+        """Return where special tokens begin."""
         if not any(beginning in text for beginning in self._tokens_of):
             return []
         found = self._pattern.finditer(text)
         return [match.start() for match in found if text.startswith(self._tokens_of[match[1]], match.start())]
 
     def first_in(self, *values: object) -> str | None:
-        """The first special token in the texts of messages or tools; None where there is none."""
+        """Return the first special token in the texts of messages or tools; None where there is none."""
         for text in _texts_of(values):
             for start in self.find(text):
                 return next(
@@ -68,7 +68,7 @@ class ContentMarks:
     def mark(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None
     ) -> tuple[str, Sequence[Message], Sequence[ToolSchema] | None]:
-        """The mark, empty where none is needed, and the messages and tools with it in each special token.
+        """Return the mark, empty where none is needed, and the messages and tools with it in each special token.
 
         Raises:
             RenderingError: where they have every character that a mark could be.
@@ -105,14 +105,14 @@ class ContentMarks:
         return value
 
     def _is_hidden(self, text: str) -> bool:
-        """Whether a text becomes a special token when it is normalized."""
+        """Return whether a text becomes a special token when it is normalized."""
         if self._normalizer is None:
             return False
         normalized = self._normalizer.normalize_str(text)
         return normalized != text and any(token in normalized for token in self.tokens)
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Token ids of a rendering; what has the mark in it is no special token, and the marks themselves are left out.
+        """Return the token ids of a rendering; what has the mark in it is no special token, and the marks are left out.
 
         Raises:
             RenderingError: where the tokenizer does not tell what became of the marks.
@@ -147,7 +147,7 @@ def _refusal(reason: str) -> RenderingError:
 
 
 def _texts_of(value: object) -> Iterator[str]:
-    """All texts in a value, keys of dicts included; the text parts of a content also as one."""
+    """Return all texts in a value, keys of dicts included; the text parts of a content also as one."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -82,7 +82,7 @@ class Conversation:
         mode: Mode = "auto",
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> Conversation:
-        """An empty conversation.
+        """Return an empty conversation.
 
         Raises:
             ValueError: for an unknown mode, or a negative threshold.
@@ -127,7 +127,7 @@ class Conversation:
         return self._before is not None
 
     def with_prompt(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Conversation:
-        """The conversation with its next prompt: these messages, up to where the assistant is to speak.
+        """Return the conversation with its next prompt: these messages, up to where the assistant is to speak.
 
         The first prompt is rendered whole; a later one costs only the messages that are new, unless earlier ones, or
         the tools, were rewritten. The same prompt again gives the same value; another one replaces it.
@@ -161,7 +161,7 @@ class Conversation:
         return prompted._with(messages=messages, tools=tools, _shown=shown)
 
     def _is_shown_in(self, shown: list[int]) -> bool:
-        """Whether a template that now shows `shown` shows the last prompt as before, and an answer that reads alike.
+        """Return whether a template that shows `shown` shows the last prompt as before, and an answer that reads alike.
 
         White space, the spelling of a call or an empty reasoning block are no difference: what was sampled stays.
         """
@@ -180,7 +180,7 @@ class Conversation:
         return _reading(answer.message) == _reading(last.message)
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
-        """The conversation with its next prompt given as ids, [num_prompt_tokens], compared with the held ones.
+        """Return the conversation with its next prompt as ids, `[num_prompt_tokens]`, compared with the held ones.
 
         Raises:
             ValueError: when the prompt is empty.
@@ -203,7 +203,7 @@ class Conversation:
         return self._continued(num_kept, prompt_ids[num_kept:])
 
     def _continued(self, num_kept: int, context_ids: Sequence[int]) -> Conversation:
-        """The conversation with a prompt of the first `num_kept` held tokens and these: append, realign or fork."""
+        """Prompt with the first `num_kept` held tokens and these: append, realign or fork."""
         num_answer = 0 if self.node is None else self.node.num_completion_tokens
         kind = classify(self._num_tokens, num_kept, num_answer, fork_threshold_tokens=self.fork_threshold_tokens)
         held = self._extendable() if kind == "clean" else self._rewritten(num_kept)
@@ -214,7 +214,7 @@ class Conversation:
         return self._with(_held=held, _num_tokens=num_tokens, _num_kept=num_kept, _before=self, last=None)
 
     def _rewritten(self, num_kept: int) -> TokenBuffer:
-        """The first tokens of the row, in columns of their own; the row so far is closed: each turn keeps its part."""
+        """Return the row's first tokens in columns of their own; the row so far is closed: each turn keeps its part."""
         rewritten = TokenBuffer(self._held.columns.copy(num_kept))
         for node in () if self.node is None else self.node.ancestors():
             if not node.shares(self._held.columns):
@@ -223,7 +223,7 @@ class Conversation:
         return rewritten
 
     def _extendable(self) -> TokenBuffer:
-        """The held tokens if nobody extended them since, otherwise a copy: a branch."""
+        """Return the held tokens if nobody extended them since, otherwise a copy: a branch."""
         if len(self._held.columns) == self._num_tokens:
             return self._held
         return TokenBuffer(self._held.columns.copy(self._num_tokens))
@@ -233,7 +233,7 @@ class Conversation:
     def with_completion(
         self, token_ids: Sequence[int], *, log_probs: Sequence[float], versions: Sequence[int]
     ) -> Conversation:
-        """The conversation after the engine answered its prompt, [num_completion_tokens] each.
+        """Return the conversation after the engine answered its prompt, `[num_completion_tokens]` each.
 
         Raises:
             ValueError: without a prompt, or when log-probs or versions are missing or short.
@@ -263,7 +263,7 @@ class Conversation:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """[num_tokens] the held tokens: what the engine is given next."""
+        """`[num_tokens]`: the held tokens, what the engine is given next."""
         return self._held.columns.token_ids[: self._num_tokens]
 
     @property
@@ -282,7 +282,7 @@ class Conversation:
         return () if self.node is None else tuple(self.node.path())
 
     def tensor_view(self, column: Column) -> torch.Tensor:
-        """A column of the held tokens, [num_tokens]: a view that costs what is new since the last one.
+        """Return a column of the held tokens, `[num_tokens]`: a view that costs what is new since the last one.
 
         Raises:
             ValueError: for an unknown column.
@@ -290,11 +290,11 @@ class Conversation:
         return self._held.tensor_view(column, self._num_tokens)
 
     def reconcile(self) -> Reconciliation:
-        """The training rows of the turns so far, with the counts of how they came about."""
+        """Return the training rows of the turns so far, with the counts of how they came about."""
         return reconcile([] if self.node is None else [self.node])
 
     def count_turns(self) -> dict[str, int]:
-        """How those rows came about, without making them: clean, realigned and forked turns, realigned tokens."""
+        """Count how those rows came about, without making them: clean, realigned, forked turns, realigned tokens."""
         return count_turns(self.node)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -341,11 +341,11 @@ def _starts_with(messages: tuple[Message, ...], held: tuple[Message, ...]) -> bo
 
 
 def _reading(message: Message) -> tuple[str, str, list[ToolCall]]:
-    """What a message says, thinks and calls, however it is laid out."""
+    """Return what a message says, thinks and calls, however it is laid out."""
     content, reasoning = ((message.get(key) or "").strip() for key in ("content", "reasoning_content"))
     return content, reasoning, [call["function"] for call in message.get("tool_calls") or ()]
 
 
 def _meaning(message: Message) -> Message:
-    """A message without what says nothing: None, empty text and empty lists count as absent."""
+    """Return a message without what says nothing: None, empty text and empty lists count as absent."""
     return {key: value for key, value in message.items() if value is not None and value != [] and value != ""}

@@ -39,7 +39,7 @@ _TOOL: ToolSchema = {
 
 
 def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Arguments | None = None) -> Message:
-    """An assistant's message that calls these functions, the mark in each call's arguments."""
+    """Return an assistant's message that calls these functions, the mark in each call's arguments."""
     arguments = {"value": ANSWER} if arguments is None else arguments
     return {
         "role": "assistant",
@@ -56,7 +56,7 @@ def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Argum
 
 
 def chat_features(messages: Iterable[Message], tools: Sequence[ToolSchema] | None) -> frozenset[str]:
-    """What of a conversation makes some templates rewrite its earlier turns.
+    """Return what of a conversation makes some templates rewrite its earlier turns.
 
     Example:
         >>> sorted(chat_features([{"role": "assistant", "content": "", "reasoning_content": "r"}], tools=None))
@@ -80,14 +80,14 @@ class TemplateProbe:
     def text(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, is_prompt: bool = True
     ) -> str | None:
-        """What the template writes; None when it refuses."""
+        """Return what the template writes; None when it refuses."""
         try:
             return self.renderer.render_text(messages, tools=tools, add_generation_prompt=is_prompt)
         except RenderingError:
             return None
 
     def are_arguments_text(self) -> bool:
-        """Whether the template wants a call's arguments as JSON text, refusing a dict."""
+        """Return whether the template wants a call's arguments as JSON text, refusing a dict."""
         chats = [[USER, calling(), *more] for more in ([_TOOL_RESULT], [_NEXT_USER])]
         if any(self.text(chat, tools=[_TOOL]) is not None for chat in chats):
             return False
@@ -95,21 +95,21 @@ class TemplateProbe:
         return any(self.text(chat, tools=[_TOOL]) is not None for chat in chats)
 
     def are_tools_shown(self) -> bool:
-        """Whether the schema of a tool reaches the prompt."""
+        """Return whether the schema of a tool reaches the prompt."""
         text = self.text([USER], tools=[_TOOL])
         return text is not None and _TOOL_NAME in text
 
     def is_system_known(self) -> bool:
-        """Whether the template takes a system message."""
+        """Return whether the template takes a system message."""
         return self.text([{"role": "system", "content": "s"}, USER]) is not None
 
     def are_calls_shown(self) -> bool:
-        """Whether an assistant's tool calls are rendered."""
+        """Return whether an assistant's tool calls are rendered."""
         texts = (self.text([USER, calling(), *more]) for more in ([_TOOL_RESULT], [_NEXT_USER]))
         return any(text is not None and ANSWER in text for text in texts)
 
     def result_role(self) -> str | None:
-        """The role as whose message the template writes a tool's result, None where it knows no such role."""
+        """Return the role as whose message the template writes a tool's result, None where it knows no such role."""
         added = self._added_tokens()
         # A template may write whatever role it is given; a role that has a token of its own is the one it was made for.
         for role in sorted(TOOL_ROLES, key=lambda role: f"<|{role}|>" not in added):
@@ -120,21 +120,21 @@ class TemplateProbe:
         return None
 
     def are_orphans_shown(self) -> bool:
-        """Whether a tool's result is written after an answer without calls, too."""
+        """Return whether a tool's result is written after an answer without calls, too."""
         return self._after_mark(PLAIN_ANSWER, _ORPHAN_RESULT) is not None
 
     def are_result_names_written(self) -> bool:
-        """Whether the name of its function is written with a tool's result."""
+        """Return whether the name of its function is written with a tool's result."""
         after = self._after_mark(calling(), _TOOL_RESULT)
         return after is not None and _TOOL_NAME in after
 
     def are_parallel_calls_shown(self) -> bool:
-        """Whether two calls of one message are both rendered."""
+        """Return whether two calls of one message are both rendered."""
         text = self.text([USER, calling("f", "g"), _TOOL_RESULT])
         return text is not None and text.count(ANSWER) == 2
 
     def _after_mark(self, answer: Message, following: Message) -> str | None:
-        """What is written after an assistant's message until the next one; None unless that one follows there."""
+        """Return what is written between an assistant's message and the next; None unless that one follows there."""
         text = self.text([USER, answer, following])
         if text is None or ANSWER not in text:
             return None
@@ -143,7 +143,7 @@ class TemplateProbe:
         return after if content in after else None
 
     def generation_prompt(self) -> str:
-        """The end of a prompt that asks for a completion.
+        """Return the end of a prompt that asks for a completion.
 
         Raises:
             RenderingError: when the template refuses a single user message.
@@ -151,7 +151,7 @@ class TemplateProbe:
         return self.renderer.render_text([USER], add_generation_prompt=True)
 
     def answer_ending(self) -> Ending:
-        """How a plain answer ends when the user speaks next.
+        """Return how a plain answer ends when the user speaks next.
 
         Raises:
             RenderingError: when no token ends it, so that turns cannot be told apart exactly; or when that token also
@@ -172,7 +172,7 @@ class TemplateProbe:
         return ending
 
     def answer_marks(self, ending: Ending) -> tuple[str, str]:
-        """Marks that the template writes, and the model with it, around an answer within its turn (Cohere)."""
+        """Return the marks that the template, and so the model, writes around an answer within its turn (Cohere)."""
         prompt, text = self.text([USER]) or "", self.text([USER, PLAIN_ANSWER, _NEXT_USER]) or ""
         opening = text[len(prompt) : text.index(ANSWER)] if text.startswith(prompt) else ""
         after = text[text.index(ANSWER) + len(ANSWER) :]
@@ -182,7 +182,7 @@ class TemplateProbe:
         return marks if is_marked else ("", "")
 
     def turn_marks(self) -> set[str]:
-        """Added tokens that begin or end turns, or a tool's result, whether the tokenizer calls them special or not."""
+        """Return the added tokens that begin or end turns, or a tool's result, whether called special or not."""
         renderer, end = self.renderer, _NEXT_USER
         frames = [self._after_mark(PLAIN_ANSWER, end), self._after_mark(calling(), _TOOL_RESULT)]
         offsets = [renderer._ending(is_call=False, role="user"), renderer._ending(is_call=True, role="tool")]
@@ -209,7 +209,7 @@ class TemplateProbe:
                 )
 
     def ending(self, *, is_call: bool, role: str) -> Ending | None:
-        """How an answer, or a message that calls functions, ends when `role` speaks next.
+        """Return how an answer, or a message that calls functions, ends when `role` speaks next.
 
         None when the template does not write such a conversation, or no added token ends the turn there.
         """
@@ -262,7 +262,7 @@ class TemplateProbe:
 
     @staticmethod
     def _first_token(text: str, tokens: dict[str, int]) -> tuple[int, int] | None:
-        """Offset and id of the token that starts first in a text, the longest where several do."""
+        """Return the offset and id of the token that starts first in a text, the longest where several do."""
         found = [(text.find(token), -len(token), token_id) for token, token_id in tokens.items() if token in text]
         if not found:
             return None
@@ -270,7 +270,7 @@ class TemplateProbe:
         return offset, token_id
 
     def rewriting_features(self, *, is_reasoning_read: bool) -> frozenset[frozenset[str]]:
-        """The sets of `chat_features` with which some turn is rendered differently once others follow it."""
+        """Return the sets of `chat_features` with which some turn is rendered differently once others follow it."""
         return frozenset(
             chat_features([answer], tools)
             for tools, answer, following in self._turns()
@@ -305,7 +305,7 @@ class TemplateProbe:
         return False
 
     def written_call(self, name: str, arguments: Arguments, *, num_calls: int = 1) -> str | None:
-        """What the template writes for a message that calls a function, from the end of the prompt to that of the turn.
+        """Return what the template writes for a message that calls a function, from the prompt's end to the turn's.
 
         The mark must be the last argument. None where it writes no such message.
         """
@@ -324,7 +324,7 @@ class TemplateProbe:
         return None
 
     def is_call_read(self, parser: ToolCallParser) -> bool:
-        """Whether a parser reads what the template writes for calls, parallel ones where it writes these."""
+        """Return whether a parser reads what the template writes for calls, parallel ones where it writes these."""
         num_calls = 2 if self.renderer._are_parallel_calls_shown else 1
         text = self.written_call(_TOOL_NAME, _ARGUMENTS, num_calls=num_calls)
         if text is None:
@@ -349,7 +349,7 @@ class TemplateProbe:
         )
 
     def check_tool_bridge(self) -> None:
-        """The same for conversations with tool calls.
+        """Compare them after conversations with tool calls.
 
         Raises:
             RenderingError: when they differ.

@@ -6,7 +6,7 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
-    r"""Reasoning (None when there is none) and the rest of a completion's text.
+    r"""Return the reasoning (None when there is none) and the rest of a completion's text.
 
     Args:
         text: as sampled.

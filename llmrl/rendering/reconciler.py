@@ -25,7 +25,7 @@ ReconciliationKind = Literal["clean", "realigned", "forked"]
 
 
 def classify(num_held: int, num_kept: int, num_answer: int, *, fork_threshold_tokens: int) -> ReconciliationKind:
-    """What a prompt that keeps the first `num_kept` of `num_held` tokens means for the row.
+    """Say what a prompt that keeps the first `num_kept` of `num_held` tokens means for the row.
 
     `num_answer` is the length of the answer at the end of the held tokens.
 
@@ -43,7 +43,7 @@ def classify(num_held: int, num_kept: int, num_answer: int, *, fork_threshold_to
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix, by comparing slices at C speed.
+    """Return the length of the common prefix, by comparing slices at C speed.
 
     Example:
         >>> common_prefix_length([1, 2, 3, 4], [1, 2, 9])

@@ -11,7 +11,7 @@ TOOL_ROLES = ("tool", "observation", "function", "ipython")
 
 
 def name_results(messages: Sequence[Message]) -> list[Message]:
-    """The messages, each result with the `name` of the function that it answers.
+    """Return the messages, each result with the `name` of the function that it answers.
 
     OpenAI's convention leaves the name out: a result has its call's id. Some templates write the name, so it is taken
     from the call with that id, or, where calls have no ids, from the call in the same place. A result that answers no
@@ -46,7 +46,7 @@ def _call_of(result: Message, calls: Sequence[Message], place: int) -> Message |
 
 
 def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans: bool) -> list[Message]:
-    """The messages with tool results as messages of the user, each between marks.
+    """Return the messages with tool results as messages of the user, each between marks.
 
     Results that follow each other, and a user's message after them, make one message: many templates want the roles
     to alternate.

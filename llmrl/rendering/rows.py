@@ -35,7 +35,7 @@ class Reconciliation:
 
 
 def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
-    """The training rows of a tree of turns, given by its leaves: one path after the other, each token trained once.
+    """Return the training rows of a tree of turns, given by its leaves: path after path, each token trained once.
 
     A turn that several leaves share is trained by the first row that holds it; later rows hold it as context. Where
     the first row lost the tail of an answer to a realign, a later row that still holds the tail trains it.
@@ -71,7 +71,7 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
 
 
 def count_turns(leaf: TurnNode | None) -> dict[str, int]:
-    """How the rows of a path came about: the counts of its reconciliation, without making its rows."""
+    """Return how the rows of a path came about: the counts of its reconciliation, without making its rows."""
     counts = {"num_clean_turns": 0, "num_realigned_turns": 0, "num_forked_turns": 0, "num_realigned_tokens": 0}
     for turn in () if leaf is None else leaf.ancestors():
         if turn.parent is not None:
@@ -82,7 +82,7 @@ def count_turns(leaf: TurnNode | None) -> dict[str, int]:
 
 
 def open_row(leaf: TurnNode) -> TokenColumns:
-    """The row that the next turn meets."""
+    """Return the row that the next turn meets."""
     *_, turns = _turns_by_row(leaf)
     return _columns_of(turns)
 
@@ -96,7 +96,7 @@ def _columns_of(turns: Sequence[tuple[TurnNode, int]]) -> TokenColumns:
 
 
 def _turns_by_row(leaf: TurnNode) -> Iterator[list[tuple[TurnNode, int]]]:
-    """For each row of a path its turns, each with the number of its sampled tokens that a realign left there."""
+    """Return for each row of a path its turns, each with the number of its sampled tokens that a realign left there."""
     row: list[tuple[TurnNode, int]] = []
     for turn in leaf.path():
         if turn.kind == "forked":

@@ -153,7 +153,7 @@ class TemplateRenderer:
                 self.tool_fault = str(error).rstrip(".")
 
     def _ending(self, *, is_call: bool, role: str) -> Ending | None:
-        """How a turn ends when `role` speaks next; None where the template does not write that."""
+        """Return how a turn ends when `role` speaks next; None where the template does not write that."""
         role = "tool" if role in TOOL_ROLES else role
         key = (is_call, role)
         if key not in self._endings:
@@ -175,7 +175,7 @@ class TemplateRenderer:
 
     @classmethod
     def from_pretrained(cls, path: str, **kwargs: Any) -> TemplateRenderer:
-        """Of a model folder or hub name; `kwargs` are those of the constructor."""
+        """Load from a model folder or hub name; `kwargs` are those of the constructor."""
         from transformers import AutoTokenizer
 
         return cls(AutoTokenizer.from_pretrained(path), **kwargs)
@@ -187,7 +187,7 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """The whole conversation, [num_tokens].
+        """Return the token ids of the whole conversation, `[num_tokens]`.
 
         Raises:
             RenderingError: when the template refuses the messages.
@@ -203,7 +203,7 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The whole conversation as the template writes it.
+        """Return the whole conversation as the template writes it.
 
         Raises:
             RenderingError: when the template refuses the messages.
@@ -233,7 +233,7 @@ class TemplateRenderer:
             ) from error
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
-        """Whether some turn of this conversation may be rendered differently once others follow.
+        """Return whether some turn of this conversation may be rendered differently once others follow.
 
         A template that drops earlier reasoning rewrites nothing where there is none, nor one that moves the tools'
         schemas where there are none: those conversations need no comparison.
@@ -253,7 +253,7 @@ class TemplateRenderer:
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """What to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
+        """Return what to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
 
         The end-of-turn token is added where the completion was cut, the template's text between turns exactly once.
 
@@ -279,7 +279,7 @@ class TemplateRenderer:
         return [*ending.lead_ids, *delta]
 
     def _base(self, new_messages: Sequence[Message]) -> tuple[list[Message], Ending, frozenset[int]]:
-        """The conversation that new messages are rendered after, its ending, and the tokens that may stand for that.
+        """Return the conversation that new messages are rendered after, its ending, and the tokens that may be that.
 
         These are what the template ends an answer or a call with when the same role follows: where turns end with
         what opens the next role's, the token of another role does not.
@@ -306,7 +306,7 @@ class TemplateRenderer:
         return [USER, PLAIN_ANSWER], endings[False] or self._answer_ending, end_ids
 
     def _roles_written_elsewhere(self, messages: Iterable[Message]) -> list[str]:
-        """Roles among messages after an answer that the template does not write there (some hoist system messages)."""
+        """Return the roles of messages that the template does not write after an answer (some hoist system ones)."""
         roles = {message["role"] for message in messages} - {"user", *TOOL_ROLES}
         return sorted(role for role in roles if self._ending(is_call=False, role=role) is None)
 
@@ -336,11 +336,11 @@ class TemplateRenderer:
         return ParsedCompletion(message, is_complete, calls.malformed)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of templated text; special tokens are recognised, none is added."""
+        """Return the token ids of templated text; special tokens are recognised, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode_turns(self, text: str, mark: str = "") -> list[int]:
-        """As `encode`, turn by turn, since most were rendered before; `mark` is in special tokens of `ContentMarks`."""
+        """Encode turn by turn, since most were rendered before; `mark` is in special tokens of `ContentMarks`."""
         if mark:
             return self.content_marks.encode(text, mark)
         token_ids: list[int] = []
@@ -361,11 +361,11 @@ class TemplateRenderer:
         return {**self.__dict__, "_turn_ids": {}}
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _plain(self, message: Message) -> dict[str, object]:
-        """The message as templates expect it: text for content, no empty lists."""
+        """Return the message as templates expect it: text for content, no empty lists."""
         plain = {key: value for key, value in message.items() if value is not None}
         plain.setdefault("content", "")
         if plain["role"] == "tool":

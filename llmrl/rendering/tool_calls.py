@@ -35,7 +35,7 @@ class ToolCallParser(Protocol):
     """Splits the text of a completion."""
 
     def __call__(self, text: str, tools: Sequence[ToolSchema] = (), /) -> ParsedCalls:
-        """What `text` says and calls; never raises. `tools` say what type an argument has where its text does not."""
+        """Read what `text` says and calls; never raises. `tools` say what type an argument has where it does not."""
         ...
 
 
@@ -55,7 +55,7 @@ UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError)
 def register_tool_call_parser(
     name: str, *, write: ToolCallWriter | None = None
 ) -> Callable[[ToolCallParser], ToolCallParser]:
-    """Decorator that makes a parser known under `name`, with the writer of its format where there is one.
+    """Make a parser known, as a decorator, under `name`, with the writer of its format where there is one.
 
     Raises:
         ValueError: when the name is taken.
@@ -73,7 +73,7 @@ def register_tool_call_parser(
 
 
 def find_tool_call_parser(name: str) -> ToolCallParser:
-    """The parser of that name.
+    """Return the parser of that name.
 
     Raises:
         ValueError: when there is none, naming those there are.
@@ -84,7 +84,7 @@ def find_tool_call_parser(name: str) -> ToolCallParser:
 
 
 def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = None) -> ToolCall:
-    """A tool call in the chat-template convention, lone surrogates in its texts replaced: JSON may escape them.
+    """Return a tool call in the chat-template convention, lone surrogates in its texts replaced: JSON may escape them.
 
     Example:
         >>> make_tool_call("add", {"a": 1})
@@ -97,7 +97,7 @@ def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = Non
 
 
 def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
-    """A call that was written as JSON.
+    """Check a call that was written as JSON, and return it.
 
     Raises:
         ValueError: when it is none, saying what is missing.
@@ -119,17 +119,17 @@ def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
 
 
 def finish(content: str, calls: Sequence[ToolCall], malformed: Sequence[MalformedToolCall]) -> ParsedCalls:
-    """What was read; content beside calls loses the white space that templates put there themselves."""
+    """Return what was read; content beside calls loses the white space that templates put there themselves."""
     return ParsedCalls(content.strip() if calls else content, tuple(calls), tuple(malformed))
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a call cannot be read, in words that may be shown to the model."""
+    """Return why a call cannot be read, in words that may be shown to the model."""
     return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
 
 
 def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
-    """An argument that a format writes as bare text, whatever its type: by its schema, else as JSON where it is JSON.
+    """Read an argument that a format writes as bare text: by its schema, else as JSON where it is JSON.
 
     Example:
         >>> properties = {"zip": {"type": "string"}}
@@ -162,7 +162,7 @@ def _schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
 
 
 def _schema_types(schema: Json) -> set[str]:
-    """Names of the JSON types that a schema allows; empty where it does not say."""
+    """Return the names of the JSON types that a schema allows; empty where it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")

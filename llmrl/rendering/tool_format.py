@@ -49,7 +49,7 @@ class ToolFormat:
 
 
 def choose_tool_format(renderer: ProbedRenderer, tool_parser: str) -> ToolFormat:
-    """The format of that name, or for `auto` the one in which the renderer's template writes calls.
+    """Return the format of that name, or for `auto` the one in which the renderer's template writes calls.
 
     Where it writes none, or shows no tools and writes calls in a format that nothing reads, calls are written in a
     format of ours, which the prompt then shows.
@@ -103,7 +103,7 @@ def _unread(renderer: ProbedRenderer, tool_parser: str) -> RenderingError:
 def with_tool_prompt(
     chat: list[dict[str, object]], tools: Sequence[ToolSchema], example: str, is_system_known: bool
 ) -> list[dict[str, object]]:
-    """The chat with tools, and an example of a call, in its system message, or its first where there can be none."""
+    """Return the chat with tools and an example of a call in its system message, or its first where it has none."""
     schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
     prompt = _TOOL_PROMPT.format(schemas=schemas, example=example)
     if chat and chat[0]["role"] == "system":

@@ -30,7 +30,7 @@ class TokenBuffer:
         self._mirrors: dict[Column, tuple[torch.Tensor, int]] = {}
 
     def tensor_view(self, column: Column, length: int) -> torch.Tensor:
-        """The first `length` entries of a column, [length], sharing memory with views of other lengths.
+        """Return the first `length` entries of a column, `[length]`, sharing memory with views of other lengths.
 
         Raises:
             ValueError: for an unknown column.
@@ -121,7 +121,7 @@ class TurnNode:
         num_completion_tokens: int,
         fork_threshold_tokens: int,
     ) -> TurnNode:
-        """A node that ends a row which is being built: its tokens are read there, nothing is copied."""
+        """Return a node that ends a row which is being built: its tokens are read there, nothing is copied."""
         node = cls.__new__(cls)
         node._set(parent, num_kept_tokens, columns, num_kept_tokens, num_completion_tokens, fork_threshold_tokens)
         return node
@@ -131,7 +131,7 @@ class TurnNode:
         self._columns, self._start = self.columns(), 0
 
     def shares(self, columns: TokenColumns) -> bool:
-        """Whether this turn's tokens lie in `columns`."""
+        """Return whether this turn's tokens lie in `columns`."""
         return self._columns is columns
 
     @property
@@ -148,28 +148,28 @@ class TurnNode:
         return self.num_kept_tokens + self.num_context_tokens + self.num_completion_tokens
 
     def columns(self, num_completion_tokens: int | None = None) -> TokenColumns:
-        """A copy of what the turn adds: its context, and its completion or the beginning of that."""
+        """Return a copy of what the turn adds: its context, and its completion or the beginning of that."""
         num_sampled = self.num_completion_tokens if num_completion_tokens is None else num_completion_tokens
         return self._columns.copy(self._start + self.num_context_tokens + num_sampled, start=self._start)
 
     @property
     def context_ids(self) -> list[int]:
-        """[num_context_tokens] what the prompt adds to what it keeps."""
+        """`[num_context_tokens]`: what the prompt adds to what it keeps."""
         return self._columns.token_ids[self._start : self._start + self.num_context_tokens]
 
     @property
     def completion_ids(self) -> list[int]:
-        """[num_completion_tokens] what was sampled."""
+        """`[num_completion_tokens]`: what was sampled."""
         return self._columns.token_ids[self._completion_slice]
 
     @property
     def log_probs(self) -> list[float]:
-        """[num_completion_tokens] the sampler's log-probs."""
+        """`[num_completion_tokens]`: the sampler's log-probs."""
         return self._columns.log_probs[self._completion_slice]
 
     @property
     def versions(self) -> list[int]:
-        """[num_completion_tokens] policy versions."""
+        """`[num_completion_tokens]`: policy versions."""
         return self._columns.versions[self._completion_slice]
 
     @property
@@ -178,20 +178,20 @@ class TurnNode:
         return slice(start, start + self.num_completion_tokens)
 
     def path(self) -> list[TurnNode]:
-        """The turns from the root to this one."""
+        """Return the turns from the root to this one."""
         nodes = list(self.ancestors())
         nodes.reverse()
         return nodes
 
     def ancestors(self) -> Iterator[TurnNode]:
-        """This turn, its parent, and so on to the root."""
+        """Return this turn, its parent, and so on to the root."""
         node: TurnNode | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def token_ids(self) -> list[int]:
-        """Prompt and completion, [num_tokens], put together on demand."""
+        """Return prompt and completion, `[num_tokens]`, put together on demand."""
         pieces: list[list[int]] = []
         num_wanted = self.num_tokens
         for node in self.ancestors():
