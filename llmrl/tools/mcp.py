@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from llmrl._utils.imports import require
+from llmrl.data.message import encodable
+from llmrl.tools.mcp_transport import MCPServer, make_client
 from llmrl.tools.output import TruncateSide, as_text
 from llmrl.tools.tool import Tool, ToolError
 from llmrl.tools.transform import ToolTransform
 
 if TYPE_CHECKING:
-    from mcp import Client
+    from mcp import Client, MCPError
     from mcp import types as mcp_types
 
 
-class MCPServer(TypedDict, total=False):
-    """How a server is reached: `command` and what goes with it, or `url` and `headers`."""
-
-    command: str
-    args: list[str]
-    env: dict[str, str]
-    cwd: str
-    url: str
-    headers: dict[str, str]
+_ASK_AGAIN_SECONDS = 5.0
+MAX_TOOLS = 1000
+"""Of a server; no prompt has room for more."""
+MAX_NAME_CHARS = 128
+"""As the protocol has it."""
+MAX_SCHEMA_CHARS = 32_000
+"""Of a tool's description and schema together, some ten thousand tokens."""
 
 
 class MCPToolTransform(ToolTransform):
     """Offers the model the tools of MCP servers, found when the transform is made, as `SERVER.TOOL`.
 
-    A lost connection is opened again. The call that lost it is repeated where the server says that its tool may be
-    (it only reads, or is idempotent); otherwise the model is told that its outcome is unknown.
+    A message of a server has 8 MiB at most, and a server 1,000 tools. A lost connection is opened again. The call that
+    lost it is repeated where the server says that its tool may be (it only reads, or is idempotent); otherwise the
+    model is told that its outcome is unknown.
 
     Args:
         servers: a name for each server, and how it is reached: `command`, `args`, `env` and `cwd` of a program that
@@ -43,8 +45,8 @@ class MCPToolTransform(ToolTransform):
 
     Raises:
         MissingExtraError: without the `tools` extra.
-        ValueError: for a server that is described wrongly, naming it.
-        ConnectionError: when a server cannot be reached, naming it.
+        ValueError: for a server that is described wrongly, or whose tools have too long a name or description.
+        ConnectionError: when a server cannot be reached, or lists too many tools, naming it.
     """
 
     def __init__(
@@ -115,6 +117,10 @@ class _Connection:
         self._leave = asyncio.Event()
         self._reopening = asyncio.Lock()
         self.num_opened = 0
+        self._is_forgotten = False  # whether the server does not know the session any more
+
+    def _forget(self) -> None:
+        self._is_forgotten = True
 
     async def open(self) -> list[mcp_types.Tool]:
         """Connect; the server's tools.
@@ -143,12 +149,16 @@ class _Connection:
     async def _hold(self, ready: asyncio.Future[list[mcp_types.Tool]], leave: asyncio.Event) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                self._client = await stack.enter_async_context(await _make_client(self._server, stack))
+                self._is_forgotten = False
+                client = await make_client(self._server, stack, when_forgotten=self._forget)
+                self._client = await stack.enter_async_context(client)
                 tools, cursor = [], None
-                while True:
+                for num_pages in itertools.count(1):
                     page = await self._client.list_tools(cursor=cursor)
                     tools += page.tools
                     cursor = page.next_cursor
+                    if max(len(tools), num_pages) > MAX_TOOLS:
+                        raise ValueError(f"it lists more than {MAX_TOOLS} tools, or pages of them.")
                     if not cursor:
                         break
                 ready.set_result(tools)
@@ -168,7 +178,6 @@ class _Connection:
             ToolError: what the model is to be told when there is none.
         """
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED
 
         for is_last in (False, True):
             number = self.num_opened
@@ -178,9 +187,7 @@ class _Connection:
                 assert self._client is not None
                 return await self._client.call_tool(tool, arguments)
             except MCPError as error:
-                # An HTTP server that forgot the session answers so, too.
-                is_lost = error.error.code == CONNECTION_CLOSED or "session" in error.error.message.lower()
-                if not is_lost:
+                if not await self._is_lost(error):
                     raise ToolError(error.error.message) from error
             except ConnectionError as error:
                 raise ToolError(str(error)) from error
@@ -197,6 +204,24 @@ class _Connection:
                     "whether the call took effect is unknown."
                 )
         raise AssertionError("unreachable")
+
+    async def _is_lost(self, error: MCPError) -> bool:
+        """Whether an error is of the connection, or a server's own, which may have the same code: it is asked again."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        if self._is_forgotten or self._client is None:
+            return True
+        if error.error.code != CONNECTION_CLOSED:
+            return False
+        try:
+            async with asyncio.timeout(_ASK_AGAIN_SECONDS):
+                await self._client.list_tools()
+        except MCPError as refusal:
+            return refusal.error.code == CONNECTION_CLOSED
+        except Exception:  # of the transport, or the time-out
+            return True
+        return False
 
     async def _reopen(self, number: int) -> None:
         async with self._reopening:
@@ -230,21 +255,8 @@ def _check_server(name: str, server: MCPServer) -> MCPServer:
     return server.copy()
 
 
-async def _make_client(server: MCPServer, stack: contextlib.AsyncExitStack) -> Client:
-    from mcp import Client, StdioServerParameters
-
-    if "command" in server:
-        return Client(StdioServerParameters.model_validate(server))
-    if not server.get("headers"):
-        return Client(server["url"])
-    import httpx2
-    from mcp.client.streamable_http import streamable_http_client
-
-    http_client = await stack.enter_async_context(httpx2.AsyncClient(headers=server["headers"]))
-    return Client(streamable_http_client(server["url"], http_client=http_client))
-
-
 def _tool(server: str, connection: _Connection, description: mcp_types.Tool) -> Tool:
+    _check_description(server, description)
     hints = description.annotations
     is_repeatable = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
 
@@ -255,8 +267,25 @@ def _tool(server: str, connection: _Connection, description: mcp_types.Tool) -> 
             raise ToolError(text)
         return text
 
-    name = f"{server}.{description.name}"
-    return Tool(name, description.description or description.title or "", dict(description.input_schema), run)
+    name, text = f"{server}.{description.name}", description.description or description.title or ""
+    return Tool(name, encodable(text), encodable(dict(description.input_schema)), run)
+
+
+def _check_description(server: str, description: mcp_types.Tool) -> None:
+    name = description.name
+    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        raise ValueError(
+            f"MCP server {server!r} names a tool {name[:MAX_NAME_CHARS]!r}, of {len(name)} characters; "
+            f"1 to {MAX_NAME_CHARS} printable ones are expected."
+        )
+    num_chars = sum(
+        map(len, (description.description or "", description.title or "", as_text(description.input_schema)))
+    )
+    if num_chars > MAX_SCHEMA_CHARS:
+        raise ValueError(
+            f"MCP server {server!r} describes its tool {name!r} with {num_chars} characters, with its schema; at "
+            f"most {MAX_SCHEMA_CHARS} go into a prompt. Leave the server out, or put one with shorter ones before it."
+        )
 
 
 def result_text(result: mcp_types.CallToolResult) -> str:

@@ -1,0 +1,130 @@
+"""How MCP servers are reached, with bounds: the length of a message, and the sessions that a server forgot."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from typing_extensions import Buffer
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Of one message of a server: parsing it takes the time of some tens of milliseconds."""
+_ENCODING = "utf-8-in-bounded-lines"
+_TIMEOUT_S, _READ_TIMEOUT_S = 30.0, 300.0
+"""As the SDK's own client has them."""
+_TOO_LONG = f"the server sent a message of more than {MAX_MESSAGE_BYTES >> 20} MiB."
+_ID = re.compile(rb'"id"\s*:\s*("[^"\\\\]*"|[0-9]{1,15})\s*[,}]')
+_NUM_ID_BYTES = 256
+"""Of a message, in which its id is looked for."""
+
+
+class MCPServer(TypedDict, total=False):
+    """How a server is reached: `command` and what goes with it, or `url` and `headers`."""
+
+    command: str
+    args: list[str]
+    env: dict[str, str]
+    cwd: str
+    url: str
+    headers: dict[str, str]
+
+
+async def make_client(
+    server: MCPServer, stack: contextlib.AsyncExitStack, *, when_forgotten: Callable[[], None]
+) -> Client:
+    """A client of the official SDK; `when_forgotten` is called when an HTTP server has forgotten its session."""
+    from mcp import Client, StdioServerParameters
+
+    if "command" in server:
+        return Client(StdioServerParameters.model_validate({**server, "encoding": _ENCODING}))
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    class Bounded(httpx2.AsyncByteStream):
+        """The body of an answer, which fails where it is longer than a message may be."""
+
+        def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            num_bytes = 0
+            async for part in self._stream:
+                num_bytes += len(part)
+                if num_bytes > MAX_MESSAGE_BYTES:
+                    raise httpx2.StreamError(_TOO_LONG)
+                yield part
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def look(response: httpx2.Response) -> None:
+        # What the protocol says of a session that ended: 404 to a request that names one.
+        if response.status_code == 404 and "mcp-session-id" in response.request.headers:
+            when_forgotten()
+        response.headers.pop("content-encoding", None)  # none was asked for, and a bound is of what is parsed
+        if "text/event-stream" not in response.headers.get("content-type", ""):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = Bounded(response.stream)
+
+    http_client = httpx2.AsyncClient(
+        headers={"accept-encoding": "identity", **server.get("headers", {})},
+        timeout=httpx2.Timeout(_TIMEOUT_S, read=_READ_TIMEOUT_S),
+        event_hooks={"response": [look]},
+    )
+    await stack.enter_async_context(http_client)
+    return Client(streamable_http_client(server["url"], http_client=http_client, max_sse_event_size=MAX_MESSAGE_BYTES))
+
+
+class BoundedLines(codecs.IncrementalDecoder):
+    """Decodes UTF-8 of which each line is a message, and cuts one that is too long: the SDK would gather it first.
+
+    A codec, since that is where the SDK lets a program's output pass before it does so. The request that the message
+    answers gets an error instead.
+    """
+
+    def __init__(self, errors: str = "strict") -> None:
+        super().__init__(errors)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.max_bytes = MAX_MESSAGE_BYTES
+        self._num_bytes, self._beginning, self._is_cut = 0, b"", False
+
+    def decode(self, data: Buffer, final: bool = False) -> str:
+        """The text of what came; of a line that is too long its beginning, and then an error."""
+        texts = []
+        *lines, rest = bytes(data).split(b"\n")
+        for piece in (*(line + b"\n" for line in lines), rest):
+            self._num_bytes += len(piece)
+            self._beginning += piece[: _NUM_ID_BYTES - len(self._beginning)]
+            if not self._is_cut and self._num_bytes > self.max_bytes:
+                self._is_cut = True
+                self._decoder.reset()
+                texts.append(f"\n{_error_for(self._beginning)}\n")
+            elif not self._is_cut:
+                texts.append(self._decoder.decode(piece, final))
+            if piece.endswith(b"\n"):
+                self._num_bytes, self._beginning, self._is_cut = 0, b"", False
+        return "".join(texts)
+
+
+def _error_for(beginning: bytes) -> str:
+    """The answer to the request that a message of this beginning answers; nothing where that is not to be seen."""
+    found = _ID.search(beginning)
+    if found is None:
+        return ""
+    return json.dumps({"jsonrpc": "2.0", "id": json.loads(found[1]), "error": {"code": -32603, "message": _TOO_LONG}})
+
+
+def _find_codec(name: str) -> codecs.CodecInfo | None:
+    if name.replace("-", "_") != _ENCODING.replace("-", "_"):
+        return None
+    utf_8 = codecs.lookup("utf-8")
+    return codecs.CodecInfo(utf_8.encode, utf_8.decode, incrementaldecoder=BoundedLines, name=_ENCODING)
+
+
+codecs.register(_find_codec)

@@ -1,0 +1,59 @@
+"""An MCP server that speaks JSON-RPC by hand, and badly: `python hostile_mcp_server.py MODE`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+MODE = sys.argv[1]
+DESCRIPTIONS = {
+    "many": [{"name": f"tool{index}", "inputSchema": {"type": "object"}} for index in range(1001)],
+    "named": [{"name": "x" * 200, "inputSchema": {"type": "object"}}],
+    "unnamed": [{"name": "", "inputSchema": {"type": "object"}}],
+    "described": [{"name": "talk", "description": "y" * 40_000, "inputSchema": {"type": "object"}}],
+    "schema": [{"name": "talk", "inputSchema": {"type": "object", "description": "z" * 40_000}}],
+}
+CALLED = {"huge", "session", "bytes", "pid", "split"}
+
+
+def say(message):
+    sys.stdout.buffer.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
+    sys.stdout.flush()
+
+
+def text(content):
+    return {"content": [{"type": "text", "text": content}]}
+
+
+for line in sys.stdin:
+    request = json.loads(line)
+    number, method = request.get("id"), request.get("method")
+    if number is None:
+        continue
+    if method == "initialize":
+        version = request["params"]["protocolVersion"]
+        about = {"name": "hostile", "version": "1"}
+        say({"id": number, "result": {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}})
+    elif method == "tools/list":
+        tools = DESCRIPTIONS.get(MODE) or [{"name": name, "inputSchema": {"type": "object"}} for name in sorted(CALLED)]
+        say({"id": number, "result": {"tools": tools, **({"nextCursor": "again"} if MODE == "pages" else {})}})
+    elif method == "tools/call" and request["params"]["name"] == "huge":
+        size = int(request["params"]["arguments"]["size"])
+        sys.stdout.buffer.write(
+            b'{"jsonrpc": "2.0", "id": %d, "result": {"content": [{"type": "text", "text": "' % number
+        )
+        for _ in range(size >> 20):
+            sys.stdout.buffer.write(b"\xc3\xa9" * (1 << 19))
+        sys.stdout.buffer.write(b'"}]}}\n')
+        sys.stdout.flush()
+    elif method == "tools/call" and request["params"]["name"] == "session":
+        say({"id": number, "error": {"code": -32000, "message": "no training session of that name"}})
+    elif method == "tools/call" and request["params"]["name"] == "bytes":
+        sys.stdout.buffer.write(b'{"jsonrpc": "2.0", "id": %d, "result": {"content": [{"type": "text", ' % number)
+        sys.stdout.buffer.write(b'"text": "a\xff\xfeb"}]}}\n')
+        sys.stdout.flush()
+    elif method == "tools/call":
+        say({"id": number, "result": text(str(os.getpid()))})
+    else:
+        say({"id": number, "error": {"code": -32601, "message": "unknown"}})
