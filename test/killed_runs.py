@@ -192,7 +192,9 @@ def kill_at(count, counted):
 
 
 def is_of_runs(value, kind):
-    return isinstance(value, kind) and value.__module__.startswith("llmrl.runs.")
+    """Of what is called for each value of a file there would be most moments: what writes the file is counted."""
+    module = value.__module__ if isinstance(value, kind) else ""
+    return module.startswith("llmrl.runs.") and module != "llmrl.runs.state_file"
 
 
 def forked(path, renderer, *, resume, count=-1):

@@ -217,6 +217,10 @@ def test_wherever_a_row_of_the_table_is_cut_the_rows_before_it_count(tmp_path):
         folder.close()
     (path / "metrics.csv").write_bytes("".join([*lines[:2], "2,0.x,2000\r\n", "\0\0\0\r\n", lines[3]]).encode())
     assert RunFolder(path, read_only=True).read_metrics() == [rows[0], rows[2]]
+    for garbage in (b"a,b\r\n1,2\r\n", b"st\rep,a\r\n1,2\r\n", b'"step,a\r\n1,2\r\n'):
+        (path / "metrics.csv").write_bytes(garbage)
+        with pytest.raises(DamagedFileError, match=r"metrics\.csv is damaged: no table of steps"):
+            RunFolder(path, read_only=True).read_metrics()
 
 
 def test_what_was_logged_in_part_is_logged_once(renderer, run_path, tmp_path, monkeypatch):
@@ -405,6 +409,12 @@ def test_a_run_is_resumed_with_its_own_data_alone(renderer, run_path, tmp_path):
         train(path, renderer, resume=True, sums=other)
     with pytest.raises(ValueError, match="seed=0 and cannot go on with 1"):
         train(path, renderer, resume=True, seed=1)
+    asked = OmegaConf.load(path / "config.yaml")
+    asked.collect.temperature = 0.5
+    assert resumed_config(asked)[1] == {"collect.temperature": (1.0, 0.5)}  # which is printed
+    asked.collect.group_size = 4
+    with pytest.raises(ValueError, match="group_size=3 and cannot go on with 4"):
+        resumed_config(asked)
     train(path, renderer, resume=True)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,9 +22,11 @@ from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.run import Run
 from llmrl.runs.run_folder import RunFolder
 
-NUM_KILLS = 10
+# The long form: LLMRL_NUM_KILLS=100.
+NUM_KILLS = int(os.environ.get("LLMRL_NUM_KILLS", "10"))
 
 
+@pytest.mark.timeout(120 + 10 * NUM_KILLS)
 def test_whenever_a_run_is_killed_it_ends_with_the_weights_of_one_that_was_not(model_path, tmp_path):
     script = Path(__file__).with_name("killed_runs.py")
     command = [sys.executable, str(script), str(tmp_path), str(NUM_KILLS), "0"]
@@ -37,6 +41,13 @@ def test_whenever_a_run_is_killed_it_ends_with_the_weights_of_one_that_was_not(m
         assert json.loads((path / "weights.json").read_text()) == whole, (path.name, result.stdout)
         evaluated = ("eval/sums/pass@1", "policy_version")
         assert table(path, evaluated) == table(tmp_path / "whole", evaluated)
+        places = [(record["step"], record["split"]) for record in records(path)]
+        assert Counter(places) == Counter((one["step"], one["split"]) for one in records(tmp_path / "whole"))
+        assert not list(path.rglob(".*.tmp"))
+
+
+def records(path):
+    return [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
 
 
 def table(path, names):

@@ -14,6 +14,7 @@ from typing import Protocol
 from llmrl._utils.arguments import nearest
 from llmrl._utils.files import write_atomically
 from llmrl._utils.imports import require
+from llmrl.runs.state_file import DamagedFileError
 
 PROJECT = "llmrl"
 
@@ -68,7 +69,11 @@ class CSVTracker:
         write_atomically(self.path, write)
 
     def read(self) -> list[dict[str, float]]:
-        """All steps' metrics; of a metric that was logged twice (before and after a kill) the last."""
+        """All steps' metrics; of a metric that was logged twice (before and after a kill) the last.
+
+        Raises:
+            DamagedFileError: when it is no table of steps.
+        """
         steps: dict[int, dict[str, float]] = {}
         for row in self._read_rows()[0]:
             numbers = {name: float(value) for name, value in row.items() if value}
@@ -85,7 +90,12 @@ class CSVTracker:
             return [], []
         text = self.path.read_bytes().decode(errors="replace")
         lines = (f"{line}\n" for line in text.replace("\0", "").split("\n")[:-1])
-        names = next(csv.reader(lines), [])
+        try:
+            names = next(csv.reader(lines), [])
+        except csv.Error:
+            names = [""]
+        if names and names[0] != "step":
+            raise DamagedFileError(f"{self.path} is damaged: no table of steps. Remove it, or put a copy in its place.")
         rows = [line.rstrip("\r\n").split(",") for line in lines]
         return [dict(zip(names, row, strict=True)) for row in rows if _is_whole(row, names)], names
 
