@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -218,6 +218,18 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
         """Put the taken weights to use and return their version: the next one, unless given."""
         ...
+
+
+def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:
+    """Refuse a request that no engine can begin.
+
+    Raises:
+        ValueError: for an id that is in flight, or an empty prompt.
+    """
+    if request_id in in_flight:
+        raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+    if not prompt_ids:
+        raise ValueError("prompt_ids is empty; an engine continues at least one token.")
 
 
 def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_model_len: int) -> int:

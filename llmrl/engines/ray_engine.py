@@ -23,6 +23,7 @@ from llmrl.engines.base import (
     SamplingConfig,
     TransferInfo,
     UpdatableEngine,
+    check_request,
 )
 from llmrl.engines.ray_cluster import connect
 
@@ -231,8 +232,7 @@ class RayEngine:
         """
         if request_id is None:
             request_id = str(next(self._id_counter))
-        elif request_id in self._in_flight:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        check_request(request_id, prompt_ids, self._in_flight)
         if not self.is_alive:
             raise EngineError("The engine's actor is dead; start a new one.")
         self._in_flight.add(request_id)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
-from llmrl.engines.base import Completion, EngineError, SamplingConfig, completion_budget
+from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
 from llmrl.engines.server_messages import completion_request, is_plain, read_models, read_response
 
 if TYPE_CHECKING:
@@ -135,10 +135,7 @@ class ServerEngine:
         """
         self._num_requests += 1
         request_id = f"{id(self):x}-{self._num_requests}" if request_id is None else request_id
-        if request_id in self._in_flight:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
-        if not prompt_ids:
-            raise ValueError("prompt_ids is empty; an engine continues at least one token.")
+        check_request(request_id, prompt_ids, self._in_flight)
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
         if self._is_closed:
             raise EngineError("The server engine was shut down.")

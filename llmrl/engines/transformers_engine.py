@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl.engines.base import Completion, EngineError, SamplingConfig, completion_budget
+from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
 from llmrl.engines.decoding import DISTRIBUTION_FIELDS, DecodedSequence, DecodingBatch
 
 if TYPE_CHECKING:
@@ -146,10 +146,7 @@ class TransformersEngine:
         """
         request_id = f"transformers-{next(self._ids)}" if request_id is None else request_id
         prompt = list(prompt_ids)
-        if request_id in self._in_flight:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
-        if not prompt:
-            raise ValueError("prompt_ids is empty; an engine continues at least one token.")
+        check_request(request_id, prompt, self._in_flight)
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(f"prompt_ids has tokens outside the vocabulary of {self.vocab_size}.")
         if sampling.stop and self._tokenizer is None:

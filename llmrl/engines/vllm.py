@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Never, Self, TypeVar
 
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
-from llmrl.engines.base import Completion, EngineError, PauseMode, SamplingConfig, TransferInfo, completion_budget
+from llmrl.engines.base import (
+    Completion,
+    EngineError,
+    PauseMode,
+    SamplingConfig,
+    TransferInfo,
+    check_request,
+    completion_budget,
+)
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.vllm_args import build_engine_args
@@ -231,10 +239,7 @@ class AsyncVLLM:
         """
         if request_id is None:
             request_id = f"{self._id_prefix}-{next(self._id_counter)}"
-        elif request_id in self._in_flight:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
-        if not prompt_ids:
-            raise ValueError("prompt_ids is empty; an engine continues at least one token.")
+        check_request(request_id, prompt_ids, self._in_flight)
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
         self._check_alive()
         params = sampling_params(sampling, budget)

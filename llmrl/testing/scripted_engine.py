@@ -8,7 +8,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from llmrl.engines.base import Completion, EngineError, FinishReason, PauseMode, SamplingConfig, completion_budget
+from llmrl.engines.base import (
+    Completion,
+    EngineError,
+    FinishReason,
+    PauseMode,
+    SamplingConfig,
+    check_request,
+    completion_budget,
+)
 from llmrl.testing.scripted_flight import Flight
 
 Answer = str | Sequence[int]
@@ -163,9 +171,8 @@ class ScriptedEngine:
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
         request_id = f"scripted-{next(self._ids)}" if request_id is None else request_id
-        if request_id in self._in_flight:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
         prompt = list(prompt_ids)
+        check_request(request_id, prompt, self._in_flight)
         budget = completion_budget(len(prompt), sampling, self.max_model_len)
         if self._record_requests:
             self.requests.append((prompt, sampling, routing_key or ""))
