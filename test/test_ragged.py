@@ -8,9 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_batches import tiny_model
 from tensordict import TensorDict, lazy_stack
+from tensordict.nn import TensorDictModule
 
 from llmrl.data.ragged import write_column
-from llmrl.objectives import KLPenalty
+from llmrl.objectives import GRPOLoss, KLPenalty
+from llmrl.policies import LLMWrapperBase
+from llmrl.testing import ScriptedEngine
 from llmrl.trainer import TransformersWrapper, write_log_probs
 from llmrl.transforms import RetrieveLogProb
 
@@ -68,6 +71,21 @@ def test_whatever_writes_into_a_batch_writes_it_all(form):
         torch.testing.assert_close(
             element["next", "reward"].double().squeeze(), expected.double(), rtol=1e-4, atol=1e-4
         )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plain_policys_loss_is_that_of_its_rows(form):
+    policy = TensorDictModule(lambda ids: -ids.float() / 4, [("tokens", "full")], [("log_probs", "full")])
+    batch, ways = batch_of(form)
+    batch["advantage"] = torch.ones(*batch.batch_size, 1, 1)
+    expected = [torch.exp(-row(place)["tokens", "full"][1:] / 4).mean() for place in range(len(ways))]
+    torch.testing.assert_close(GRPOLoss(policy)(batch).loss_objective, -torch.stack(expected).mean())
+
+
+def test_a_policy_says_what_it_lacks(renderer):
+    policy = LLMWrapperBase(ScriptedEngine(["a"], encode=renderer.encode), renderer=renderer)
+    with pytest.raises(KeyError, match=r"reads \('history', 'prompt'\), and the tensordict has \['query'\]"):
+        policy(TensorDict(query="Hi"))
 
 
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5), is_left=st.booleans(), extra=st.integers(0, 2))

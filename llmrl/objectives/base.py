@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
 from llmrl._utils.ranks import share_of
-from llmrl.data.ragged import ragged_column
+from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.objectives.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, at_least_float32
 from llmrl.objectives.outputs import LossOutput
@@ -172,7 +172,7 @@ class LLMLoss(LossModule):
 
     def _plain_policy_loss(self, inputs: LossInputs, tensordict: TensorDictBase) -> MicroLoss:
         """Return the loss from the log-probs, and the entropy if asked, that any TensorDict module writes."""
-        scored = self.actor_network(tensordict.copy())
+        scored = self.actor_network(flat_batch(tensordict).copy())
         flat_index = inputs.is_scored.to(inputs.row_starts.device).nonzero()[:, 0]
         log_probs = at_least_float32(torch.cat(ragged_column(scored, self._log_probs_key))[flat_index])
         entropy = torch.cat(ragged_column(scored, "entropy"))[flat_index] if self.measures_entropy else None

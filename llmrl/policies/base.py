@@ -176,7 +176,12 @@ class LLMWrapperBase(TensorDictModuleBase):
             conversation = Conversation.start(
                 self.renderer, mode=self.conversation_mode, fork_threshold_tokens=self.fork_threshold_tokens
             )
-        prompt = element.get((self.input_mode, "prompt"))
+        prompt = element.get((self.input_mode, "prompt"), None)
+        if prompt is None:
+            raise KeyError(
+                f"The policy reads {(self.input_mode, 'prompt')}, and the tensordict has "
+                f"{sorted(map(str, element.keys(True)))}; reset an environment of input_mode={self.input_mode!r}."
+            )
         if self.input_mode == "history":
             return conversation.with_prompt(prompt.chats, tools=plain(element.get("tools", None)))
         if self.input_mode == "text":
