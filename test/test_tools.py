@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import pickle
 import threading
@@ -21,7 +22,7 @@ from llmrl.rendering.tool_calls import find_tool_call_parser, make_tool_call
 from llmrl.rewards import RewardFn
 from llmrl.testing import ScriptedEngine
 from llmrl.tools import ToolError, ToolSession, class_tools, function_tool
-from llmrl.transforms import RubricReward, ToolTransform
+from llmrl.transforms import PythonInterpreter, RubricReward, ToolTransform
 
 
 def add(a: int, b: int = 1) -> int:
@@ -413,3 +414,36 @@ def test_what_a_rollout_kept_is_released_however_it_ends(play, ending):
     assert (rollout.status is RolloutStatus.COMPLETED) == (ending == "completed")
     assert Notes.closed and all(lines for lines in Notes.closed)
     transform.close()
+
+
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy", "clone"])
+def test_an_environment_with_tools_is_copied_and_sent(way):
+    env = DatasetChatEnv(["a"]).append_transform(ToolTransform([double, Notes], tool_name="answers"))
+    Chat(env.transform).call("note", line="of the first")
+    if way == "pickle":
+        copied = pickle.loads(pickle.dumps(env)).transform
+    else:
+        copied = copy.deepcopy(env).transform if way == "deepcopy" else env.transform.clone()
+    chat = Chat(copied)
+    assert chat.call("double", number=4) == "8" and chat.call("note", line="a") == "1"
+    assert copied.tool_role == "answers"
+    copied.close()
+    assert Chat(env.transform).call("double", number=2) == "4"  # its own loop goes on
+    env.transform.close()
+
+
+@pytest.mark.parametrize("calls", ["fenced", "tool_call"])
+def test_an_interpreter_is_copied_and_sent(calls):
+    interpreter = PythonInterpreter(calls=calls, persistent=True)
+    env = DatasetChatEnv(["a"]).append_transform(interpreter)
+    copied = pickle.loads(pickle.dumps(env)).transform
+    assert list(copied.tools) == (["python"] if calls == "tool_call" else [])
+    if calls == "tool_call":
+        assert "49" in Chat(copied).call("python", code="print(7 ** 2)")
+    copied.close()
+    interpreter.close()

@@ -97,9 +97,12 @@ class PythonInterpreter(ToolTransform):
         self._isolation = isolation
         self._executor, self._is_executor_ours = executor, executor is None
         self._remote = None if services is None else _find_service(service_name, namespace)
-        if calls == "tool_call":
-            tool = Tool("python", _DESCRIPTION, _PARAMETERS, self._run_tool, release=self._release, keeps_time=True)
-            self._set_tools([tool])
+        self._set_tools(self._make_tools())
+
+    def _make_tools(self) -> list[Tool]:
+        if self.calls == "fenced":
+            return []
+        return [Tool("python", _DESCRIPTION, _PARAMETERS, self._run_tool, release=self._release, keeps_time=True)]
 
     @property
     def executor(self) -> PythonExecutorService:

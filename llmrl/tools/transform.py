@@ -97,7 +97,21 @@ class ToolTransform(Transform):
         """`calls`, `failures`, and of those `unknown`, `invalid`, `malformed`, `timeouts`."""
         self._loops = ReplaceableLoop("llmrl-tools")
         self._home: BackgroundLoop | None = None  # for tools that belong to one loop, as connections do
+        self._given = tuple(tools)
         self._set_tools(collect_tools(tools))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Tools are made anew of what they were made of: their loops, threads and instances stay where they are.
+        made = ("_loops", "tools", "_schemas")
+        return {name: value for name, value in super().__getstate__().items() if name not in made}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self._loops = ReplaceableLoop("llmrl-tools")
+        self._set_tools(self._make_tools())
+
+    def _make_tools(self) -> list[Tool]:
+        return collect_tools(self._given)
 
     def _set_tools(self, tools: Sequence[Tool]) -> None:
         self.tools: dict[str, Tool] = {tool.name: tool for tool in tools}
