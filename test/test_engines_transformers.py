@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 
@@ -261,3 +263,23 @@ def test_arguments_that_cannot_be_are_refused():
         TransformersEngine(make_model(), max_num_seqs=0)
     with TransformersEngine(make_model()) as engine, pytest.raises(ValueError, match="tokenizer="):
         generate_all(engine, [[1]], SAMPLING.with_changes(stop=("x",)))
+
+
+LEAVING = """
+import asyncio, sys, threading
+from transformers import LlamaConfig, LlamaForCausalLM
+from llmrl.engines import SamplingConfig, TransformersEngine
+
+sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
+engine = TransformersEngine(LlamaForCausalLM(LlamaConfig(vocab_size=99, **sizes)), max_model_len=2000)
+sampling = SamplingConfig(max_new_tokens=1900, ignore_eos=True)
+threading.excepthook = lambda _: None
+threading.Thread(target=lambda: asyncio.run(engine.generate([1, 2, 3], sampling)), daemon=True).start()
+while not engine._in_flight:
+    pass
+sys.exit(7)
+"""
+
+
+def test_a_program_that_ends_while_the_engine_computes_ends_as_it_says(own_programs):
+    assert subprocess.run([sys.executable, "-c", LEAVING], capture_output=True).returncode == 7

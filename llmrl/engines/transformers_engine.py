@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -164,6 +166,7 @@ class TransformersEngine:
             self._in_flight[request_id] = request
             self._waiting.append(request)
             if self._worker is None:
+                _COMPUTING.add(self)
                 self._worker = threading.Thread(target=self._work, name="llmrl-transformers-engine", daemon=True)
                 self._worker.start()
         try:
@@ -245,6 +248,16 @@ class TransformersEngine:
             batch.sample()
             with self._weights_lock:
                 batch.advance(goes_on, version=self._policy_version)
+
+
+# A thread within torch at the interpreter's end would abort the process, whatever its exit status was to be.
+_COMPUTING: weakref.WeakSet[TransformersEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    for engine in list(_COMPUTING):
+        engine.shutdown()
 
 
 class _Request:
