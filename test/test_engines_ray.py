@@ -165,6 +165,7 @@ def test_deaths_of_every_kind_cost_retries_only(engine, ray_cluster, ray_nodes):
         # One that serves has made up for its deaths.
         assert asyncio.run(engines.generate([5], SAMPLING, routing_key=victim)).versions == [3] * 20
         assert engines._router.assign("later", victim) == 0
+        engines._router.release("later")
     assert engines.num_hangs == 1
     last = engines[0]
     last.shutdown()

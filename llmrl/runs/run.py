@@ -40,7 +40,7 @@ from llmrl.runs.step_metrics import Learned, is_logged, log_probs_before, metric
 from llmrl.runs.tracked import Stateful, restore_tracked
 from llmrl.trainer.trained_model import trained_model
 
-Entered = TypeVar("Entered", bound=contextlib.AbstractContextManager[object])
+Entered = TypeVar("Entered")
 
 
 class NothingLearned(RuntimeError):
@@ -112,10 +112,9 @@ class Run:
 
     # What the loop is made of
 
-    def enter(self, part: Entered) -> Entered:
-        """Enter a context manager, which is left at the end of the run, those entered last first; gives it back."""
-        self._exit.enter_context(part)
-        return part
+    def enter(self, part: contextlib.AbstractContextManager[Entered]) -> Entered:
+        """Enter a context manager that is left at the end of the run, those entered last first."""
+        return self._exit.enter_context(part)
 
     def track(self, collector: LLMCollector, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Name what a checkpoint holds; of a resumed run, restore it, and give the engine the weights.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,7 @@ def lora_config(cfg: ScriptConfig) -> LoRAConfig | None:
     return LoRAConfig(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
 
 
-def start_engine(cfg: ScriptConfig) -> AsyncVLLM | EngineReplicas:
+def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | EngineReplicas]:
     """vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
 
     Raises:
