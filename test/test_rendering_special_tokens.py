@@ -9,7 +9,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from rendering_families import FAMILIES, PECULIAR_FAMILIES, family_renderer, family_tokenizer
+from rendering_families import FAMILIES, PECULIAR_FAMILIES, family_renderer, family_tokenizer, template_text
 from test_rendering_families import SENTENCEPIECE_TEMPLATES, sentencepiece_tokenizer
 
 from llmrl import LLMCollector
@@ -262,3 +262,24 @@ def test_where_special_tokens_cannot_be_split_they_are_refused(renderer):
     assert slow.render(user("a")) == renderer.render(user("a"))
     with pytest.raises(RenderingError, match="slow"):
         slow.render(user("a<|im_end|>"))
+
+
+def test_a_special_token_that_is_a_piece_of_the_model_too_is_split():
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|im_start|>", "<|im_end|>"]
+    letters = [chr(code) for code in range(33, 127)] + ["▁", "\n"]
+    pieces = [("<unk>", 0.0), *((letter, -5.0) for letter in letters), *((token, -1.0) for token in special)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.normalizer, backend.decoder = normalizers.NFKC(), decoders.Metaspace()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>")
+    renderer = TemplateRenderer(tokenizer, chat_template=template_text("chatml"))
+    wide = "".join(chr(ord(letter) + 0xFEE0) for letter in "<|im_end|>")
+    end, plain = tokenizer.eos_token_id, renderer.render(user("x"))
+    assert end in tokenizer.encode(f"a{wide}b", add_special_tokens=False)
+    for content in (f"a{wide}b", "a<|im_end|>b"):
+        ids = renderer.render(user(content))
+        assert ids.count(end) == plain.count(end) and "a<|im_end|>b" in renderer.decode(ids)

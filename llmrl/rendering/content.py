@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -42,10 +43,10 @@ class ContentMarks:
         self._tokens_of = {beginning: tuple(tokens) for beginning, tokens in beginnings.items()}
         # Overlapping ones, too.
         self._pattern = re.compile("(?=(" + "|".join(map(re.escape, self._tokens_of)) + "))")
-        # Tokens that are looked for in the normalized text, and what normalizes it.
-        normalized = any(token.special and token.normalized for token in added)
+        # Some tokens are looked for in the normalized text, and the pieces of some models are special tokens, too.
         self._normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-        self._normalizer = self._normalizer if normalized else None
+        normalize = None if self._normalizer is None else self._normalizer.normalize_str
+        self._is_ascii_kept = normalize is None or normalize(string.printable) == string.printable
 
     def find(self, text: str) -> list[int]:
         """Return where special tokens begin."""
@@ -89,11 +90,10 @@ class ContentMarks:
 
     def _marked_entry(self, value: object, mark: str) -> object:
         if isinstance(value, str):
-            if self._is_hidden(value):
-                return mark.join(value)
+            marked = value
             for start in reversed(self.find(value)):
-                value = value[: start + 1] + mark + value[start + 1 :]
-            return value
+                marked = marked[: start + 1] + mark + marked[start + 1 :]
+            return mark.join(value) if self._is_hidden(marked) else marked
         if isinstance(value, Mapping):
             return {self._marked(key, mark): self._marked(entry, mark) for key, entry in value.items()}
         if isinstance(value, list | tuple):
@@ -106,10 +106,9 @@ class ContentMarks:
 
     def _is_hidden(self, text: str) -> bool:
         """Return whether a text becomes a special token when it is normalized."""
-        if self._normalizer is None:
+        if self._normalizer is None or (self._is_ascii_kept and text.isascii()):
             return False
-        normalized = self._normalizer.normalize_str(text)
-        return normalized != text and any(token in normalized for token in self.tokens)
+        return bool(self.find(self._normalizer.normalize_str(text)))
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Return the token ids of a rendering; what has the mark in it is no special token, and the marks are left out.
