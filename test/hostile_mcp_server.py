@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-MODE = sys.argv[1]
+MODE = sys.argv[1] if __name__ == "__main__" else ""
 DESCRIPTIONS = {
     "many": [{"name": f"tool{index}", "inputSchema": {"type": "object"}} for index in range(1001)],
     "named": [{"name": "x" * 200, "inputSchema": {"type": "object"}}],
@@ -26,7 +26,7 @@ def text(content):
     return {"content": [{"type": "text", "text": content}]}
 
 
-for line in sys.stdin:
+for line in sys.stdin if __name__ == "__main__" else ():
     request = json.loads(line)
     number, method = request.get("id"), request.get("method")
     if number is None:
