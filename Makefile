@@ -23,7 +23,7 @@ demo: setup ## post-train SmolLM2-135M-Instruct with GRPO, generating with vLLM:
 # Tests that share an engine or a cluster run in one process, and what takes longest comes first (test/conftest.py).
 PYTEST := "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 
-test: lint ## lint, types, then every test and example: about 12 minutes on two cores
+test: lint ## lint, types, then every test and example: 12 to 25 minutes on two cores
 	@$(PYTEST) $(ARGS)
 
 test-fast: setup ## the tests that start neither vLLM nor Ray nor other programs: about 2 minutes on two cores
