@@ -137,8 +137,9 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return map_chats(self.chats, lambda chat: [dict(message) for message in chat])
 
     def _each(self, read: Callable[[Message], Result]) -> Nested[list[Result]] | Result:
-        found = map_chats(self.chats, lambda chat: [read(message) for message in chat])
-        return found[0] if self.is_message else found
+        leaves = self._leaves
+        found = map_chats(conversations(leaves), lambda chat: [read(message) for message in chat])
+        return found[0] if isinstance(leaves, Chat) and leaves.is_message else found
 
     @property
     def role(self) -> Nested[list[str]] | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -89,9 +90,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             stop_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids)))
             sampling = sampling.with_changes(stop_token_ids=stop_token_ids)
         self.sampling = sampling
-        tokenizer = getattr(renderer, "tokenizer", tokenizer)
-        # A tokenizer may have holes between its ids: its number of tokens is not the first id that it has not.
-        self._num_token_ids = None if tokenizer is None else 1 + max(tokenizer.get_vocab().values())
+        self._tokenizer = getattr(renderer, "tokenizer", tokenizer)
         self.conversation_mode = conversation_mode
         self.fork_threshold_tokens = fork_threshold_tokens
         self.in_keys = [(input_mode, "prompt")]
@@ -103,6 +102,12 @@ class LLMWrapperBase(TensorDictModuleBase):
             ("policy_versions", "full"),
             "conversation",
         ]
+
+    @cached_property
+    def _num_token_ids(self) -> int | None:
+        """Asked for where the engine does not know: a whole vocabulary is read for it."""
+        # A tokenizer may have holes between its ids: its number of tokens is not the first id that it has not.
+        return None if self._tokenizer is None else 1 + max(self._tokenizer.get_vocab().values())
 
     @property
     def model(self) -> Engine:
