@@ -103,16 +103,28 @@ def test_every_metric_that_a_run_logs_is_in_the_table():
     from llmrl.data import Rollout
     from llmrl.objectives import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
     from llmrl.runs.evaluation import EvaluationReport, metrics_of_evaluation
+    from llmrl.runs.rollout_metrics import rollout_metrics
+    from llmrl.runs.step_metrics import StepMeter
+    from llmrl.tools.session import OUTCOMES
     from llmrl.trainer import TrainStepReport
 
     text = (ROOT / "docs/metrics.md").read_text()
     documented = {
         name for cell in re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE) for name in re.findall("`(.*?)`", cell)
     }
-    rollout = Rollout(rollout_id="a", group_id="g", sample_index=0, group_size=1, is_scored=True)
-    logged = {*CollectionReport.of([rollout], seconds=1.0).to_metrics()}
+    rollouts = [
+        Rollout(
+            rollout_id="", group_id=group, sample_index=0, group_size=2, is_scored=True, reward=reward,
+            breakdown={"PART": reward}, tool_calls=dict.fromkeys(OUTCOMES, 1),
+            messages=({"role": "assistant", "content": "1"},),
+        )
+        for group in "ab" for reward in (0.0, 1.0)
+    ]  # fmt: skip
+    logged = {*CollectionReport.of(rollouts, seconds=1.0).to_metrics(), *rollout_metrics(rollouts)}
+    logged |= {*StepMeter({}).metrics({"num_trained_tokens": 1.0})}
     logged |= {*TrainStepReport(loss=0.0, grad_norm=0.0).to_metrics()}
-    logged |= {*metrics_of_evaluation({"NAME": EvaluationReport.of([rollout])})}
+    of_evaluation = metrics_of_evaluation({"NAME": EvaluationReport.of(rollouts[::2])})
+    logged |= {name for name in of_evaluation if name.removeprefix("eval/NAME/") not in documented}
     for output in (GRPOLossOutput, SFTLossOutput, DistillationLossOutput):
         logged |= set(output.__dataclass_fields__)
     for source in (ROOT / "llmrl/runs/run.py", *(ROOT / "sota-implementations").rglob("*.py")):

@@ -139,7 +139,7 @@ def test_tensorboard_has_every_step_of_a_resumed_run(tmp_path):
 
     log_and_resume(tmp_path / "run", "tensorboard")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward_mean")] == [
+    assert [(event.step, event.value) for event in events.Scalars("train/reward_mean")] == [
         (step, pytest.approx(step / 7)) for step in (1, 2, 3, 4)
     ]
 
@@ -167,7 +167,9 @@ def test_trackio_continues_a_resumed_run(tmp_path, monkeypatch):
     with sqlite3.connect(tmp_path / "database" / "llmrl.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert len({name for name, _, _ in rows}) == 1 and rows[0][0].startswith("run-")
-    logged = [(step, json.loads(metrics)["reward_mean"]) for _, step, metrics in rows if b"reward_mean" in metrics]
+    logged = [
+        (step, json.loads(metrics)["train/reward_mean"]) for _, step, metrics in rows if b"reward_mean" in metrics
+    ]
     assert logged == [(step, pytest.approx(step / 7)) for step in (1, 2, 3, 4)]
 
 

@@ -52,6 +52,7 @@ class CollectionReport:
 
     def to_metrics(self) -> dict[str, float]:
         """Return what is worth a curve, by the names of the run folder's metrics; what has no number is left out."""
+        num_dropped = sum(self.num_dropped_by_reason.values())
         return {
             **({} if math.isnan(self.mean_reward) else {"reward_mean": self.mean_reward}),
             "completion_tokens_mean": self.mean_completion_tokens,
@@ -59,7 +60,9 @@ class CollectionReport:
             "generate_seconds": self.seconds,
             "staleness_mean": self.mean_staleness,
             "staleness_max": float(self.max_staleness),
-            "num_dropped": float(sum(self.num_dropped_by_reason.values())),
+            "num_rollouts": float(self.num_rollouts),
+            **({"trained_share": 1 - num_dropped / self.num_rollouts} if self.num_rollouts else {}),
+            "num_dropped": float(num_dropped),
             "num_forks": float(self.num_forks),
             "num_realigned_tokens": float(self.num_realigned_tokens),
             **{f"num_{name}": float(self.num_by_status.get(name, 0)) for name in ("completed", "truncated", "error")},

@@ -21,6 +21,7 @@ from llmrl.engines.stop_strings import StopStringWatch
 from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric, Score
+from llmrl.transforms import outcomes_of
 from llmrl.transforms.reward import dataset_columns, find_rubric_reward, write_score
 
 _SOLO_IDS = itertools.count()
@@ -110,6 +111,7 @@ class RolloutRunner:
                 self._end(rollout, StopReason.ENGINE_ERROR, as_exception(error))
         finally:
             for element in held:
+                rollout.tool_calls = outcomes_of(element)
                 await self.stepper.release(element)
         if rollout.conversation is not None:
             counts = rollout.conversation.count_turns()

@@ -44,6 +44,8 @@ class Rollout:
     reward: float = 0.0
     breakdown: dict[str, float] = field(default_factory=dict)
     is_scored: bool = False
+    tool_calls: dict[str, int] = field(default_factory=dict)
+    """Its calls by outcome, see `llmrl.tools.session.OUTCOMES`."""
     info: dict[str, object] = field(default_factory=dict)
     """What its environment said beside its messages, later turns' last."""
     steps: list[TensorDictBase] = field(default_factory=list)
@@ -70,6 +72,7 @@ class Rollout:
             "reward": self.reward,
             "is_scored": self.is_scored,
             "reward_breakdown": self.breakdown,
+            "tool_calls": self.tool_calls,
             "info": self.info,
             "num_turns": self.num_turns,
             "num_completion_tokens": self.num_completion_tokens,

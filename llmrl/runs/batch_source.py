@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import LLMCollector
 from llmrl.runs.read_ahead import ReadAhead
+from llmrl.runs.rollout_metrics import rollout_metrics
 from llmrl.runs.run_folder import random_states, restore_random_states
 
 
@@ -57,7 +58,7 @@ class BatchSource:
             assert batch is not None and report is not None
             yield {
                 "batch": batch,
-                "metrics": report.to_metrics(),
+                "metrics": report.to_metrics() | rollout_metrics(self._collector.rollouts),
                 "rollouts": [rollout.to_record() for rollout in self._collector.rollouts],
                 "collector": self._collector.state_dict(),
                 "random": random_states(),

@@ -18,6 +18,7 @@ from llmrl.collectors.source import dataset_env_of
 from llmrl.data import Rollout
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.estimates import Estimate, estimate_of_mean, pass_at_k
+from llmrl.runs.rollout_metrics import is_right, rollout_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +64,7 @@ class EvaluationReport:
         for rollout in rollouts:
             problems[rollout.group_id].append(rollout)
         num_samples = min(len(group) for group in problems.values())
-        num_right = [
-            sum(rollout.is_scored and rollout.reward >= 1.0 for rollout in group[:num_samples])
-            for group in problems.values()
-        ]
+        num_right = [sum(map(is_right, group[:num_samples])) for group in problems.values()]
         scored = [rollout for rollout in rollouts if rollout.is_scored]
         names = sorted({name for rollout in scored for name in rollout.breakdown})
         return cls(
@@ -89,7 +87,8 @@ class EvaluationReport:
 
     def to_metrics(self) -> dict[str, float]:
         """What is worth a curve: `pass@1` and the ends of its 95 % interval, `reward`, `completion_tokens`, …."""
-        metrics = {"completion_tokens": self.completion_tokens, "seconds": self.seconds}
+        metrics = rollout_metrics(self.rollouts)
+        metrics |= {"completion_tokens": self.completion_tokens, "seconds": self.seconds}
         for k, estimate in self.pass_at.items():
             metrics |= {f"pass@{k}": estimate.mean, f"pass@{k}_low": estimate.low, f"pass@{k}_high": estimate.high}
         return metrics if self.reward is None else {**metrics, "reward": self.reward}

@@ -36,7 +36,7 @@ from llmrl.runs.run_folder import (
     save_model,
     seed_all,
 )
-from llmrl.runs.step_metrics import Learned, is_logged, log_probs_before, metrics_of
+from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of
 from llmrl.runs.tracked import Stateful, restore_tracked
 from llmrl.trainer.trained_model import trained_model
 
@@ -103,7 +103,7 @@ class Run:
         self._collected: Collected | None = None
         self._is_replay = False
         self._metrics: dict[str, float] = {}
-        self._begun, self._timed = 0.0, dict[str, float]()
+        self._meter = StepMeter({})  # of the step
         self._view: LiveView | None = None
         self._is_ahead = self._is_interrupted = False
         self._update: Future[int] | None = None  # of the engines' weights; its error is still to be raised
@@ -223,7 +223,7 @@ class Run:
         self._step, self._collected, self._is_replay = self._step + 1, collected, is_replay
         if not is_replay:
             self._logged.pop(self._step, None)  # of a batch that somebody took away
-        self._metrics, self._timed, self._begun = {}, {}, time.perf_counter()
+        self._metrics, self._meter = {}, StepMeter(self._tracked)
         return self._step, collected["batch"]
 
     def _end(self) -> None:
@@ -242,11 +242,8 @@ class Run:
         """Measure a part of a step, as its metric `NAME_seconds`; the rest of the step is `train_seconds`."""
         if self._view is not None:
             self._view.doing(name)
-        started = time.perf_counter()
-        try:
+        with self._meter.part(name):
             yield
-        finally:
-            self._timed[name] = self._timed.get(name, 0.0) + time.perf_counter() - started
 
     def follow(self, update: Future[int]) -> int:
         """Take charge of an update of the weights, begun by `collector.start_update`; gives the coming version.
@@ -281,12 +278,10 @@ class Run:
         """
         if self._collected is None or step != self._step:
             raise ValueError(f"step {step} is not being made; run.steps is at {self._step}. Log within the loop.")
-        collected, seconds = self._collected, time.perf_counter() - self._begun
-        timed = {f"{name}_seconds": part for name, part in self._timed.items()}
-        logged = {**collected["metrics"], **metrics_of(learned), **metrics, **timed, "policy_version": float(version)}
-        logged["train_seconds"] = seconds - sum(timed.values())
-        logged["seconds"] = logged["generate_seconds"] + seconds
-        self._metrics = logged
+        collected = self._collected
+        logged = {**collected["metrics"], **metrics_of(learned), **metrics, "policy_version": float(version)}
+        self._metrics = logged = {name: float(value) for name, value in logged.items() if math.isfinite(value)}
+        logged |= self._meter.metrics(logged)
         if not is_logged(self._logged, step, "train"):
             self.folder.log_rollouts(step, "train", collected["rollouts"])
             if collected["batch"].shape[0]:

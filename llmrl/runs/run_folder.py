@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from llmrl.runs.folder_lock import FolderLock
 from llmrl.runs.state_file import DamagedFileError, load_state, save_state
 from llmrl.runs.step_metrics import is_logged
 from llmrl.runs.token_log import TokenLog
-from llmrl.runs.tracking import CSVTracker, Tracker, open_trackers
+from llmrl.runs.tracking import CSVTracker, Tracker, grouped_name, open_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,9 +109,15 @@ class RunFolder:
     # Metrics
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step's metrics to `metrics.csv`, and send them to the trackers."""
-        for tracker in (self._table, *self._trackers):
-            tracker.log_metrics(dict(metrics), step)
+        """Append one step's metrics to `metrics.csv`, and send them to the trackers, in groups.
+
+        What is not finite is left out: an absent value is absent.
+        """
+        numbers = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self._table.log_metrics(numbers, step)
+        grouped = {grouped_name(name): value for name, value in numbers.items()}
+        for tracker in self._trackers:
+            tracker.log_metrics(dict(grouped), step)
 
     def read_metrics(self) -> list[dict[str, float]]:
         """All steps' metrics; of a step logged twice (before and after a kill) the last."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -42,6 +47,62 @@ def metrics_of(learned: Learned) -> dict[str, float]:
         else:
             merged[name] = sum(values) / len(values)
     return merged or {"is_skipped": 1.0}
+
+
+class StepMeter:
+    """Measures one step, from its construction on: what its parts take, and what it is made with.
+
+    Args:
+        tracked: objects of the loop; those with `param_groups` are optimizers.
+
+    Example:
+        >>> meter = StepMeter({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)})
+        >>> with meter.part("sync"):
+        ...     pass
+        >>> metrics = meter.metrics({"generate_seconds": 1.0, "num_trained_tokens": 30.0})
+        >>> metrics["learning_rate"], metrics["sync_seconds"] < metrics["seconds"], metrics["seconds"] >= 1.0
+        (0.5, True, True)
+    """
+
+    def __init__(self, tracked: Mapping[str, Any]) -> None:
+        # Here, for a schedule steps before the step is logged.
+        self._rates = [float(group["lr"]) for one in tracked.values() for group in getattr(one, "param_groups", ())]
+        self._begun, self._parts = time.perf_counter(), dict[str, float]()
+        for device in _devices():
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure a part of the step, as its metric `NAME_seconds`; the rest is `train_seconds`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - started
+
+    def metrics(self, of_step: Mapping[str, float]) -> dict[str, float]:
+        """Return what was measured so far, beside the step's other metrics."""
+        seconds = time.perf_counter() - self._begun
+        measured = {f"{name}_seconds": part for name, part in self._parts.items()}
+        measured["train_seconds"] = seconds - sum(measured.values())
+        measured["seconds"] = of_step.get("generate_seconds", 0.0) + seconds
+        if "num_trained_tokens" in of_step:
+            measured["trained_tokens_per_second"] = of_step["num_trained_tokens"] / measured["seconds"]
+        if self._rates:
+            measured["learning_rate"] = max(self._rates)
+        return {**measured, "peak_memory_gib": _peak_memory() / 2**30}
+
+
+def _devices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+def _peak_memory() -> int:
+    """Bytes: on GPUs of the step, and of the one that held most; else of this process so far."""
+    if devices := _devices():
+        return max(map(torch.cuda.max_memory_allocated, devices))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) -> bool:

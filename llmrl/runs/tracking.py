@@ -31,6 +31,22 @@ class Tracker(Protocol):
         ...
 
 
+_PERFORMANCE = ("seconds", "_per_second", "_gib", "kv_cache_usage", "cached_prompt_share")
+"""How metrics end that say how fast something was, and what it took."""
+
+
+def grouped_name(name: str) -> str:
+    """Return a metric's name as trackers have it, which show what is in one group together.
+
+    Example:
+        >>> [grouped_name(name) for name in ("reward_mean", "train_seconds", "eval/sums/pass@1")]
+        ['train/reward_mean', 'perf/train_seconds', 'eval/sums/pass@1']
+    """
+    if name.startswith("eval/"):
+        return name
+    return f"{'perf' if name.endswith(_PERFORMANCE) else 'train'}/{name}"
+
+
 class CSVTracker:
     """One table with a row a step; metrics that come later add columns.
 

@@ -141,10 +141,8 @@ class PythonInterpreter(ToolTransform):
         answers = []
         # One after another: a block may use what an earlier one left.
         for number, code in enumerate(_FENCED.findall(text_of(message.get("content"))), 1):
-            self.counts["calls"] += 1
             result = await self._execute(code, session.id)
-            if not result.is_success:
-                self._count_failure(result)
+            self.count("answered" if result.is_success else CodeFailed(result).outcome, session)
             outcome = "executed successfully" if result.is_success else "failed"
             output = result.stdout if result.is_success else _failure(result)
             answers.append(self.tool_message(f"Code block {number} {outcome}:\n{output}"))
@@ -155,15 +153,8 @@ class PythonInterpreter(ToolTransform):
             raise InvalidArguments(f"'code' (a string) is the one argument, got {sorted(arguments)}")
         result = await self._execute(arguments["code"], conversation_id)
         if not result.is_success:
-            if result.reason == "timeout":
-                self.counts["timeouts"] += 1
-            raise ToolError(f"the code failed:\n{_failure(result)}")
+            raise CodeFailed(result)
         return result.stdout + result.stderr
-
-    def _count_failure(self, result: PythonResult) -> None:
-        self.counts["failures"] += 1
-        if result.reason == "timeout":
-            self.counts["timeouts"] += 1
 
     async def _start(self) -> None:
         _ = self.executor  # which takes a moment
@@ -179,6 +170,14 @@ class PythonInterpreter(ToolTransform):
         except Exception as error:  # whatever Ray raises for an actor that is gone
             return PythonResult(False, "", f"The Python service is out of order: {type(error).__name__}", -1, "died")
         return PythonResult(answer["success"], answer["stdout"], answer["stderr"], answer["returncode"])
+
+
+class CodeFailed(ToolError):
+    """The model's code did not come to its end."""
+
+    def __init__(self, result: PythonResult) -> None:
+        super().__init__(f"the code failed:\n{_failure(result)}")
+        self.outcome = "timeouts" if result.reason == "timeout" else "failed"
 
 
 def _failure(result: PythonResult) -> str:

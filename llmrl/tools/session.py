@@ -5,14 +5,24 @@ from __future__ import annotations
 import logging
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable
+
+from tensordict import TensorDictBase
 
 from llmrl._utils.failure import as_exception
 from llmrl.data import Message
+from llmrl.data.tensordicts import plain
 
 logger = logging.getLogger("llmrl")
 
 Release = Callable[[str], None]
+
+STATE_KEY = "tool_state"
+SESSION = (STATE_KEY, "session")
+"""Where a conversation's session is in its TensorDict."""
+OUTCOMES = ("answered", "failed", "timeouts", "invalid", "unknown", "malformed")
+"""How a tool call ends: of the failed ones the tool raised, `timeouts` took too long, `invalid` are the arguments."""
 
 
 class ToolSession:
@@ -34,6 +44,8 @@ class ToolSession:
         self.id = uuid.uuid4().hex
         self.tool_names: set[str] = set()
         """Names of the tools of all transforms."""
+        self.outcomes: Counter[str] = Counter()
+        """Calls by outcome, see `OUTCOMES`."""
         self._releases: list[Release] = []
         self._finalizer = weakref.finalize(self, _release_all, self.id, self._releases)
         self._finalizer.atexit = False
@@ -89,6 +101,12 @@ class ToolSession:
     def __reduce__(self) -> tuple[type[ToolSession], tuple[()]]:
         # Elsewhere the conversation goes on with tools of its own.
         return ToolSession, ()
+
+
+def outcomes_of(element: TensorDictBase) -> dict[str, int]:
+    """Return a conversation's tool calls by outcome, see `OUTCOMES`; none where there are no tools."""
+    session = plain(element.get(SESSION, None))
+    return {} if session is None else dict(session.outcomes)
 
 
 def _release_all(conversation_id: str, releases: list[Release]) -> None:

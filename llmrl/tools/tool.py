@@ -24,9 +24,14 @@ logger = logging.getLogger("llmrl")
 class ToolError(Exception):
     """Raise it in a tool to tell the model something: its text is the answer, and the call counts as failed."""
 
+    outcome = "failed"
+    """As what it is counted."""
+
 
 class InvalidArguments(ToolError):
     """The model's arguments do not fit the tool."""
+
+    outcome = "invalid"
 
 
 @dataclass(frozen=True, slots=True)

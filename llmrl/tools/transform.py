@@ -22,11 +22,8 @@ from llmrl.data.message import encodable
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser
 from llmrl.tools.output import TruncateSide, as_text, truncate
-from llmrl.tools.session import ToolSession
+from llmrl.tools.session import SESSION, STATE_KEY, ToolSession
 from llmrl.tools.tool import InvalidArguments, Tool, ToolError, collect_tools
-
-_STATE_KEY = "tool_state"
-_SESSION = (_STATE_KEY, "session")
 
 
 class ToolTransform(Transform):
@@ -131,10 +128,10 @@ class ToolTransform(Transform):
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict_reset)
         for element in elements:
-            session = plain(element.get(_SESSION, None))
+            session = plain(element.get(SESSION, None))
             if session is None:
                 session = ToolSession()
-                element.set(_STATE_KEY, tensordict_of({"session": non_tensor(session)}))
+                element.set(STATE_KEY, tensordict_of({"session": non_tensor(session)}))
             self._join(session)
             known = tuple(plain(element.get("tools", None)) or ())
             element.set("tools", non_tensor(known + self._schemas if known else self._schemas))
@@ -147,14 +144,14 @@ class ToolTransform(Transform):
 
     async def before_step(self, element: TensorDictBase) -> None:
         """Answer one conversation's last message, which may take long, ahead of the batched step."""
-        session = plain(element.get(_SESSION, None))
+        session = plain(element.get(SESSION, None))
         if session is not None:
             answers = await self._answer(element, session)
             session.put_answers(_turn(element), id(self), answers)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements, next_elements = batch_elements(tensordict), batch_elements(next_tensordict)
-        sessions = [plain(element.get(_SESSION, None)) or ToolSession() for element in elements]
+        sessions = [plain(element.get(SESSION, None)) or ToolSession() for element in elements]
         answers: list[list[Message] | None] = [
             session.take_answers(_turn(element), id(self)) for element, session in zip(elements, sessions, strict=True)
         ]
@@ -170,7 +167,7 @@ class ToolTransform(Transform):
             if messages:
                 prompt = next_element.get(("history", "prompt"))
                 next_element.set(("history", "prompt"), self._with_answers(prompt, messages, _turn(element)))
-            next_element.set(_STATE_KEY, tensordict_of({"session": non_tensor(session)}))
+            next_element.set(STATE_KEY, tensordict_of({"session": non_tensor(session)}))
             if "tools" in element:
                 next_element.set("tools", element.get("tools"))
         return _like(next_tensordict, next_elements)
@@ -187,7 +184,7 @@ class ToolTransform(Transform):
 
     def release(self, element: TensorDictBase) -> None:
         """Let go of what tools keep for a conversation that has ended."""
-        session = plain(element.get(_SESSION, None))
+        session = plain(element.get(SESSION, None))
         if session is not None:
             session.release()
 
@@ -196,7 +193,7 @@ class ToolTransform(Transform):
         shape = tuple(observation_spec.shape)
         observation_spec["tools"] = NonTensor(shape=shape, example_data=())
         session = NonTensor(shape=shape, example_data=None)
-        observation_spec[_STATE_KEY] = Composite({"session": session}, shape=shape)
+        observation_spec[STATE_KEY] = Composite({"session": session}, shape=shape)
         return observation_spec
 
     # The model's side
@@ -237,7 +234,7 @@ class ToolTransform(Transform):
         answers = list(await asyncio.gather(*pending))
         for index, bad in enumerate(malformed):
             if session.claim(turn, ("malformed", index)):
-                self._count("malformed")
+                self.count("malformed", session)
                 answers.append(self.tool_message(f"Error: the tool call cannot be read: {bad.reason}"))
         return answers
 
@@ -252,39 +249,36 @@ class ToolTransform(Transform):
         tool = self.tools.get(name)
         if tool is None:
             return self._unknown(name, session)
-        self.counts["calls"] += 1
+        outcome, text = "answered", ""
         try:
             if not isinstance(arguments, dict):
                 raise InvalidArguments(f"the arguments must be an object, got {arguments!r:.200}")
             async with asyncio.timeout(None if tool.keeps_time else self.timeout) as limit:
                 run = _run(tool, arguments, session.id)
-                return await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
+                text = await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
         except TimeoutError as error:
-            self.counts["failures"] += 1
-            self.counts["timeouts"] += 1
             reason = f"it took more than {self.timeout:g} s" if limit.expired() else str(error) or "it timed out"
-            return f"Error: {name} was stopped: {reason}."
-        except InvalidArguments as error:
-            self.counts["failures"] += 1
-            self.counts["invalid"] += 1
-            return f"Error: wrong arguments for {name}: {error}."
+            outcome, text = "timeouts", f"Error: {name} was stopped: {reason}."
         except ToolError as error:
-            self.counts["failures"] += 1
-            return f"Error: {error}"
+            wrong = f"wrong arguments for {name}: {error}." if isinstance(error, InvalidArguments) else str(error)
+            outcome, text = error.outcome, f"Error: {wrong}"
         except Exception as error:
-            self.counts["failures"] += 1
-            return f"Error: {name} failed with {describe(error)}"
+            outcome, text = "failed", f"Error: {name} failed with {describe(error)}"
+        self.count(outcome, session)
+        return text
 
     def _unknown(self, name: str, session: ToolSession) -> str:
-        self._count("unknown")
+        self.count("unknown", session)
         names = sorted(session.tool_names | set(self.tools))
         near = nearest(name, names)
         hint = f" Did you mean {near!r}?" if near else ""
         return f"Error: there is no tool {name!r:.100}.{hint} The tools are: {', '.join(names) or 'none'}."
 
-    def _count(self, kind: str) -> None:
-        for key in ("calls", "failures", kind):
-            self.counts[key] += 1
+    def count(self, outcome: str, session: ToolSession) -> None:
+        """Count a call, see `OUTCOMES`."""
+        session.outcomes[outcome] += 1
+        kinds = () if outcome == "answered" else ("failures",) if outcome == "failed" else ("failures", outcome)
+        self.counts.update(("calls", *kinds))
 
     def tool_message(self, text: str, *, name: str | None = None, tool_call_id: str | None = None) -> Message:
         """An answer as a message: bounded, and such that any tokenizer takes it."""

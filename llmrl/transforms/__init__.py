@@ -7,6 +7,7 @@ from llmrl.tools import (
     PythonInterpreter,
     SearchIndex,
     ToolTransform,
+    outcomes_of,
 )
 from llmrl.transforms.incremental_tokenizer import IncrementalTokenizer
 from llmrl.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
@@ -38,6 +39,7 @@ __all__ = [
     "environment_parts",
     "find_rubric_reward",
     "is_ours",
+    "outcomes_of",
     "reads_turns",
     "write_score",
 ]

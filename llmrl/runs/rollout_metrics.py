@@ -1,0 +1,93 @@
+"""What rollouts say in numbers: rewards and their parts, groups, lengths, tool calls. Of training and evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, pstdev
+
+from llmrl.data import Rollout, StopReason, text_of
+
+
+def is_right(rollout: Rollout) -> bool:
+    """Whether an answer is right: it was scored, and its reward is 1 at least."""
+    return rollout.is_scored and rollout.reward >= 1.0
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return what rollouts say, by the names of `docs/metrics.md`; what has no number is left out.
+
+    Spreads are standard deviations of the population: of one rollout 0. The answers of one prompt are a group; only its
+    scored ones count.
+
+    Example:
+        >>> def answer(group_id, reward, num_tokens):
+        ...     return Rollout(rollout_id="", group_id=group_id, sample_index=0, group_size=2, reward=reward,
+        ...                    breakdown={"exact": reward}, is_scored=True, num_completion_tokens=num_tokens)
+        >>> metrics = rollout_metrics([answer("a", 1.0, 5), answer("a", 0.0, 9), answer("b", 0.0, 7)])
+        >>> metrics["completion_tokens_max"], metrics["groups_all_wrong"], round(metrics["reward/exact_mean"], 3)
+        (9.0, 0.5, 0.333)
+    """
+    lengths = sorted(rollout.num_completion_tokens for rollout in rollouts)
+    if not lengths:
+        return {}
+    scored = [rollout for rollout in rollouts if rollout.is_scored]
+    metrics = {
+        "num_unscored": float(len(rollouts) - len(scored)),
+        "cut_share": sum(rollout.reason == StopReason.LENGTH for rollout in rollouts) / len(rollouts),
+        # The length that at most one in twenty exceeds, one that was really sampled.
+        "completion_tokens_p95": float(lengths[math.ceil(0.95 * len(lengths)) - 1]),
+        "completion_tokens_max": float(lengths[-1]),
+    }
+    for name, is_so in (("right", True), ("wrong", False)):
+        chosen = [rollout.num_completion_tokens for rollout in scored if is_right(rollout) is is_so]
+        if chosen:
+            metrics[f"completion_tokens_{name}"] = fmean(chosen)
+    return {**metrics, **dict(_reward_metrics(scored)), **_tool_metrics(rollouts), **_answer_metrics(rollouts)}
+
+
+def _reward_metrics(scored: Sequence[Rollout]) -> Iterator[tuple[str, float]]:
+    if not scored:
+        return
+    yield "reward_std", pstdev(rollout.reward for rollout in scored)
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for rollout in scored:
+        groups[rollout.group_id].append(rollout)
+        for name, value in rollout.breakdown.items():
+            parts[name].append(value)
+    if len(groups) < len(scored):  # answers are compared
+        spreads = [pstdev(rollout.reward for rollout in group) for group in groups.values()]
+        rights = [sum(map(is_right, group)) for group in groups.values()]
+        sizes = [len(group) for group in groups.values()]
+        yield "reward_group_std", fmean(spreads)
+        yield "groups_all_equal", sum(spread == 0 for spread in spreads) / len(groups)
+        yield "groups_all_right", sum(right == size for right, size in zip(rights, sizes, strict=True)) / len(groups)
+        yield "groups_all_wrong", rights.count(0) / len(groups)
+    for name, values in parts.items():
+        yield f"reward/{name}_mean", fmean(values)
+        yield f"reward/{name}_std", pstdev(values)
+
+
+def _tool_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+    outcomes: Counter[str] = Counter()
+    for rollout in rollouts:
+        outcomes.update(rollout.tool_calls)
+    if not (num_calls := outcomes.total()):
+        return {}
+    shares = {f"tool_calls/{outcome}": float(count) for outcome, count in outcomes.items()}
+    return {"num_tool_calls": float(num_calls), **shares, "tool_failure_share": 1 - outcomes["answered"] / num_calls}
+
+
+def _answer_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+    """How alike the answers to different prompts are: in how many groups the most frequent answer is found."""
+    answers: dict[str, set[str]] = defaultdict(set)
+    for rollout in rollouts:
+        said = [message for message in rollout.messages if message["role"] == "assistant"]
+        if said and (text := text_of(said[-1].get("content")).strip()):
+            answers[rollout.group_id].add(text)
+    if len(answers) < 2:
+        return {}
+    [(_, count)] = Counter(text for texts in answers.values() for text in texts).most_common(1)
+    return {"common_answer_share": count / len(answers)}
