@@ -15,22 +15,36 @@ from rich.text import Text
 from llmrl._utils.terminal import printable
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
+from llmrl.runs.findings import Finding
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
     ("reward", "reward_mean", "{:.3f}"),
     ("length", "completion_tokens_mean", "{:.1f}"),
+    ("entropy", "entropy", "{:.2f}"),
     ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("log-prob diff", "log_prob_difference_mean", "{:.4f}"),
     ("ESS", "ESS", "{:.3f}"),
     ("generate s", "generate_seconds", "{:.2f}"),
     ("train s", "train_seconds", "{:.2f}"),
     ("sync s", "sync_seconds", "{:.2f}"),
+    ("trained", "trained_share", "{:.0%}"),
+    ("cut", "cut_share", "{:.0%}"),
+    ("errors", "num_error", "{:.0f}"),
+    ("failed calls", "tool_failure_share", "{:.0%}"),
     ("forks", "num_forks", "{:.0f}"),
     ("realigned tokens", "num_realigned_tokens", "{:.0f}"),
 )
-# Shown from the first step on in which they are not zero.
-_RARE = frozenset(("num_forks", "num_realigned_tokens"))
+# Shown from the first step on in which they are something else.
+_RARE = {
+    "trained_share": 1.0,
+    "cut_share": 0.0,
+    "num_error": 0.0,
+    "tool_failure_share": 0.0,
+    "num_forks": 0.0,
+    "num_realigned_tokens": 0.0,
+}
+_STYLES = {"fine": "green", "look": "yellow", "broken": "bold red"}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_ROWS = 12
 
@@ -59,9 +73,9 @@ def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
 
 
 class LiveView:
-    """Step, reward, length, tokens a second, log-prob difference, effective sample size and where the time went.
+    """Step, reward, length, entropy, tokens a second, log-prob difference, effective sample size, where the time went.
 
-    Forks and realigned tokens are shown once there are any.
+    What is rare (cut answers, errors, forks, …) is shown once there is any; a line says how healthy the run is.
 
     On a terminal it redraws in place; elsewhere it prints one line a step. Use as a context manager.
 
@@ -78,6 +92,8 @@ class LiveView:
         self._task = self._progress.add_task("training", total=num_steps, completed=first_step)
         self._rows: list[Mapping[str, float]] = []
         self._sample: Panel | None = None
+        self._findings: Sequence[Finding] = ()
+        self._has_shown_error = False
         self._live: Live | None = None
 
     def __enter__(self) -> LiveView:
@@ -113,6 +129,23 @@ class LiveView:
         if records:
             self.show_sample(max(records, key=lambda record: record["reward"]))
 
+    def show_health(self, step: int, findings: Sequence[Finding], records: Sequence[Row] = ()) -> None:
+        """Show how healthy the run is, and the run's first error with its traceback, from a step's records."""
+        known = {(finding.name, finding.verdict) for finding in self._findings}
+        self._findings = findings
+        if self._live is not None:
+            self._live.update(self._render())
+        else:
+            for finding in findings:
+                if (finding.name, finding.verdict) not in known:
+                    self.console.print(f"step {step}:", _sentence(finding), soft_wrap=True)
+        failed = next((record for record in records if record["error"]), None)
+        if failed is not None and not self._has_shown_error:
+            self._has_shown_error = True
+            said = printable(str(failed["traceback"] or failed["error"]).rstrip())
+            title = f"the first error: {failed['rollout_id']} at step {step}"
+            self.console.print(Panel(Text(said), title=Text(printable(title)), title_align="left"))
+
     def show_sample(self, record: Row) -> None:
         """Show one conversation with its reward, from a rollout's record."""
         title = f"{record['rollout_id']}  reward {record['reward']:.2f}"
@@ -121,9 +154,19 @@ class LiveView:
             self.console.print(self._sample)
 
     def _columns(self) -> list[tuple[str, str, str]]:
-        return [
-            column for column in _COLUMNS if column[1] not in _RARE or any(row.get(column[1]) for row in self._rows)
-        ]
+        def is_shown(name: str) -> bool:
+            return name not in _RARE or any(row.get(name, _RARE[name]) != _RARE[name] for row in self._rows)
+
+        return [column for column in _COLUMNS if is_shown(column[1])]
+
+    def _parts_of_reward(self) -> list[Text]:
+        """Mean and spread of each reward function at the last step, where there are several."""
+        row = self._rows[-1] if self._rows else {}
+        names = [name.removesuffix("_mean") for name in row if name.startswith("reward/") and name.endswith("_mean")]
+        parts = (
+            f"{name.removeprefix('reward/')} {row[f'{name}_mean']:.3f} ± {row[f'{name}_std']:.3f}" for name in names
+        )
+        return [Text(printable("  ".join(parts)))] if len(names) > 1 else []
 
     def _render(self) -> Group:
         table, columns = Table(), self._columns()
@@ -132,5 +175,13 @@ class LiveView:
         for row in self._rows[-_NUM_ROWS:]:
             table.add_row(*(form.format(row[key]) if key in row else "" for _, key, form in columns))
         rewards = [row["reward_mean"] for row in self._rows if "reward_mean" in row]
-        parts: list[RenderableType] = [table, Text(f"reward {sparkline(rewards[-60:])}"), self._progress]
+        health = [_sentence(finding) for finding in self._findings] or [Text("fine", style=_STYLES["fine"])]
+        parts: list[RenderableType] = [table, Text(f"reward {sparkline(rewards[-60:])}"), *self._parts_of_reward()]
+        parts += [Text.assemble("health ", line) for line in health]
+        parts.append(self._progress)
         return Group(*parts, self._sample) if self._sample is not None else Group(*parts)
+
+
+def _sentence(finding: Finding) -> Text:
+    likely = f" Likely: {finding.causes[0]}." if finding.causes else ""
+    return Text.assemble((finding.verdict, _STYLES[finding.verdict]), f" {finding.name}: {finding.says}{likely}")

@@ -25,6 +25,7 @@ from llmrl.engines import Engine
 from llmrl.runs.batch_source import BatchSource, Collected, restore
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
+from llmrl.runs.health import HealthJudge
 from llmrl.runs.live_view import LiveView
 from llmrl.runs.report import Results, before_after_table, plot_curve, print_how_to_go_on, resume_command
 from llmrl.runs.resumed_config import resumed_config, save_config
@@ -93,6 +94,7 @@ class Run:
         """What ended the loop."""
         self._logged = {int(row["step"]): row for row in self.folder.read_metrics()}
         self.folder.drop_rollouts(self._logged)
+        self._health = HealthJudge(self.folder.health, self._logged, max_staleness=cfg.collect.max_staleness)
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
         self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
         self._tracked: dict[str, Any] = {}
@@ -287,9 +289,11 @@ class Run:
             if collected["batch"].shape[0]:
                 self.folder.tokens.write(step, collected["batch"], log_probs_before(learned, collected["batch"]))
             self.folder.log_metrics(step, logged)
+        findings = self._health.judge(step, logged, collected["rollouts"])
         if self._view is not None:
             is_sampled = step % self.cfg.run.sample_every == 0
             self._view.show_step(step, logged, collected["rollouts"] if is_sampled else ())
+            self._view.show_health(step, findings, collected["rollouts"])
         return logged
 
     @staticmethod
@@ -331,6 +335,9 @@ class Run:
             self.summary["after" if step else "before"] = {name: one.to_summary() for name, one in reports.items()}
             self.folder.write_summary(self.summary)
             self.folder.log_metrics(step, metrics)
+            findings = self._health.judge(step, metrics)
+            if self._view is not None:
+                self._view.show_health(step, findings)
         if self._best is not None and self._best.is_over and step:
             self.why_stopped = f"{self._best.metric} was best at step {self._best.step}, and eval.patience is over"
         return metrics

@@ -17,6 +17,7 @@ import torch
 from llmrl._utils.files import cut_lines, flush_to_disk, write_atomically
 from llmrl._utils.types import JSON, StateDict, Tokenizer
 from llmrl.engines import EngineError
+from llmrl.runs.findings import HealthLog
 from llmrl.runs.folder_lock import FolderLock
 from llmrl.runs.state_file import DamagedFileError, load_state, save_state
 from llmrl.runs.step_metrics import is_logged
@@ -36,7 +37,7 @@ def holds_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """A folder with `metrics.csv`, `rollouts.jsonl`, `tokens/`, `batches/`, `checkpoint.safetensors`, `model/`, ….
+    """A folder with `metrics.csv`, `rollouts.jsonl`, `health.jsonl`, `tokens/`, `batches/`, `model/`, ….
 
     Recovery is by replay: each step's training rows are written (they are small) before the optimizer uses them, the
     large model and optimizer states only now and then. A resumed run loads the last checkpoint and trains again on
@@ -79,6 +80,7 @@ class RunFolder:
         self.summary_path = self.path / "summary.json"
         self.tokenizer_path = self.path / "tokenizer"
         self.tokens = TokenLog(self.path / "tokens")
+        self.health = HealthLog(self.path / "health.jsonl")
         self._table = CSVTracker(self.metrics_path)
         self._trackers: list[Tracker] = []
         self._lock: FolderLock | None = None
@@ -95,7 +97,7 @@ class RunFolder:
                 raise FileExistsError(
                     f"{self.path} holds a run already; continue it with resume=true, or name another folder."
                 )
-            for path in (self.metrics_path, self.rollouts_path):
+            for path in (self.metrics_path, self.rollouts_path, self.health.path):
                 cut_lines(path)
             for folder in (self.path, self.batches_path, self.tokens.path):
                 for left in folder.glob(".*.tmp"):  # of writers that were killed

@@ -42,7 +42,7 @@ def metrics_of(learned: Learned) -> dict[str, float]:
             merged[name] = sum(values)
         elif name == "is_skipped":
             merged[name] = min(values)
-        elif name == "ESS" or name.startswith("log_prob_difference"):
+        elif name == "ESS" or name.startswith(("log_prob_difference", "on_policy")):
             merged[name] = values[0]
         else:
             merged[name] = sum(values) / len(values)

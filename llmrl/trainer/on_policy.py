@@ -55,13 +55,14 @@ def on_policy_difference(
     return (ours - sampler).abs()[~ours.isnan() & (versions == version)]
 
 
-def warn_of_difference(
+def check_difference(
     record: TrainedModel, batch: TensorDictBase, log_probs: list[torch.Tensor], keys: SamplerKeys
-) -> None:
-    """Warn when the on-policy difference passes what rounding explains, with its likely causes in order.
+) -> dict[str, float]:
+    """Measure the on-policy difference, and warn when it passes what rounding explains, with its likely causes.
 
-    Nothing is said where it is not known what is on-policy: the weights were never sent to an engine, or changed
-    since. It is said again when the difference has doubled, or has passed its bound anew.
+    Returns its mean, and what rounding explains, as metrics. Nothing, and nothing is said, where it is not known what
+    is on-policy: the weights were never sent to an engine, or changed since. A warning is repeated when the difference
+    has doubled, or has passed its bound anew.
 
     Args:
         record: of the policy's model.
@@ -69,20 +70,21 @@ def warn_of_difference(
     """
     version = record.engine_version
     if version is None or record.num_updates or not has_entry(batch, keys.policy_version):
-        return
+        return {}
     difference = on_policy_difference(batch, log_probs, keys, version)
     if difference.numel() < 2:
-        return
+        return {}
     dtype = record.coarsest_dtype
     bound = _FLOAT32_BOUND if dtype is None else _BOUNDS.get(dtype, _FLOAT32_BOUND)
     mean = float(difference.mean())
+    measured = {"on_policy_difference": mean, "on_policy_difference_bound": bound}
     # Of a few tokens only what is certain.
     if mean - 2 * float(difference.std()) / math.sqrt(difference.numel()) <= bound:
         record.has_agreed |= mean <= bound
         record.warned_difference = 0.0
-        return
+        return measured
     if mean < 2 * record.warned_difference:
-        return
+        return measured
     record.warned_difference = mean
     causes = [_STALE, *_OTHER_DISTRIBUTION] if record.has_agreed else [*_OTHER_DISTRIBUTION, _STALE]
     if record.disagreement is not None:
@@ -94,3 +96,4 @@ def warn_of_difference(
         f"the first first:\n{listed}",
         stacklevel=3,
     )
+    return measured

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from llmrl._utils.ranks import rank_and_size
 from llmrl.objectives.base import LLMLoss, MicroLoss
 from llmrl.objectives.inputs import LossInputs, NonFiniteColumnError
-from llmrl.trainer.on_policy import warn_of_difference
+from llmrl.trainer.on_policy import check_difference
 from llmrl.trainer.trained_model import trained_model
 
 
@@ -118,7 +118,7 @@ def train_step(
     report.log_probs = _rows_of([(micro.flat_index, micro.log_probs) for micro in done], inputs)
     record = trained_model(getattr(loss_module.actor_network, "model", loss_module.actor_network))
     if hasattr(loss_module.tensor_keys, "policy_version"):
-        warn_of_difference(record, batch, report.log_probs, loss_module.tensor_keys)
+        report.measurements |= check_difference(record, batch, report.log_probs, loss_module.tensor_keys)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     report.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,0 +1,120 @@
+"""Findings of a run's health, their verdicts, and the rollouts that show them; `health.jsonl` keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from llmrl._utils.types import JSON
+
+Verdict = Literal["fine", "look", "broken"]
+Selection = Literal["", "error", "unscored", "cut", "tools", "longest", "best", "worst"]
+"""Which of a step's rollouts show it: `failing_rollouts` chooses them."""
+
+_NUM_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a run's metrics say about it."""
+
+    name: str
+    verdict: Verdict
+    says: str
+    """What was measured, as a sentence."""
+    causes: tuple[str, ...]
+    """The most likely first."""
+    selection: Selection = ""
+
+    def to_record(self, records: Sequence[Mapping[str, JSON]] = ()) -> dict[str, JSON]:
+        """Return it as JSON has it, with the ids of the rollouts that show it, at most eight of `records`."""
+        rollouts: list[JSON] = [record["rollout_id"] for record in failing_rollouts(self.selection, records)]
+        causes: list[JSON] = list(self.causes)
+        return {
+            "name": self.name,
+            "verdict": self.verdict,
+            "says": self.says,
+            "causes": causes,
+            "selection": self.selection,
+            "rollouts": rollouts,
+        }
+
+
+def verdict_of(findings: Sequence[Finding]) -> Verdict:
+    """Return the worst verdict.
+
+    Example:
+        >>> verdict_of([])
+        'fine'
+    """
+    verdicts: tuple[Verdict, ...] = get_args(Verdict)
+    return max((finding.verdict for finding in findings), key=verdicts.index, default="fine")
+
+
+def failing_rollouts(selection: Selection, records: Sequence[Mapping[str, JSON]]) -> list[Mapping[str, JSON]]:
+    """Return the rollouts' records (`Rollout.to_record`) that show a finding, at most eight.
+
+    Example:
+        >>> records = [{"rollout_id": "a", "reason": ""}, {"rollout_id": "b", "reason": "length"}]
+        >>> [record["rollout_id"] for record in failing_rollouts("cut", records)]
+        ['b']
+    """
+    keep: dict[str, Callable[[Mapping[str, JSON]], bool]] = {
+        "": lambda record: False,
+        "error": lambda record: record["status"] == "error",
+        "unscored": lambda record: not record["is_scored"],
+        "cut": lambda record: record["reason"] == "length",
+        "tools": lambda record: any(outcome != "answered" for outcome in _mapping(record.get("tool_calls"))),
+    }
+    order: dict[str, Callable[[Mapping[str, JSON]], float]] = {
+        "longest": lambda record: -_number(record["num_completion_tokens"]),
+        "best": lambda record: -_number(record["reward"]),
+        "worst": lambda record: _number(record["reward"]),
+    }
+    kept = [record for record in records if keep.get(selection, bool)(record)]
+    return sorted(kept, key=order.get(selection, lambda record: 0.0))[:_NUM_SHOWN]
+
+
+def _mapping(value: JSON) -> Mapping[str, JSON]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: JSON) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+class HealthLog:
+    """`health.jsonl` of a run: a line a step with its verdict and its findings, of a step's several the last counts.
+
+    Example:
+        >>> import tempfile
+        >>> log = HealthLog(Path(tempfile.mkdtemp(), "health.jsonl"))
+        >>> log.write(3, [Finding("answers_cut", "look", "25 % of the answers were cut.", ("too few tokens",))])
+        >>> log.read()[3]["verdict"]
+        'look'
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, step: int, findings: Sequence[Finding], records: Sequence[Mapping[str, JSON]] = ()) -> None:
+        """Append a step's findings, with the ids of those of its rollouts that show them."""
+        found: list[JSON] = [finding.to_record(records) for finding in findings]
+        line = {"step": step, "verdict": verdict_of(findings), "findings": found}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def read(self) -> dict[int, dict[str, JSON]]:
+        """All steps' lines, by step; what is none, as the half line of a kill, is left out."""
+        steps: dict[int, dict[str, JSON]] = {}
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        for line in lines:
+            try:
+                record = json.loads(line)
+                steps[int(record["step"])] = record
+            except (ValueError, KeyError, TypeError):
+                continue
+        return steps

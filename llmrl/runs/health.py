@@ -1,0 +1,378 @@
+"""Health: the bounds of `docs/metrics.md`, applied to a run's metrics. Pure: numbers in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import TypeAlias, get_args
+
+from llmrl._utils.types import Row
+from llmrl.runs.findings import Finding, HealthLog, Verdict
+
+Metrics: TypeAlias = Mapping[str, float]
+_NUM_SMOOTHED = 3
+"""Steps that are averaged, since a batch of few prompts is noisy."""
+
+
+def diagnose(steps: Sequence[Metrics], *, max_staleness: int | None = None) -> list[Finding]:
+    """Return what the metrics say about the last step, the worst first; nothing where all is fine.
+
+    Args:
+        steps: of the run, all of them in order, by the names of `docs/metrics.md`; what one lacks is not judged.
+        max_staleness: as the collector was given; None is on-policy.
+
+    Example:
+        >>> diagnose([{"cut_share": 0.0, "reward_mean": 0.5}])
+        []
+        >>> [finding] = diagnose([{"cut_share": 0.75, "reward_mean": 0.5}])
+        >>> finding.verdict, finding.says
+        ('broken', '75 % of the answers were cut.')
+    """
+    history = _History(steps)
+    found = [*_staleness(history, max_staleness), *(finding for check in _CHECKS for finding in check(history))]
+    return sorted(found, key=lambda finding: -get_args(Verdict).index(finding.verdict))
+
+
+class HealthJudge:
+    """Judges a run step by step, and writes down what it finds.
+
+    Args:
+        log: where.
+        steps: metrics of the steps that were made before, by step.
+        max_staleness: see `diagnose`.
+    """
+
+    def __init__(self, log: HealthLog, steps: Mapping[int, Metrics], *, max_staleness: int | None = None) -> None:
+        self._log, self._steps, self._max_staleness = log, dict(steps), max_staleness
+        self._records: tuple[int, Sequence[Row]] = (-1, ())
+
+    def judge(self, step: int, metrics: Metrics, records: Sequence[Row] = ()) -> list[Finding]:
+        """Return what a step's metrics say, which may come in parts, as those of its evaluation do after its own.
+
+        Args:
+            records: of the step's rollouts (`Rollout.to_record`).
+        """
+        if records or self._records[0] != step:
+            self._records = step, records
+        self._steps[step] = {**self._steps.get(step, {}), **metrics}
+        steps = [self._steps[number] for number in sorted(self._steps) if number <= step]
+        findings = diagnose(steps, max_staleness=self._max_staleness)
+        self._log.write(step, findings, self._records[1])
+        return findings
+
+
+class _History:
+    """Metrics of the steps so far: now, smoothed, and as they began."""
+
+    def __init__(self, steps: Sequence[Metrics]) -> None:
+        self.steps = steps
+
+    def values(self, name: str) -> list[float]:
+        return [step[name] for step in self.steps if name in step]
+
+    def now(self, name: str) -> float | None:
+        """Of the last step."""
+        return self.steps[-1].get(name) if self.steps else None
+
+    def recent(self, name: str) -> float | None:
+        """Mean of the last few steps; None where the last has no such metric."""
+        return None if self.now(name) is None else fmean(self.values(name)[-_NUM_SMOOTHED:])
+
+    def began(self, name: str) -> float | None:
+        """Mean of the first few steps, once they are not also the last few."""
+        values = self.values(name)
+        return fmean(values[:_NUM_SMOOTHED]) if len(values) >= 2 * _NUM_SMOOTHED else None
+
+    def around(self, place: int, name: str) -> float | None:
+        """Mean of the few steps that end at a place; of the first few, where there were none before."""
+        up_to = [step[name] for step in self.steps[: place + 1] if name in step]
+        chosen = up_to[-_NUM_SMOOTHED:] or self.values(name)[:_NUM_SMOOTHED]
+        return fmean(chosen) if chosen else None
+
+    def best(self, name: str) -> float | None:
+        """The highest mean of a few steps in a row, before the last few; None where there are none."""
+        values = self.values(name)[:-_NUM_SMOOTHED]
+        windows = [values[end - _NUM_SMOOTHED : end] for end in range(_NUM_SMOOTHED, len(values) + 1)]
+        return max(map(fmean, windows), default=None)
+
+
+def _percent(share: float | None) -> str:
+    return f"{100 * (share or 0.0):.0f} %"
+
+
+def _graded(value: float | None, *, look: float, broken: float) -> Verdict:
+    if value is None or value <= look:
+        return "fine"
+    return "look" if value <= broken else "broken"
+
+
+def _skipped(history: _History) -> Iterator[Finding]:
+    if history.now("is_skipped"):
+        is_again = len(history.values("is_skipped")) > 1 and all(history.values("is_skipped")[-2:])
+        yield Finding(
+            "skipped",
+            "broken" if is_again else "look",
+            "The step did not change the weights.",
+            (
+                "all rewards of each prompt were equal: there was nothing to train on",
+                "a column, the loss or the gradient was not finite: a warning names it",
+            ),
+        )
+
+
+def _mismatch(history: _History) -> Iterator[Finding]:
+    difference, bound = history.now("on_policy_difference"), history.now("on_policy_difference_bound")
+    if difference is None or bound is None or difference <= bound:
+        return
+    has_agreed = any(earlier <= bound for earlier in history.values("on_policy_difference"))
+    causes = (
+        "stale weights: an update did not reach the engine, or key-value blocks of old weights are in use",
+        "engine and trainer compute in different dtypes",
+        "another temperature, top_k, top_p or min_p than the trainer's",
+        "the engine was started from another checkpoint, or with other options of the model",
+    )
+    yield Finding(
+        "mismatched_weights",
+        "look" if difference <= 10 * bound else "broken",
+        f"Engine and trainer differ by {difference:.2g} nats a token on what the current weights sampled; rounding "
+        f"explains {bound:g}.",
+        causes if has_agreed else (*causes[1:], causes[0]),
+    )
+
+
+def _weights_of_tokens(history: _History) -> Iterator[Finding]:
+    size = history.recent("ESS")
+    if size is not None and size < 0.5:
+        yield Finding(
+            "small_sample",
+            "broken" if size < 0.1 else "look",
+            f"A few tokens carry the update: the effective sample size is {_percent(size)} of the tokens.",
+            (
+                "samples are too old: lower max_staleness, or make fewer updates a batch",
+                "engine and trainer disagree: see log_prob_difference_mean",
+            ),
+        )
+    clipped = history.recent("clip_fraction")
+    if (verdict := _graded(clipped, look=0.2, broken=0.5)) != "fine":
+        yield Finding(
+            "clipping",
+            verdict,
+            f"{_percent(clipped)} of the tokens' ratios lie outside the clip bounds.",
+            ("the learning rate is too high", "too many updates a batch"),
+        )
+
+
+def _entropy(history: _History) -> Iterator[Finding]:
+    now, began = history.recent("entropy"), history.began("entropy")
+    if now is None or not began:
+        return
+    if now < 0.1 * began and (history.recent("groups_all_right") or 0.0) < 0.5:
+        yield Finding(
+            "entropy_collapse",
+            "look" if now >= 0.02 * began else "broken",
+            f"The entropy fell from {began:.2g} to {now:.2g} nats a token, and the task is not learned.",
+            (
+                "the learning rate is too high",
+                "the reward pays for one kind of answer: read the best rollouts",
+                "no exploration is left: raise clip_epsilon_high, or kl_to_ref_coeff",
+            ),
+            "best",
+        )
+    if now > 3 * began and now > 0.5:
+        yield Finding(
+            "entropy_explosion",
+            "look" if now <= 6 * began else "broken",
+            f"The entropy rose from {began:.2g} to {now:.2g} nats a token: the model is losing its language.",
+            ("the learning rate is too high", "an entropy bonus that is too large", "a reward that is noise"),
+            "worst",
+        )
+
+
+def _lengths(history: _History) -> Iterator[Finding]:
+    share = history.recent("cut_share")
+    if (verdict := _graded(share, look=0.2, broken=0.5)) != "fine":
+        yield Finding(
+            "answers_cut",
+            verdict,
+            f"{_percent(share)} of the answers were cut.",
+            (
+                "max_new_tokens, or max_model_len, is too small for the task",
+                "the model does not end its turns: a base model, or a template that is not its own",
+                "nothing costs length: truncation_reward=0.0",
+            ),
+            "cut",
+        )
+    now, began = history.recent("completion_tokens_mean"), history.began("completion_tokens_mean")
+    if now is None or not began:
+        return
+    if now > 3 * began:
+        yield Finding(
+            "length_explosion",
+            "look" if now <= 10 * began else "broken",
+            f"Answers grew from {began:.0f} to {now:.0f} tokens.",
+            (
+                "nothing costs length, and the reward pays for it: truncation_reward=0.0",
+                "the learning rate is too high, and the model forgets how to end",
+            ),
+            "longest",
+        )
+    elif now < 2 <= began / 2:
+        yield Finding(
+            "silence",
+            "look",
+            f"Answers shrank from {began:.0f} to {now:.1f} tokens.",
+            ("the reward pays for silence", "a length penalty that is too large"),
+            "best",
+        )
+
+
+def _signal(history: _History) -> Iterator[Finding]:
+    share = history.recent("groups_all_equal")
+    verdict = _graded(share, look=0.5, broken=0.9)
+    if verdict == "fine":
+        return
+    right, wrong = history.recent("groups_all_right") or 0.0, history.recent("groups_all_wrong") or 0.0
+    says = f"{_percent(share)} of the prompts have answers of one reward, from which nothing is learned"
+    if right > 0.5:
+        yield Finding(
+            "no_signal", "look", f"{says}: {_percent(right)} are all right.", ("the task is learned", "too easy")
+        )
+        return
+    yield Finding(
+        "no_signal",
+        verdict,
+        f"{says}: {_percent(wrong)} are all wrong." if wrong > 0.5 else f"{says}.",
+        (
+            "the reward function reads something else than the answer: score one by hand",
+            "the template or the prompt is not what the model was trained with",
+            "the task is too hard for this model: easier problems, larger groups, or supervised steps before",
+            "too few answers a prompt, or a temperature that is too low",
+        ),
+        "worst",
+    )
+
+
+def _reward(history: _History) -> Iterator[Finding]:
+    now, best = history.recent("reward_mean"), history.best("reward_mean")
+    if now is not None and best is not None and best > 0 and now < 0.5 * best:
+        yield Finding(
+            "reward_fell",
+            "look" if now >= 0.2 * best else "broken",
+            f"The mean reward was {best:.2g} and is {now:.2g}.",
+            (
+                "the learning rate is too high",
+                "the policy left what it knew: kl_to_ref_coeff, or go back to an earlier checkpoint",
+                "the problems became harder, as with a curriculum",
+            ),
+            "worst",
+        )
+    share, began = history.recent("common_answer_share"), history.began("common_answer_share")
+    if share is not None and began is not None and share > 0.5 and share > 2 * began:
+        yield Finding(
+            "one_answer",
+            "look" if share <= 0.9 else "broken",
+            f"One answer is given to {_percent(share)} of the prompts; it was {_percent(began)}.",
+            (
+                "the reward can be had without reading the prompt",
+                "the entropy collapsed: the learning rate is too high",
+            ),
+            "best",
+        )
+
+
+def _held_out(history: _History) -> Iterator[Finding]:
+    """The reward of training rises while that of problems held out falls."""
+    names = {name for step in history.steps for name in step if name.startswith("eval/")}
+    for name in sorted(name for name in names if name.endswith(("/pass@1", "/reward")) and name.count("/") == 2):
+        *earlier, last = [place for place, step in enumerate(history.steps) if name in step]
+        if not earlier:
+            continue
+        best = max(earlier, key=lambda place: history.steps[place][name])
+        before, after = history.around(best, "reward_mean"), history.around(last, "reward_mean")
+        was, now = history.steps[best][name], history.steps[last][name]
+        if before is None or after is None or after <= before or now >= was - 0.05 * max(abs(was), 1e-9):
+            continue
+        is_certain = history.steps[last].get(f"{name}_high", now) < history.steps[best].get(f"{name}_low", now)
+        yield Finding(
+            "reward_hacking",
+            "broken" if is_certain else "look",
+            f"{name} fell from {was:.2g} to {now:.2g} while the reward of training rose from {before:.2g} to "
+            f"{after:.2g}.",
+            (
+                "the reward can be had without solving the task: read the best rollouts",
+                "the problems of training are learned by heart: more of them, fewer epochs",
+                "the two environments differ: prompt, reward, limits, temperature",
+            ),
+            "best",
+        )
+
+
+def _staleness(history: _History, max_staleness: int | None) -> Iterator[Finding]:
+    oldest = history.now("staleness_max")
+    if oldest is not None and oldest > (max_staleness or 0):
+        yield Finding(
+            "staleness",
+            "broken",
+            f"The batch has tokens of {oldest:.0f} versions ago, and max_staleness is {max_staleness or 0}.",
+            ("the weights are updated more often than once a step", "the loop draws batches before it updates"),
+        )
+
+
+def _environment(history: _History) -> Iterator[Finding]:
+    played = history.now("num_rollouts")
+    if not played:
+        return
+    failed, unscored = history.now("num_error") or 0.0, history.now("num_unscored") or 0.0
+    if (verdict := _graded(failed / played, look=0.05, broken=0.5)) != "fine":
+        yield Finding(
+            "errors",
+            verdict,
+            f"{failed:.0f} of {played:.0f} rollouts failed.",
+            ("the environment raises: the record's traceback says where", "the engine failed: its log says why"),
+            "error",
+        )
+    if (verdict := _graded(max(0.0, unscored - failed) / played, look=0.05, broken=0.5)) != "fine":
+        yield Finding(
+            "unscored",
+            verdict,
+            f"{unscored:.0f} of {played:.0f} rollouts have no score.",
+            ("a reward function fails: the record's error names its file and line",),
+            "unscored",
+        )
+
+
+def _tools(history: _History) -> Iterator[Finding]:
+    share = history.recent("tool_failure_share")
+    if (verdict := _graded(share, look=0.5, broken=0.9)) == "fine":
+        return
+    outcomes = {name: history.now(f"tool_calls/{name}") or 0.0 for name in _TOOL_CAUSES}
+    causes = sorted(_TOOL_CAUSES, key=lambda name: -outcomes[name])
+    yield Finding(
+        "broken_tools",
+        verdict,
+        f"{_percent(share)} of the tool calls were not answered.",
+        tuple(_TOOL_CAUSES[name] for name in causes if outcomes[name]),
+        "tools",
+    )
+
+
+_TOOL_CAUSES = {
+    "failed": "the tool raises: read its answers",
+    "timeouts": "the tool is too slow, or its timeout too short",
+    "invalid": "the model's arguments do not fit: say in the docstring what they are",
+    "unknown": "the model calls tools that there are not",
+    "malformed": "the model's calls cannot be read: the template's format is not what it was trained with",
+}
+
+_CHECKS = (
+    _skipped,
+    _mismatch,
+    _weights_of_tokens,
+    _entropy,
+    _lengths,
+    _signal,
+    _reward,
+    _held_out,
+    _environment,
+    _tools,
+)
