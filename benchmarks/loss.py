@@ -80,7 +80,7 @@ def _ours(
 ) -> Callable[[], float]:
     from llmrl.objectives import GRPOLoss
 
-    policy = TransformersWrapper(model, token_budget=token_budget)
+    policy = TransformersWrapper(model, generate=False, token_budget=token_budget)
     loss = GRPOLoss(policy, clip_epsilon=(1.0, 1e6))
 
     def step() -> float:
@@ -232,7 +232,7 @@ def run_case(name: str) -> dict[str, Any]:
     batch = _batch(tokenizer)
     with torch.no_grad():
         # On-policy: the ratio is 1 up to rounding, so that losses and gradients can be compared.
-        TransformersWrapper(model)(batch)
+        TransformersWrapper(model, generate=False)(batch)
     model.set_attn_implementation("sdpa")
     step = CASES[name](model, tokenizer, batch)
     for parameter in model.parameters():

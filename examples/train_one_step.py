@@ -20,7 +20,7 @@ from llmrl.envs import make_addition_env
 
 def main(engine: AsyncVLLM) -> None:
     model = AutoModelForCausalLM.from_pretrained(ensure_embedded_model(), dtype=torch.float32)
-    loss = GRPOLoss(TransformersWrapper(model, token_budget=2048))
+    loss = GRPOLoss(TransformersWrapper(model, generate=False, token_budget=2048))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     env = make_addition_env("train", repeats=4)

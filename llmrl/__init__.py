@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from llmrl.rewards import RewardFn, Rubric
     from llmrl.runs.train import train
     from llmrl.testing import ensure_embedded_model
-    from llmrl.trainer import TransformersWrapper, train_step
+    from llmrl.trainer import TransformersWrapper
+    from llmrl.trainer.train_step import train_step
     from llmrl.transforms import PolicyVersion, RubricReward
     from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
@@ -55,7 +56,7 @@ _EXPORTS = {
     "ensure_embedded_model": "llmrl.testing",
     "get_model_metadata": "llmrl.weight_sync",
     "train": "llmrl.runs.train",
-    "train_step": "llmrl.trainer",
+    "train_step": "llmrl.trainer.train_step",
     "vLLMWrapper": "llmrl.policies",
 }
 

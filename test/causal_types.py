@@ -277,7 +277,7 @@ def compare(model_type: str, *, config: Any = None, **arguments: Any) -> Compari
     token_ids, weights = rows()
     model = tiny_model(model_type, config=config, **arguments)
     try:
-        policy = TransformersWrapper(model, token_budget=200, bin_length=100)
+        policy = TransformersWrapper(model, generate=False, token_budget=200, bin_length=100)
     except (TypeError, ValueError) as error:
         return Comparison("refused", str(error))
     reference = tiny_model(model_type, config=config, attn_implementation="eager")

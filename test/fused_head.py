@@ -35,7 +35,10 @@ def compare_policies() -> None:
     gradients = []
     for head_kernel in ("torch", "liger"):
         model = tiny_model(is_tied=True)
-        loss = GRPOLoss(TransformersWrapper(model, temperature=0.8, head_kernel=head_kernel), clip_epsilon=(1.0, 1e4))
+        loss = GRPOLoss(
+            TransformersWrapper(model, generate=False, generate_kwargs={"temperature": 0.8}, head_kernel=head_kernel),
+            clip_epsilon=(1.0, 1e4),
+        )
         loss(batch).total_loss().backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):

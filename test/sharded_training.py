@@ -19,7 +19,7 @@ def make_policy(kind: str):
     """`tied`, `untied` or `lora`."""
     model = tiny_model(is_tied=kind == "tied")
     model = with_lora(model, ["q_proj", "lm_head"]) if kind == "lora" else model
-    return TransformersWrapper(model, token_budget=24)
+    return TransformersWrapper(model, generate=False, token_budget=24)
 
 
 def step(policy, process_group=None):
@@ -55,7 +55,9 @@ def sharded_gradients(precision: str, *, is_tied: bool, token_budget: int) -> di
     model = tiny_model(is_tied=is_tied)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     autocast_dtype = torch.bfloat16 if precision == "autocast" else None
-    policy = TransformersWrapper(model, token_budget=token_budget, bin_length=24, autocast_dtype=autocast_dtype)
+    policy = TransformersWrapper(
+        model, generate=False, token_budget=token_budget, bin_length=24, autocast_dtype=autocast_dtype
+    )
     shard_model(model, compute_dtype=torch.bfloat16 if precision == "compute_dtype" else None)
     loss, optimizer = GRPOLoss(policy, clip_epsilon=(1.0, 1e4)), torch.optim.SGD(model.parameters(), lr=1.0)
     train_step(loss, gradient_batch(), optimizer, max_grad_norm=None, process_group=dist.group.WORLD)
@@ -70,7 +72,7 @@ def gathered_dtypes(precision: str, *, is_tied: bool) -> set[torch.dtype]:
         dtypes.add(parameter.dtype)
         return gather(parameter, **arguments)
 
-    policy = TransformersWrapper(tiny_model(is_tied=is_tied))
+    policy = TransformersWrapper(tiny_model(is_tied=is_tied), generate=False)
     shard_model(policy.model, compute_dtype=torch.bfloat16 if precision == "compute_dtype" else None)
     DTensor.full_tensor = spy
     policy(gradient_batch())
@@ -80,7 +82,7 @@ def gathered_dtypes(precision: str, *, is_tied: bool) -> set[torch.dtype]:
 
 def scored_together(key: Any) -> dict[str, Any]:
     """What ranks that share the work write, how many micro-batches this one computed, and how many there are."""
-    policy = TransformersWrapper(tiny_model(), token_budget=24, bin_length=24)
+    policy = TransformersWrapper(tiny_model(), generate=False, token_budget=24, bin_length=24)
     shard_model(policy.model)
     batch, num_passes, score = gradient_batch(), 0, policy.packed_log_probs
 
@@ -91,7 +93,7 @@ def scored_together(key: Any) -> dict[str, Any]:
 
     policy.packed_log_probs = counted
     write_log_probs(policy, batch, key, process_group=dist.group.WORLD)
-    columns = ([row[name] for row in batch.unbind(0)] for name in (policy.tokens_key, policy.mask_key))
+    columns = ([row[name] for row in batch.unbind(0)] for name in (("tokens", "full"), ("masks", "all_assistant_mask")))
     return {"rows": [row[key] for row in batch.unbind(0)], "own": num_passes, "all": len(policy.pack(*columns))}
 
 
@@ -99,7 +101,7 @@ def refusals() -> list[str]:
     """What is said of a sharded model without its process group, and of a process group without a sharded model."""
     messages = []
     for is_sharded in (True, False):
-        policy = TransformersWrapper(tiny_model())
+        policy = TransformersWrapper(tiny_model(), generate=False)
         if is_sharded:
             shard_model(policy.model)
         optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)

@@ -66,7 +66,7 @@ def test_a_soft_cap_on_scores_is_applied_in_bins_of_any_length(length: int) -> N
     config = tiny_config("gemma2", max_position_embeddings=1024)
     ids = torch.randint(5, 60, (length,), generator=torch.Generator().manual_seed(0))
     expected = _eager_log_probs("gemma2", ids, max_position_embeddings=1024)[:-1].gather(-1, ids[1:, None])[:, 0]
-    policy = TransformersWrapper(tiny_model("gemma2", config=config))
+    policy = TransformersWrapper(tiny_model("gemma2", config=config), generate=False)
     (packed,) = policy.pack([ids], [torch.ones(length, dtype=torch.bool)])
     log_probs, _ = policy.packed_log_probs(packed)
     torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=1e-5)
@@ -151,7 +151,7 @@ def test_falcon_with_alibi_is_exact_in_eager_and_refused_in_sdpa() -> None:
 def test_what_one_row_a_bin_costs_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("mamba", config=tiny_config("mamba", num_hidden_layers=1))
     with caplog.at_level(logging.WARNING, logger="llmrl"):
-        policies = [TransformersWrapper(model) for _ in range(2)]
+        policies = [TransformersWrapper(model, generate=False) for _ in range(2)]
     said = [record.getMessage() for record in caplog.records if "rows cannot be packed" in record.getMessage()]
     assert len(said) == 1 and "MambaForCausalLM" in said[0] and "what rows share is computed for each" in said[0]
     token_ids, weights = rows()
@@ -173,7 +173,7 @@ def test_a_model_that_changes_its_weights_when_called_is_refused() -> None:
 def test_the_probe_leaves_the_model_as_it_was() -> None:
     model = tiny_model("gemma2")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    TransformersWrapper(model)
+    TransformersWrapper(model, generate=False)
     assert model.config.sliding_window == model.model.layers[0].self_attn.sliding_window == WINDOW
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
@@ -201,7 +201,7 @@ def test_weights_in_half_precision_are_packed_where_float32_ones_are(dtype: torc
 )  # fmt: skip
 def test_rows_beyond_a_rotary_embedding_that_changes_with_length_are_refused(rope: dict[str, Any]) -> None:
     config = tiny_config("llama", rope_parameters=rope | {"rope_theta": 1e4}, max_position_embeddings=64)
-    policy = TransformersWrapper(tiny_model("llama", config=config))
+    policy = TransformersWrapper(tiny_model("llama", config=config), generate=False)
     token_ids, weights = rows()
     masks = [weight != 0 for weight in weights]
     (short,) = policy.pack([ids[:17] for ids in token_ids], [mask[:17] for mask in masks])

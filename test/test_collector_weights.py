@@ -54,7 +54,9 @@ def test_an_engine_of_this_process_has_the_weights_at_the_first_call(collector, 
     batches = iter(collector)
     assert_sampled_from(load_model(tiny_model_path), next(batches), 0)
     perturbed(model, 0)
-    assert collector.update_policy_weights_(TransformersWrapper(model)) == 1  # a policy is as good as its model
+    assert (
+        collector.update_policy_weights_(TransformersWrapper(model, generate=False)) == 1
+    )  # a policy is as good as its model
     assert_sampled_from(model, next(batches), 1)
     perturbed(model, 1)
     assert collector.start_update().result() == 2  # the model is known

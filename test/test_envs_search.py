@@ -64,7 +64,7 @@ def test_rows_of_tool_turns_are_as_exact_as_others_on_a_real_engine(vllm_engine,
         assert trained == [token for turn in rollout.conversation.turns for token in turn.completion_ids]
     batch = batch_rows([rollouts])
     with torch.no_grad():
-        recomputed = TransformersWrapper(model_path)(batch.copy())
+        recomputed = TransformersWrapper(model_path, generate=False)(batch.copy())
     for row, scored in zip(batch.unbind(0), recomputed.unbind(0), strict=True):
         difference = (row["log_probs", "full"] - scored["log_probs", "full"]).abs()
         mask = row["masks", "all_assistant_mask"]

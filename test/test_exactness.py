@@ -60,7 +60,7 @@ def test_multi_turn_log_probs_agree_with_transformers_as_closely_as_single_turn_
     from llmrl.collectors import batch_rows
 
     batch = batch_rows([rows])
-    actor = TransformersWrapper(model_path)
+    actor = TransformersWrapper(model_path, generate=False)
     with torch.no_grad():
         recomputed = actor(batch.copy())
     first_turn, later_turns = [], []

@@ -313,7 +313,7 @@ def test_misaligned_or_broken_columns_are_named() -> None:
 
 
 def _tiny_policy(**arguments: Any) -> TransformersWrapper:
-    return TransformersWrapper(tiny_model(), **arguments)
+    return TransformersWrapper(tiny_model(), generate=False, **arguments)
 
 
 def _gradients(policy: TransformersWrapper, loss: GRPOLoss, batch: TensorDictBase) -> list[torch.Tensor]:

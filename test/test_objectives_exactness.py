@@ -14,7 +14,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from llmrl.objectives import GRPOLoss
 from llmrl.trainer import TransformersWrapper, train_step, write_log_probs
 
-POLICY = TransformersWrapper(tiny_model(), bin_length=24, token_budget=48)
+POLICY = TransformersWrapper(tiny_model(), generate=False, bin_length=24, token_budget=48)
 
 
 def _row(ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor, rollout: int, end: int) -> TensorDict:
@@ -70,7 +70,7 @@ def test_a_stale_output_head_is_visible_in_the_report_of_the_next_step() -> None
     """An engine that keeps the old output head after an update of tied embeddings samples from another policy."""
     trained = tiny_model(is_tied=True)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
-    policy = TransformersWrapper(trained)
+    policy = TransformersWrapper(trained, generate=False)
     loss = GRPOLoss(policy, clip_epsilon=(1.0, 1e6))
     old_head = trained.lm_head.weight.detach().clone()
     batch = ragged_batch(num_rows=12)
@@ -83,7 +83,9 @@ def test_a_stale_output_head_is_visible_in_the_report_of_the_next_step() -> None
         served = copy.deepcopy(trained)
         if is_head_stale:
             served.lm_head.weight = torch.nn.Parameter(old_head)
-        sampled = write_log_probs(TransformersWrapper(served), ragged_batch(7, num_rows=12), ("log_probs", "full"))
+        sampled = write_log_probs(
+            TransformersWrapper(served, generate=False), ragged_batch(7, num_rows=12), ("log_probs", "full")
+        )
         return loss(sampled).measurements()
 
     healthy, stale = next_step(False), next_step(True)
@@ -118,7 +120,7 @@ def test_rows_without_advantage_cost_no_compute_and_change_no_gradient() -> None
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     expected = plain_gradients(model, batch)  # the mean over all trained tokens, those of idle rows too
     num_computed: list[int] = []
-    loss = GRPOLoss(TransformersWrapper(model), clip_epsilon=(0.999, 1e6))
+    loss = GRPOLoss(TransformersWrapper(model, generate=False), clip_epsilon=(0.999, 1e6))
     embed = model.get_input_embeddings()
     embed.register_forward_hook(lambda module, inputs, output: num_computed.append(inputs[0].numel()))
     report = train_step(loss, batch, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=None)
@@ -134,5 +136,5 @@ def test_rows_without_advantage_cost_no_compute_and_change_no_gradient() -> None
         row["advantage"] = torch.zeros(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     assert train_step(loss, batch, optimizer).skip_reason == "no_signal"
-    regularized = GRPOLoss(TransformersWrapper(model), kl_to_inference_coeff=0.1)
+    regularized = GRPOLoss(TransformersWrapper(model, generate=False), kl_to_inference_coeff=0.1)
     assert train_step(regularized, batch, optimizer).grad_norm > 0

@@ -111,7 +111,7 @@ def test_one_extreme_token_leaves_every_loss_and_gradient_finite_and_is_counted(
 
 
 def test_a_step_is_taken_though_the_sampler_found_a_token_impossible() -> None:
-    policy = TransformersWrapper(tiny_model())
+    policy = TransformersWrapper(tiny_model(), generate=False)
     batch = ragged_batch()
     batch[0]["log_probs", "full"][1] = -150.0
     batch[0]["advantage"] = -torch.ones(1, 1)
@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[Callable[[Any], LLMLoss], tuple[str, ...]]] = {
 @pytest.mark.parametrize("column", BROKEN)
 def test_a_column_that_is_not_finite_skips_the_step_and_is_named(column: str, value: float) -> None:
     make, key = BROKEN[column]
-    policy = TransformersWrapper(tiny_model())
+    policy = TransformersWrapper(tiny_model(), generate=False)
     batch = ragged_batch()
     for row in batch.unbind(0):
         row["old_log_probs"] = row["log_probs"].clone()

@@ -44,7 +44,7 @@ def _plain_log_probs(model: Any, batch: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", LORA)
 def test_log_probs_and_gradients_with_lora_are_those_of_the_model(kind: str) -> None:
     model, batch = _adapted(kind), ragged_batch()
-    policy = TransformersWrapper(model)
+    policy = TransformersWrapper(model, generate=False)
     expected = _plain_log_probs(model.eval(), batch)
     torch.cat(expected).square().sum().backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -62,7 +62,7 @@ def test_log_probs_and_gradients_with_lora_are_those_of_the_model(kind: str) -> 
 def test_the_reference_of_an_adapted_model_is_itself_without_adapters(kind: str) -> None:
     batch = ragged_batch()
     expected = _plain_log_probs(tiny_model().eval(), batch)
-    policy = TransformersWrapper(_adapted(kind))
+    policy = TransformersWrapper(_adapted(kind), generate=False)
     key = ("next", "ref_log_probs", "full")
     write_log_probs(policy, batch, key, disable_adapter=True)
     for row, wanted in zip(batch.unbind(0), expected, strict=True):
@@ -74,7 +74,7 @@ def test_the_reference_of_an_adapted_model_is_itself_without_adapters(kind: str)
 def test_scoring_writes_one_entry_and_nothing_else() -> None:
     batch = ragged_batch()
     before = batch.clone()
-    policy = TransformersWrapper(tiny_model())
+    policy = TransformersWrapper(tiny_model(), generate=False)
     write_log_probs(policy, batch, ("old_log_probs", "full"))
     assert torch.equal(batch[0]["log_probs", "full"], before[0]["log_probs", "full"])
     assert not batch[0]["old_log_probs", "full"].requires_grad
@@ -88,7 +88,7 @@ def test_only_adapters_are_trained() -> None:
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    policy = TransformersWrapper(model, autocast_dtype=torch.bfloat16)
+    policy = TransformersWrapper(model, generate=False, autocast_dtype=torch.bfloat16)
     report = train_step(GRPOLoss(policy, clip_epsilon=(1.0, 1e4)), ragged_batch(), optimizer)
     assert not report.is_skipped
     named = dict(model.named_parameters())
@@ -100,7 +100,7 @@ def test_heads_that_are_not_one_matrix_are_refused() -> None:
     model = tiny_model()
     model.set_output_embeddings(torch.nn.Sequential(torch.nn.Linear(16, 41)))
     with pytest.raises(TypeError, match="linear output head, got Sequential"):
-        TransformersWrapper(model)
+        TransformersWrapper(model, generate=False)
 
 
 def test_the_gradient_of_a_bfloat16_head_is_summed_over_chunks_in_float32() -> None:
@@ -120,7 +120,7 @@ def test_a_compiled_decoder_and_compiled_log_probs_give_the_same_gradients(own_p
     results = []
     for is_compiled in (False, True):
         model = tiny_model(is_tied=True)
-        policy = TransformersWrapper(model)
+        policy = TransformersWrapper(model, generate=False)
         if is_compiled:
             # The tracer without a code generator: that needs a compiler, and minutes.
             model.base_model.compile(backend="aot_eager")
@@ -154,6 +154,6 @@ def test_the_fused_head_gives_the_same_log_probs_and_gradients() -> None:
 def test_a_fused_head_that_cannot_do_what_the_model_does_is_refused() -> None:
     pytest.importorskip("liger_kernel")
     with pytest.raises(ValueError, match="head_kernel"):
-        TransformersWrapper(tiny_model(), head_kernel="cuda")  # type: ignore[arg-type]
+        TransformersWrapper(tiny_model(), generate=False, head_kernel="cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="soft cap"):
         check_fused_head(LogitTransform(soft_cap=3.0))

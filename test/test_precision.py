@@ -25,7 +25,7 @@ from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSync
 def test_a_step_in_the_same_autocast_region_sees_the_weights_of_the_step_before() -> None:
     losses = []
     for autocast_dtype in (torch.bfloat16, None):
-        policy = TransformersWrapper(tiny_model(), autocast_dtype=autocast_dtype)
+        policy = TransformersWrapper(tiny_model(), generate=False, autocast_dtype=autocast_dtype)
         loss, optimizer = GRPOLoss(policy, clip_epsilon=(1.0, 1e4)), torch.optim.SGD(policy.parameters(), lr=0.3)
         outer = torch.autocast("cpu", dtype=torch.bfloat16) if autocast_dtype is None else contextlib.nullcontext()
         with outer:
@@ -55,7 +55,9 @@ class Trainer:
 
     def __init__(self, engine_dtype: torch.dtype = torch.float32, autocast_dtype: Any = "auto") -> None:
         self.model = tiny_model()
-        self.loss = GRPOLoss(TransformersWrapper(self.model, autocast_dtype=autocast_dtype), clip_epsilon=(1.0, 1e4))
+        self.loss = GRPOLoss(
+            TransformersWrapper(self.model, generate=False, autocast_dtype=autocast_dtype), clip_epsilon=(1.0, 1e4)
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.engine = TakingEngine()
         self.engine.model_dtype = engine_dtype
@@ -84,10 +86,10 @@ def test_engine_and_trainer_compute_in_the_same_dtype_by_default(device: str, mo
     )  # fmt: skip
     monkeypatch.setattr(TransformersWrapper, "device", torch.device(device))
     model = tiny_model()
-    policy = TransformersWrapper(model)
+    policy = TransformersWrapper(model, generate=False)
     assert str(trained_model(model).compute_dtype) == f"torch.{served.dtype}"
     assert policy.autocast_dtype == (None if device == "cpu" else torch.bfloat16)
-    assert TransformersWrapper(tiny_model().bfloat16()).autocast_dtype is None
+    assert TransformersWrapper(tiny_model().bfloat16(), generate=False).autocast_dtype is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_policy_that_is_made_after_the_sender_is_compared_at_the_first_update(
     model, engine = tiny_model(), TakingEngine()
     senders: list[WeightSync] = []
     assert messages_of(lambda: senders.append(make_sender(VLLMWeightSyncScheme(), model, engine))) == []
-    TransformersWrapper(model)
+    TransformersWrapper(model, generate=False)
     assert len(messages_of(senders[0].update_weights)) == 1
     senders[0].shutdown()
 
@@ -127,7 +129,7 @@ def test_a_policy_that_is_made_after_the_sender_is_compared_at_the_first_update(
 def test_the_base_of_an_adapted_model_is_the_same_model() -> None:
     pytest.importorskip("peft")
     model = with_lora(tiny_model(), ["q_proj"])
-    TransformersWrapper(model)
+    TransformersWrapper(model, generate=False)
     assert trained_model(model.get_base_model()).compute_dtype is torch.float32
     sender = VLLMWeightSyncScheme().create_sender()
     sender.register_model(model)

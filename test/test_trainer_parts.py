@@ -198,7 +198,7 @@ def test_two_epochs_of_mini_batches_are_those_of_a_plain_loop() -> None:
     by_rollout: dict[str, list[Any]] = {}
     for row in rows:
         by_rollout.setdefault(row["rollout", "rollout_id"], []).append(row)
-    policy = TransformersWrapper(model)
+    policy = TransformersWrapper(model, generate=False)
     loss, optimizer = GRPOLoss(policy), torch.optim.SGD(model.parameters(), lr=rate)
     reports, num_clipped = [], []
     for part in minibatches(batch, loss, num_epochs=2, num_minibatches=2, seed=0):
@@ -251,7 +251,7 @@ def test_the_reference_is_the_model_before_training(saved_model: str, lora: LoRA
         pytest.importorskip("peft")
     torch.manual_seed(0)
     model = load_model(saved_model, lora=lora)
-    policy = TransformersWrapper(model, temperature=0.7)
+    policy = TransformersWrapper(model, generate=False, generate_kwargs={"temperature": 0.7})
     reference = make_reference(policy, saved_model)
     loss = GRPOLoss(policy, kl_to_ref_coeff=0.5, importance_cap=2.0)
     optimizer, _ = make_optimizer(model, learning_rate=0.05)

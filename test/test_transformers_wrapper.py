@@ -108,7 +108,9 @@ def test_log_probs_are_those_of_a_plain_forward_pass(family: str) -> None:
     model, rows = _model(family), _rows()
     with torch.no_grad():
         expected = [_expected(_eager(model), row) for row in rows]
-    written = TransformersWrapper(model, token_budget=60, bin_length=30, chunk_size=7)(lazy_stack(rows, 0))
+    written = TransformersWrapper(model, generate=False, token_budget=60, bin_length=30, chunk_size=7)(
+        lazy_stack(rows, 0)
+    )
     for row, wanted in zip(written.unbind(0), expected, strict=True):
         torch.testing.assert_close(row["log_probs", "full"], wanted, atol=2e-5, rtol=1e-5)
 
@@ -123,7 +125,7 @@ def test_shared_prefix_gradients_equal_those_of_unshared_padded_rows(family: str
     reference = _eager(model)
     _padded_loss(reference, rows, weights).backward()
     expected = _gradients(reference)
-    written = TransformersWrapper(model, bin_length=40)(lazy_stack(rows, 0))
+    written = TransformersWrapper(model, generate=False, bin_length=40)(lazy_stack(rows, 0))
     sum(
         (row["log_probs", "full"] * weight).sum() for row, weight in zip(written.unbind(0), weights, strict=True)
     ).backward()
@@ -143,7 +145,7 @@ def test_a_model_s_size_decides_how_long_its_bins_are() -> None:
         config = LlamaConfig(
             vocab_size=64, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=1, num_attention_heads=2
         )
-        policy = TransformersWrapper(LlamaForCausalLM(config))
+        policy = TransformersWrapper(LlamaForCausalLM(config), generate=False)
         num_weights = 4 * width**2 + 3 * 4 * width**2
         assert policy._causal_model.attention_length == num_weights / (2 * width)
         prompt, generator = torch.arange(600) % 60, torch.Generator().manual_seed(0)
@@ -155,7 +157,7 @@ def test_a_model_s_size_decides_how_long_its_bins_are() -> None:
 
 def test_temperature_is_that_of_the_distribution_sampled_from() -> None:
     model, rows = _model("llama"), _rows()
-    written = TransformersWrapper(model, temperature=0.6)(lazy_stack(rows, 0))
+    written = TransformersWrapper(model, generate=False, generate_kwargs={"temperature": 0.6})(lazy_stack(rows, 0))
     with torch.no_grad():
         for row in written.unbind(0):
             torch.testing.assert_close(
@@ -170,7 +172,9 @@ def test_a_first_token_is_never_scored_whatever_its_mask_says() -> None:
             "masks": {"all_assistant_mask": torch.tensor([True, True, True])},
         }
     )
-    log_probs = TransformersWrapper(_model("llama"))(lazy_stack([row, row.clone()], 0))["log_probs", "full"]
+    log_probs = TransformersWrapper(_model("llama"), generate=False)(lazy_stack([row, row.clone()], 0))[
+        "log_probs", "full"
+    ]
     assert (log_probs[:, 0] == 0).all()
     assert (log_probs[:, 1:] != 0).all()
 
@@ -180,7 +184,7 @@ def test_a_padded_batch_is_read_by_its_attention_mask_and_padded_again() -> None
     end_of_turn = 2
     for row in rows:
         row["tokens", "full"][-1] = end_of_turn
-    ragged = TransformersWrapper(model)(lazy_stack([row.clone() for row in rows], 0))
+    ragged = TransformersWrapper(model, generate=False)(lazy_stack([row.clone() for row in rows], 0))
     lengths = torch.tensor([len(row["tokens", "full"]) for row in rows])
 
     def padded(name: str, key: str) -> torch.Tensor:
@@ -200,7 +204,7 @@ def test_a_padded_batch_is_read_by_its_attention_mask_and_padded_again() -> None
         },
         batch_size=[len(rows)],
     )
-    written = TransformersWrapper(model)(batch)["log_probs", "full"]
+    written = TransformersWrapper(model, generate=False)(batch)["log_probs", "full"]
     for index, row in enumerate(ragged.unbind(0)):
         torch.testing.assert_close(written[index][attention_mask[index]], row["log_probs", "full"])
         assert float(row["log_probs", "full"][-1].detach()) != 0, "the end-of-turn token is trained"
@@ -215,9 +219,9 @@ def test_gradient_checkpointing_is_respected_and_changes_no_gradient() -> None:
         sum(row["log_probs", "full"].sum() for row in written.unbind(0)).backward()
         return _gradients(model)
 
-    expected = gradients(TransformersWrapper(model))
+    expected = gradients(TransformersWrapper(model, generate=False))
     model.gradient_checkpointing_enable()
-    policy = TransformersWrapper(model)
+    policy = TransformersWrapper(model, generate=False)
     num_forwards = 0
 
     def count(*_: Any) -> None:
@@ -232,14 +236,14 @@ def test_gradient_checkpointing_is_respected_and_changes_no_gradient() -> None:
 
 def test_the_model_stays_deterministic_whatever_mode_is_asked_for() -> None:
     model = _model("llama", attention_dropout=0.5)
-    policy = TransformersWrapper(model).train()
+    policy = TransformersWrapper(model, generate=False).train()
     assert not model.training
     batch = lazy_stack(_rows(), 0)
     first, second = (policy(batch.copy())[0]["log_probs", "full"] for _ in range(2))
     assert torch.equal(first, second)
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="attention_dropout"):
-        TransformersWrapper(model)
+        TransformersWrapper(model, generate=False)
 
 
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused() -> None:
@@ -253,20 +257,20 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused() -> None:
 
     model.forward = shifted
     with pytest.raises(TypeError, match="between its head and its logits"):
-        TransformersWrapper(model)
+        TransformersWrapper(model, generate=False)
 
 
 def test_unknown_arguments_and_impossible_temperatures_are_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
-        TransformersWrapper(_model("llama"), temprature=1.0)  # type: ignore[call-arg]
+        TransformersWrapper(_model("llama"), generate=False, temprature=1.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="temperature"):
-        TransformersWrapper(_model("llama"), temperature=0.0)
+        TransformersWrapper(_model("llama"), generate=False, generate_kwargs={"temperature": 0.0})
 
 
 def test_bfloat16_autocast_stays_near_and_leaves_weights_and_gradients_in_float32() -> None:
     model, rows = _model("llama", initializer_range=0.05), _rows()
-    exact = TransformersWrapper(model)(lazy_stack([row.clone() for row in rows], 0))
-    policy = TransformersWrapper(model, autocast_dtype=torch.bfloat16)
+    exact = TransformersWrapper(model, generate=False)(lazy_stack([row.clone() for row in rows], 0))
+    policy = TransformersWrapper(model, generate=False, autocast_dtype=torch.bfloat16)
     rough = policy(lazy_stack([row.clone() for row in rows], 0))
     for a, b in zip(exact.unbind(0), rough.unbind(0), strict=True):
         torch.testing.assert_close(a["log_probs", "full"], b["log_probs", "full"], atol=0.05, rtol=0.02)

@@ -36,7 +36,7 @@ def constant(messages):
 def reference():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return TransformersWrapper(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)))
+    return TransformersWrapper(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), generate=False)
 
 
 def expected_log_probs(reference, token_ids):

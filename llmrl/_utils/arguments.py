@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Self, Unpack, get_args, get_origin, get_type_hints
 
 
@@ -61,10 +62,9 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
         if parameter.kind is parameter.VAR_KEYWORD:
             if parameter.annotation == "Never":  # it takes what is to be refused
                 continue
-            try:
-                hint = get_type_hints(function).get(parameter.name)
-            except NameError:  # names that only a type checker imports
-                return None
+            # Alone: other annotations may have names that only a type checker imports.
+            alone = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+            hint = get_type_hints(alone, inspect.unwrap(function).__globals__).get(parameter.name)
             if get_origin(hint) is not Unpack:
                 return None
             names += get_args(hint)[0].__annotations__

@@ -32,6 +32,16 @@ def has_entry(tensordict: TensorDictBase, key: NestedKey) -> bool:
     return path[-1] in names
 
 
+def is_lazy(batch: object) -> bool:
+    """Return whether a TensorDict or a container holds one for each row, so that rows may be of any length."""
+    return isinstance(getattr(batch, "_tensordict", batch), LazyStackedTensorDict)
+
+
+def has_padding_mask(tensordict: TensorDictBase) -> bool:
+    """Return whether a batch is dense, and says itself where its padding is."""
+    return has_entry(tensordict, ATTENTION_MASK_KEY) and not is_lazy(tensordict) and not is_lazy(tensordict["masks"])
+
+
 def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
     """Return one tensor a row, without padding.
 
@@ -63,7 +73,8 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
 def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torch.Tensor]) -> None:
     """Write one tensor a row into a batch of any shape, in place: the reverse of `ragged_column`.
 
-    A lazily stacked batch holds them as they are. A padded one has them where its real tokens are, and zeros elsewhere.
+    A lazily stacked batch or container holds them as they are. A padded one has them where its real tokens are, and
+    zeros elsewhere.
 
     Args:
         tensordict: the batch, or a single row.
@@ -81,16 +92,16 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
     shape = tensordict.batch_size
-    if not shape:
-        [row] = rows
-        tensordict.set(key, row)
-    elif isinstance(tensordict, LazyStackedTensorDict):
+    holder = None if isinstance(key, str) else tensordict.get(key[0], None)
+    if isinstance(tensordict, LazyStackedTensorDict):
         places = torch.arange(len(rows)).reshape(shape).unbind(tensordict.stack_dim)
         for element, within in zip(tensordict.tensordicts, places, strict=True):
             write_column(element, key, [rows[place] for place in within.flatten().tolist()])
+    elif is_lazy(holder):
+        write_column(getattr(holder, "_tensordict", holder), key[1:], rows)
     elif len({row.shape for row in rows}) == 1 and not _is_padded(tensordict, len(rows[0]) if rows[0].ndim else 0):
         tensordict.set(key, torch.stack(list(rows)).reshape(*shape, *rows[0].shape))
-    elif has_entry(tensordict, ATTENTION_MASK_KEY):
+    elif has_padding_mask(tensordict):
         is_real = tensordict.get(ATTENTION_MASK_KEY).bool().to(rows[0].device)
         padded = torch.zeros(is_real.shape, dtype=rows[0].dtype, device=rows[0].device)
         tensordict.set(key, padded.masked_scatter(is_real, torch.cat(list(rows))))
@@ -103,10 +114,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
 
 def _is_padded(tensordict: TensorDictBase, length: int) -> bool:
     """Whether rows of this length stand in longer, padded ones."""
-    if not has_entry(tensordict, ATTENTION_MASK_KEY):
-        return False
-    mask = tensordict.get(ATTENTION_MASK_KEY)
-    return isinstance(mask, torch.Tensor) and mask.shape[-1] != length
+    return has_padding_mask(tensordict) and tensordict.get(ATTENTION_MASK_KEY).shape[-1] != length
 
 
 def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from llmrl.data.ragged import flat_batch, ragged_column
+from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, ragged_column
 
 
 def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options: object) -> list[torch.Tensor]:
@@ -18,7 +18,7 @@ def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options:
         options: further arguments of the policy, such as `process_group`.
 
     Raises:
-        KeyError: when the batch lacks what the policy reads.
+        KeyError, ValueError: when the batch lacks what the policy reads.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -28,5 +28,7 @@ def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options:
         [tensor([-3., -2., -1.])]
     """
     # Rows of their own, so that nothing is written into the batch.
-    rows = flat_batch(batch).select(*policy.in_keys).copy()
-    return ragged_column(policy(rows, **options), policy.out_keys[0])
+    rows = flat_batch(batch).select(*policy.in_keys, ATTENTION_MASK_KEY, strict=False).copy()
+    log_probs_key = getattr(policy, "log_probs_key", None)  # of our own policies, which write more
+    key = policy.out_keys[0] if log_probs_key is None else (log_probs_key, "full")
+    return ragged_column(policy(rows, **options), key)

@@ -3,128 +3,180 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self, cast
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
 
-from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.types import Tokenizer
-from llmrl.data import ChatHistory, History, LogProbs, Masks, Text, Tokens
-from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, tensordict_of
+from llmrl.data import CONTEXT_VERSION, ChatHistory, History, LogProbs, Masks, Text, Tokens
+from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
 from llmrl.engines.border import check_completion
+from llmrl.policies.arguments import WRAPPER_ARGUMENTS, InputMode
+from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 
-_SAMPLING_SYNONYMS = {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}
 
-
-def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig | None) -> SamplingConfig:
-    """Read TorchRL-style generation arguments; every name is known or refused.
-
-    Raises:
-        TypeError: for an unknown name, with the nearest known one.
-
-    Example:
-        >>> sampling_from_kwargs({"max_new_tokens": 8, "stop_sequences": ["END"]}).stop
-        ('END',)
-    """
-    if isinstance(generate_kwargs, SamplingConfig):
-        return generate_kwargs
-    known = [field.name for field in fields(SamplingConfig)]
-    arguments: dict[str, Any] = {}
-    for name, value in (generate_kwargs or {}).items():
-        name = _SAMPLING_SYNONYMS.get(name, name)
-        refuse_unknown("generate_kwargs", [name], known)
-        arguments[name] = value
-    return SamplingConfig(**arguments)
-
-
-class LLMWrapperBase(TensorDictModuleBase):
+class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     """Generates with an engine, one completion for each conversation of a batch of any shape.
 
     Reads `(input_mode, "prompt")` and, when it is there, `"conversation"`, the exact token state that the previous
-    turn left; writes `("tokens" | "log_probs" | "masks" | "policy_versions", ...)`, the response and full of the
-    input mode, `"conversation"`, and `"finish_reason"`.
+    turn left. Writes the prompt, response and full of the input mode and of `"tokens"`, `"log_probs"`, `"masks"`,
+    `("policy_versions", "full")`, `"conversation"` and `"finish_reason"`; and, where it is called and not played by a
+    collector, `"text"`, which costs a decoding of the whole conversation.
 
     Args:
-        engine: whatever generates.
+        model: whatever generates, an engine.
         renderer: messages to tokens and back; built from `tokenizer` when not given.
-        tokenizer: of the model; needed for history and text.
+        tokenizer: of the model, or its name; needed for history and text.
+        chat_template: Jinja text, in place of the tokenizer's.
         input_mode: `history`, `text` or `tokens`.
+        input_key: entry read, in place of `(input_mode, "prompt")`.
+        attention_mask_key: entry that tells a padded prompt of tokens from its padding, where there is one.
+        generate: whether to generate; only a `TransformersWrapper` does something else, too.
         generate_kwargs: sampling arguments by TorchRL's names, or a `SamplingConfig`.
+        return_log_probs: whether to write log-probs.
+        log_probs_key: container of the log-probs.
+        pad_output: whether to make entries of one length: prompts are padded on the left, responses on the right.
+        pad_model_input: without effect: what the model computes is packed or batched exactly, whatever is asked.
+        num_samples: completions for each conversation, in a new last dimension of the batch.
+        inplace: whether to write into the tensordict that is read (which is then returned) or to return what was
+            written alone (False, or TorchRL's `"empty"`); in place unless there are several samples.
         conversation_mode: `token`, `message` or `auto`, see `Conversation.start`.
         fork_threshold_tokens: drift from which a rewritten history forks the training row.
 
     Raises:
-        ValueError: for an unknown `input_mode`, or without what it needs.
-        TypeError: for an unknown sampling argument.
+        ValueError: for an unknown `input_mode`, without what it needs, or for arguments that contradict each other.
+        TypeError: for an unknown argument, with what to do instead of one of TorchRL's.
     """
+
+    explained_arguments = WRAPPER_ARGUMENTS
+    return_text = return_masks = return_tokens = True
+    _can_score = False
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Refuse unknown keywords, and keep the given ones for `get_new_version`."""
+        made = super().__new__(cls, *args, **kwargs)
+        made._keywords = {name: value for name, value in kwargs.items() if name != "model"}
+        return made
 
     def __init__(
         self,
-        engine: Engine,
+        model: Engine | None,
         *,
         renderer: Renderer | None = None,
-        tokenizer: Tokenizer | None = None,
-        input_mode: Literal["history", "text", "tokens"] = "history",
+        tokenizer: Tokenizer | str | None = None,
+        chat_template: str | None = None,
+        input_mode: InputMode = "history",
+        input_key: NestedKey | None = None,
+        attention_mask_key: NestedKey = "attention_mask",
+        generate: bool = True,
         generate_kwargs: Mapping[str, object] | SamplingConfig | None = None,
+        return_log_probs: bool | None = None,
+        log_probs_key: str = "log_probs",
+        pad_output: bool = False,
+        pad_model_input: bool | None = None,
+        num_samples: int | None = None,
+        inplace: bool | Literal["empty"] | None = None,
         conversation_mode: Literal["auto", "token", "message"] = "auto",
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> None:
         super().__init__()
         if input_mode not in ("history", "text", "tokens"):
-            raise ValueError(f"input_mode must be 'history', 'text' or 'tokens', got {input_mode!r}.")
-        if renderer is None and tokenizer is not None:
-            renderer = make_renderer(tokenizer)
-        if renderer is None and input_mode != "tokens":
-            raise ValueError(f"input_mode={input_mode!r} needs a renderer or a tokenizer.")
-        self.engine, self.renderer, self.input_mode = engine, renderer, input_mode
-        sampling = sampling_from_kwargs(generate_kwargs)
-        if renderer is not None:
-            stop_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *renderer.stop_token_ids)))
-            sampling = sampling.with_changes(stop_token_ids=stop_token_ids)
-        self.sampling = sampling
-        self._tokenizer = getattr(renderer, "tokenizer", tokenizer)
+            raise ValueError(f"input_mode must be one of 'history', 'text' or 'tokens', got {input_mode!r}.")
+        if not generate and not self._can_score:
+            raise ValueError("generate=False needs a model that scores: TransformersWrapper(model, generate=False).")
+        if not generate and return_log_probs is False:
+            raise ValueError("return_log_probs must be True when generate=False: there is nothing else to return.")
+        if num_samples is not None and (num_samples < 1 or inplace or not generate):
+            raise ValueError("num_samples must be at least 1, and needs inplace=False (or None) and generate=True.")
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(tokenizer))
+        self.generate, self.input_mode = generate, input_mode
+        self.input_key = (input_mode, "prompt" if generate else "full") if input_key is None else input_key
+        self.attention_mask_key, self.log_probs_key = attention_mask_key, log_probs_key
+        self.return_log_probs, self.pad_output = return_log_probs is not False, pad_output
+        self.num_samples, self.chat_template = num_samples, chat_template
+        self.inplace = num_samples is None if inplace is None else inplace is True
+        self.in_keys = [self.input_key]
+        names = ["text", "masks", "tokens", *([log_probs_key] if self.return_log_probs else [])]
+        self.out_keys = [*names, "history"] if self.return_history else names
+        self.sampling = sampling_from_kwargs(generate_kwargs)
+        self.tokenizer: Tokenizer | None = getattr(renderer, "tokenizer", tokenizer)
         self.conversation_mode = conversation_mode
         self.fork_threshold_tokens = fork_threshold_tokens
-        self.in_keys = [(input_mode, "prompt")]
-        self.out_keys = [
-            (input_mode, "full"),
-            ("tokens", "full"),
-            ("log_probs", "full"),
-            ("masks", "all_assistant_mask"),
-            ("policy_versions", "full"),
-            "conversation",
-        ]
+        self.renderer = renderer
+        if not generate:
+            return
+        self.engine: Engine = model  # type: ignore[assignment]
+        self.model: Any = model
+        if renderer is None and tokenizer is not None:
+            if chat_template is None:
+                renderer = make_renderer(tokenizer)
+            else:
+                renderer = make_renderer(tokenizer, chat_template=chat_template)
+            self.renderer = renderer
+        if renderer is None and input_mode != "tokens":
+            raise ValueError(f"input_mode={input_mode!r} needs a renderer or a tokenizer.")
+        if renderer is not None:
+            stop_token_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *renderer.stop_token_ids)))
+            self.sampling = self.sampling.with_changes(stop_token_ids=stop_token_ids)
+
+    @property
+    def return_history(self) -> bool:
+        """Whether the history is written."""
+        return self.input_mode == "history"
+
+    def get_new_version(self, **kwargs: object) -> Self:
+        """Return a policy of the same model and arguments but for those given; `model` may be one of them."""
+        keywords = {"model": self.model, "tokenizer": self.tokenizer, **self._keywords, **kwargs}
+        return type(self)(**keywords)
 
     @cached_property
     def _num_token_ids(self) -> int | None:
         """Asked for where the engine does not know: a whole vocabulary is read for it."""
         # A tokenizer may have holes between its ids: its number of tokens is not the first id that it has not.
-        return None if self._tokenizer is None else 1 + max(self._tokenizer.get_vocab().values())
-
-    @property
-    def model(self) -> Engine:
-        """The engine, by TorchRL's name."""
-        return self.engine
+        return None if self.tokenizer is None else 1 + max(self.tokenizer.get_vocab().values())
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Generate for every conversation, all in flight at once; may be called from any thread."""
+        elements, shape = batch_elements(tensordict), tensordict.batch_size
+        if self.num_samples is not None:
+            shape = torch.Size((*shape, self.num_samples))
+        if not self.inplace:
+            elements = [element.copy() for element in elements for _ in range(self.num_samples or 1)]
 
-        async def generate_all() -> list[TensorDictBase]:
-            return list(await asyncio.gather(*(self.generate(e) for e in batch_elements(tensordict))))
+        async def take_turns() -> None:
+            await asyncio.gather(*(self.take_turn(element) for element in elements))
 
-        elements = run_sync(generate_all())
-        if not tensordict.batch_size:
-            return elements[0]
-        answered = lazy_stack(elements, 0)
-        return answered if len(tensordict.batch_size) == 1 else answered.reshape(tensordict.batch_size)
+        run_sync(take_turns())
+        for element in elements:
+            if self.renderer is not None and self.input_mode == "history":
+                prompt, response = (self.renderer.decode(element["tokens", key].tolist()) for key in _PARTS)
+                element.set("text", Text(prompt=prompt, response=response, full=prompt + response))
+        if self.pad_output:
+            _pad_turns(elements, self.log_probs_key, getattr(self.tokenizer, "pad_token_id", None) or 0)
+        return self._returned(tensordict, restacked(elements, shape), _BESIDE)
+
+    def _returned(self, tensordict: TensorDictBase, result: TensorDictBase, beside: Sequence[str]) -> TensorDictBase:
+        """Return what was written, `out_keys` and the entries `beside` them, where `inplace` says."""
+        if not self.inplace:
+            return result.select(*self.out_keys, *beside, strict=False)
+        if result is not tensordict:
+            for key in (*self.out_keys, *beside):
+                written = result.get(key, None)
+                if written is not None:
+                    tensordict.set(key, written)
+        return tensordict
 
     def check_tools(self) -> None:
         """Say before anything is sampled whether conversations with tools can be rendered.
@@ -135,7 +187,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         if self.renderer is not None and self.input_mode == "history":
             self.renderer.check_tools()
 
-    async def generate(
+    async def take_turn(
         self,
         element: TensorDictBase,
         *,
@@ -181,18 +233,21 @@ class LLMWrapperBase(TensorDictModuleBase):
             conversation = Conversation.start(
                 self.renderer, mode=self.conversation_mode, fork_threshold_tokens=self.fork_threshold_tokens
             )
-        prompt = element.get((self.input_mode, "prompt"), None)
+        prompt = element.get(self.input_key, None)
         if prompt is None:
-            raise KeyError(
-                f"The policy reads {(self.input_mode, 'prompt')}, and the tensordict has "
+            raise ValueError(
+                f"Expected {self.input_key!r} key in the tensordict, which the policy reads, and it has "
                 f"{sorted(map(str, element.keys(True)))}; reset an environment of input_mode={self.input_mode!r}."
             )
         if self.input_mode == "history":
+            if not isinstance(prompt, History):
+                raise TypeError(f"Expected History object at {self.input_key!r}, got {plain(prompt)!r:.80}.")
             return conversation.with_prompt(prompt.chats, tools=plain(element.get("tools", None)))
         if self.input_mode == "text":
             assert self.renderer is not None
             return conversation.with_prompt_ids(self.renderer.encode(plain(prompt)))
-        return conversation.with_prompt_ids(prompt.tolist())
+        is_real = element.get(self.attention_mask_key, None)
+        return conversation.with_prompt_ids((prompt if is_real is None else prompt[is_real.bool()]).tolist())
 
     def write_turn(
         self, element: TensorDictBase, conversation: Conversation, completion: Completion, *, is_read: bool = True
@@ -208,10 +263,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         """
         element.set("conversation", non_tensor(conversation))
         if is_read or self.input_mode == "tokens":
-            _write_tensors(element, conversation)
+            _write_tensors(element, conversation, self.log_probs_key if self.return_log_probs else None)
             element.set("finish_reason", non_tensor(completion.finish_reason))
         if self.input_mode == "history":
-            prompt: History = element.get(("history", "prompt"))
+            prompt: History = element.get(self.input_key)
             assert conversation.last is not None
             message = conversation.last.message
             histories = {"prompt": prompt, "full": History.from_chats((*prompt.chats, message), check=False)}
@@ -220,7 +275,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             element.set("history", container_of(ChatHistory, histories))
         elif self.input_mode == "text":
             assert self.renderer is not None
-            text_prompt = plain(element.get(("text", "prompt")))
+            text_prompt = plain(element.get(self.input_key))
             text_response = self.renderer.decode(completion.token_ids)
             element.set("text", Text(prompt=text_prompt, response=text_response, full=text_prompt + text_response))
         return element
@@ -233,7 +288,11 @@ def answered(conversation: Conversation, completion: Completion) -> Conversation
     )
 
 
-def _write_tensors(element: TensorDictBase, conversation: Conversation) -> None:
+_BESIDE = ("policy_versions", "conversation", "finish_reason")
+_PARTS = ("prompt", "response")
+
+
+def _write_tensors(element: TensorDictBase, conversation: Conversation, log_probs_key: str | None) -> None:
     """Write the tokens of the last turn with their log-probs, masks and versions, as views of the conversation's."""
     assert conversation.node is not None
     split = conversation.num_tokens - conversation.node.num_completion_tokens
@@ -242,6 +301,21 @@ def _write_tensors(element: TensorDictBase, conversation: Conversation) -> None:
     tokens = {"prompt": token_ids[:split], "response": token_ids[split:], "full": token_ids}
     masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
     element.set("tokens", container_of(Tokens, tokens))
-    element.set("log_probs", container_of(LogProbs, {"response": log_probs[split:], "full": log_probs}))
+    if log_probs_key is not None:
+        element.set(log_probs_key, container_of(LogProbs, {"response": log_probs[split:], "full": log_probs}))
     element.set("masks", container_of(Masks, masks))
     element.set("policy_versions", tensordict_of({"full": versions}))
+
+
+def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id: int) -> None:
+    """Make the tensors of several turns as long as each other, prompts to the left and responses to the right."""
+    lengths = [[len(element["tokens", part]) for part in _PARTS] for element in elements]
+    left, right = (max(column) for column in zip(*lengths, strict=True))
+    fill = {"tokens": token_id, "policy_versions": CONTEXT_VERSION, "masks": 0, log_probs_key: 0}
+    for element, (num_prompt, num_response) in zip(elements, lengths, strict=True):
+        pads = {"prompt": (left - num_prompt, 0), "response": (0, right - num_response)}
+        for container in fill.keys() & element.keys():
+            for name, entry in list(element[container].items()):
+                pad = pads.get(name, (left - num_prompt, right - num_response))
+                padded = torch.nn.functional.pad(entry, pad, value=fill[container])
+                element.set((container, name), padded)

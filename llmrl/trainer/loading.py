@@ -108,16 +108,5 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
     if hasattr(policy.model, "disable_adapter"):
         return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)
     frozen = load_model(path, device=policy.device).requires_grad_(False)
-    scorer = TransformersWrapper(
-        frozen,
-        temperature=policy.temperature,
-        token_budget=policy.token_budget,
-        bin_length=policy.bin_length,
-        chunk_size=policy.chunk_size,
-        autocast_dtype=policy.autocast_dtype,
-        head_kernel=policy.head_kernel,
-        tokens_key=policy.tokens_key,
-        mask_key=policy.mask_key,
-        log_probs_key=policy.log_probs_key,
-    )
+    scorer = policy.get_new_version(model=frozen)
     return partial(write_log_probs, scorer, key=REF_LOG_PROBS)

@@ -22,7 +22,7 @@ _STALE = (
     "are in use (reset_running_requests=False)"
 )
 _OTHER_DISTRIBUTION = [
-    "the temperature: TransformersWrapper(temperature=...) must be the sampler's",
+    "the temperature: that of TransformersWrapper(generate_kwargs=...) must be the sampler's",
     "top_k, top_p or min_p: the sampler's log-probs are those of the distribution that they cut",
     "the engine was started from another checkpoint than the trainer, or with other options of the model",
 ]

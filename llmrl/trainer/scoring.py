@@ -36,7 +36,7 @@ def write_log_probs(
     - `("next", "teacher_log_probs", "full")`: a teacher's.
 
     Args:
-        policy: scores; its `tokens_key` and `mask_key` are read.
+        policy: scores.
         batch: training rows, ragged; changed in place.
         key: entry written.
         disable_adapter: score with the adapters of a peft model disabled.

@@ -1,16 +1,24 @@
-"""`TransformersWrapper`: a transformers model as a policy that scores tokens, with gradients."""
+"""`TransformersWrapper`: a transformers model as a policy that generates, or scores tokens with gradients."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
+from torch.nn.utils.rnn import pad_sequence
+from torchrl.modules import LLMMaskedCategorical
 
 from llmrl._utils.ranks import rank_and_size, share_of
-from llmrl.data.ragged import flat_batch, ragged_column, write_column
+from llmrl.data import History, LogProbs, Masks, Text, Tokens
+from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, has_padding_mask, ragged_column, write_column
+from llmrl.data.tensordicts import batch_elements, plain, restacked
+from llmrl.engines import TransformersEngine
+from llmrl.policies import LLMWrapperBase, WrapperOptions
 from llmrl.trainer.causal_model import CausalModel
 from llmrl.trainer.fused_head import check_fused_head, fused_log_probs
 from llmrl.trainer.log_probs import chunked_log_probs
@@ -21,19 +29,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TransformersWrapper(TensorDictModuleBase):
-    """Log-probs of the trained tokens of ragged rows, without padding and with shared prefixes computed once.
+class TransformersWrapper(LLMWrapperBase):
+    """Generates with a transformers model, or scores with it, `generate=False`: what is trained.
 
-    Reads `tokens_key` and `mask_key`, writes `log_probs_key`: `[num_tokens]` float32 a row, differentiable, 0 outside
-    the mask (and at a row's first token, which nothing predicts).
+    *Generating*, it is a policy over a `TransformersEngine` of the model, see `LLMWrapperBase`.
+
+    *Scoring*, it writes the log-probs of the trained tokens of ragged rows, computed without padding and with shared
+    prefixes once. It reads `("tokens", "full")` and `("masks", "all_assistant_mask")` and writes
+    `(log_probs_key, "full")`: `[num_tokens]` float32 a row, differentiable, 0 outside the mask (and at a row's first
+    token, which nothing predicts). Without a mask every token is scored. Tokens that are there are scored as they are;
+    where a batch has none, they are made of `("history", "full")` with the template, whose mask is then the assistant's
+    turns, or of `("text", "full")`, by `input_mode`, and written beside the log-probs.
 
     The model is kept in eval mode, gradients flow all the same: dropout would make the trainer's distribution differ
     from the sampler's. With gradient checkpointing enabled, which transformers ties to training mode, it is kept in
     training mode and must have no dropout.
 
     Args:
-        model: a causal language model, or the name or folder of one (loaded in float32).
-        temperature: of the sampler, so that both speak of the same distribution.
+        model: a causal language model, or the name or folder of one (loaded in float32, with its tokenizer).
+        generate: whether to generate or to score.
         token_budget: computed tokens in one forward pass.
         bin_length: tokens that attend to each other in one sequence; None weighs the attention of longer ones, by the
             model's size, against the shared tokens that they save, see `pack_rows`.
@@ -44,10 +58,12 @@ class TransformersWrapper(TensorDictModuleBase):
         head_kernel: what makes log-probs of hidden states: `torch`, everywhere, or `liger`, liger-kernel on a GPU,
             which the extra `gpu` installs and which, in bfloat16, rounds logits before their softmax: 0.01 to 0.02
             nats a token. Entropies are always made by `torch`.
-        tokens_key, mask_key, log_probs_key: entries read and written.
+        options: see `LLMWrapperBase`. Of `generate_kwargs` the temperature counts when scoring, so that both speak of
+            the same distribution; `pad_output` pads on the left.
 
     Raises:
-        ValueError: for an unknown kernel, a temperature that is not positive, or gradient checkpointing with dropout.
+        ValueError: for an unknown kernel, a temperature of 0 when scoring, gradient checkpointing with dropout, or a
+            batch that has nothing to score; see `LLMWrapperBase`.
         TypeError: when the model's head or mask is of a kind that is not known (see `CausalModel`).
 
     Example:
@@ -55,51 +71,59 @@ class TransformersWrapper(TensorDictModuleBase):
         >>> from tensordict import TensorDict, lazy_stack
         >>> config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         ...                      num_attention_heads=2)
-        >>> policy = TransformersWrapper(LlamaForCausalLM(config))
+        >>> policy = TransformersWrapper(LlamaForCausalLM(config), generate=False)
         >>> row = TensorDict({"tokens": {"full": torch.tensor([1, 2, 3])},
         ...                   "masks": {"all_assistant_mask": torch.tensor([False, True, True])}})
         >>> policy(lazy_stack([row]))["log_probs", "full"].shape
         torch.Size([1, 3])
     """
 
+    _can_score = True
+
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | str | os.PathLike[str],
         *,
-        temperature: float = 1.0,
+        generate: bool = True,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         bin_length: int | None = None,
         chunk_size: int | None = None,
         autocast_dtype: torch.dtype | Literal["auto"] | None = "auto",
         head_kernel: Literal["torch", "liger"] = "torch",
-        tokens_key: NestedKey = ("tokens", "full"),
-        mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        log_probs_key: NestedKey = ("log_probs", "full"),
+        **options: Unpack[WrapperOptions],
     ) -> None:
-        super().__init__()
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}; greedy samples have no log-probs.")
-        if isinstance(model, str):
-            from transformers import AutoModelForCausalLM
+        if isinstance(model, (str, os.PathLike)):
+            from transformers import AutoModelForCausalLM, AutoTokenizer
 
+            if options.get("tokenizer") is None:
+                options["tokenizer"] = AutoTokenizer.from_pretrained(model)
             model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        super().__init__(None, generate=generate, **options)
         self.model = model
-        self.temperature, self.token_budget, self.bin_length = temperature, token_budget, bin_length
+        self.temperature, self.token_budget, self.bin_length = self.sampling.temperature, token_budget, bin_length
+        self.chunk_size, self.head_kernel = chunk_size, head_kernel
         weights_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if autocast_dtype == "auto":
             is_cast = weights_dtype == torch.float32 and self.device.type == "cuda"
             autocast_dtype = torch.bfloat16 if is_cast else None
-        self.chunk_size, self.autocast_dtype = chunk_size, autocast_dtype
-        trained_model(model).compute_dtype = autocast_dtype or weights_dtype
-        self.tokens_key, self.mask_key, self.log_probs_key = tokens_key, mask_key, log_probs_key
-        self.in_keys = [tokens_key, mask_key]
-        self.out_keys = [log_probs_key]
-        self._causal_model = CausalModel(model, temperature=temperature)
-        if head_kernel not in ("torch", "liger"):
-            raise ValueError(f"head_kernel must be 'torch' or 'liger', got {head_kernel!r}.")
-        if head_kernel == "liger":
+        self.autocast_dtype = autocast_dtype
+        if generate:
+            self.engine = TransformersEngine(model, tokenizer=self.tokenizer)
+        else:
+            self._prepare_scoring(autocast_dtype or weights_dtype)
+
+    def _prepare_scoring(self, compute_dtype: torch.dtype) -> None:
+        """Find out how the model is computed exactly, and say what it computes in."""
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}; greedy samples have no log-probs.")
+        trained_model(self.model).compute_dtype = compute_dtype
+        if self.input_mode != "text":
+            self.in_keys = list(dict.fromkeys([self.input_key, _TOKENS, _MASK, ATTENTION_MASK_KEY]))
+        self._causal_model = CausalModel(self.model, temperature=self.temperature)
+        if self.head_kernel not in ("torch", "liger"):
+            raise ValueError(f"head_kernel must be 'torch' or 'liger', got {self.head_kernel!r}.")
+        if self.head_kernel == "liger":
             check_fused_head(self._causal_model.transform)
-        self.head_kernel = head_kernel
         self.train()
 
     @property
@@ -115,7 +139,8 @@ class TransformersWrapper(TensorDictModuleBase):
     def train(self, mode: bool = True) -> TransformersWrapper:
         """Keep the model deterministic whatever `mode` says; see the class."""
         self.training = mode
-        self._causal_model.set_deterministic_mode()
+        if not self.generate:
+            self._causal_model.set_deterministic_mode()
         return self
 
     def _autocast(self) -> torch.autocast:
@@ -180,26 +205,163 @@ class TransformersWrapper(TensorDictModuleBase):
             )
 
     def forward(
-        self, tensordict: TensorDictBase, *, process_group: torch.distributed.ProcessGroup | None = None
+        self,
+        tensordict: TensorDictBase,
+        *,
+        assistant_only: bool = True,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> TensorDictBase:
-        """Write the log-probs of every row's masked tokens.
+        """Generate; or write the log-probs of every row's masked tokens, of all its tokens without `assistant_only`.
 
         With the process group that the model is sharded over, every rank has the same rows, computes its share of the
         micro-batches, and writes all; without gradients.
         """
-        batch = flat_batch(tensordict)
-        token_ids = ragged_column(batch, self.tokens_key)
-        masks = ragged_column(batch, self.mask_key)
+        if self.generate:
+            return super().forward(tensordict)
+        scored = tensordict if self.inplace else tensordict.copy()
+        token_ids, masks = self._scored_tokens(scored)
+        if not assistant_only:
+            masks = [torch.ones_like(mask) for mask in masks]
         row_starts = torch.tensor([0, *(ids.shape[0] for ids in token_ids)], device=self.device).cumsum(0)
         log_probs = torch.zeros(int(row_starts[-1]), device=self.device)
-        micro_batches = self.pack(token_ids, [mask.bool() for mask in masks])
+        micro_batches = self.pack(token_ids, masks)
         for packed, is_repeated in share_of(micro_batches, *rank_and_size(process_group)):
-            scored, _ = self.packed_log_probs(packed)
+            values, _ = self.packed_log_probs(packed)
             if not is_repeated:
-                log_probs = log_probs.index_put((row_starts[packed.row_index] + packed.token_index,), scored.float())
+                log_probs = log_probs.index_put((row_starts[packed.row_index] + packed.token_index,), values.float())
         if process_group is not None:
             log_probs = log_probs.detach()
             torch.distributed.all_reduce(log_probs, group=process_group)
-        rows = log_probs.split([ids.shape[0] for ids in token_ids])
-        write_column(tensordict, self.log_probs_key, rows)
-        return tensordict
+        columns = log_probs.split([ids.shape[0] for ids in token_ids])
+        self._write(scored, self.log_probs_key, LogProbs, {"full": columns})
+        return self._returned(tensordict, scored, ())
+
+    def log_prob(self, data: TensorDictBase, **options: object) -> torch.Tensor | list[torch.Tensor]:
+        """Return the log-probs of a batch, as `get` gives them with these options (`as_list=True`, ...)."""
+        self._check_scores("log_prob")
+        return self(data).get((self.log_probs_key, "full"), **options)
+
+    def get_dist(
+        self, tensordict: TensorDictBase, *, mask_key: NestedKey | None = ATTENTION_MASK_KEY, logits_key: str = "logits"
+    ) -> LLMMaskedCategorical:
+        """Return the distribution of each token, `[num_rows, num_tokens, vocab_size]`, for whoever must have it whole.
+
+        Rows are padded on the left, as TorchRL's losses pad what they compare with. A row's first token is predicted by
+        nothing: its distribution is uniform. What is kept in memory grows with the vocabulary: our losses use
+        `packed_log_probs`.
+
+        Args:
+            tensordict: the batch.
+            mask_key: entry of `[num_tokens]` that says which tokens count; None for all but padding.
+            logits_key: TorchRL's; nothing is written.
+        """
+        self._check_scores("get_dist")
+        batch = flat_batch(tensordict.copy())
+        token_ids, _ = self._scored_tokens(batch)
+        is_all = mask_key is None or mask_key == ATTENTION_MASK_KEY
+        masks = [torch.ones_like(ids).bool() for ids in token_ids] if is_all else ragged_column(batch, mask_key)
+        return self._masked_dist(token_ids, masks)
+
+    def _masked_dist(self, token_ids: list[torch.Tensor], masks: list[torch.Tensor]) -> LLMMaskedCategorical:
+        width = max(len(ids) for ids in token_ids)
+        starts = torch.tensor([width - len(ids) for ids in token_ids], device=self.device)
+        weight, bias = self._causal_model.head.weight(), self._causal_model.head.bias()
+        logits = torch.zeros(len(token_ids), width, weight.shape[0], device=self.device)
+        for packed in self.pack(token_ids, [torch.ones_like(ids).bool() for ids in token_ids]):
+            with self._autocast():
+                hidden = self._causal_model.hidden_states(packed).flatten(0, 1)[packed.predictors]
+            product = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+            values, _ = self._causal_model.transform.apply(product)
+            logits = logits.index_put((packed.row_index, starts[packed.row_index] + packed.token_index), values)
+        mask = pad_sequence([mask.bool() for mask in masks], batch_first=True, padding_side="left")
+        return LLMMaskedCategorical(logits=logits, mask=mask.to(self.device))
+
+    # What TorchRL's losses ask an actor for, by their masking strategy.
+
+    def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
+        batch = flat_batch(tensordict.copy())
+        token_ids, masks = self._scored_tokens(batch)
+        if has_entry(batch, ("tokens", "prompt")):
+            prompts = ragged_column(batch, ("tokens", "prompt"))
+            masks = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
+        return self._masked_dist(token_ids, masks)
+
+    def _get_rlhf_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
+        return self._masked_dist(*self._scored_tokens(flat_batch(tensordict.copy())))
+
+    def _get_generic_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
+        return self.get_dist(tensordict)
+
+    def _check_scores(self, method: str) -> None:
+        if self.generate:
+            raise RuntimeError(f"{method} needs generate=False: policy.get_new_version(generate=False) scores.")
+
+    def _scored_tokens(self, tensordict: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Token ids of each row and which are scored; both are written into a batch that has only text."""
+        if has_entry(tensordict, self.attention_mask_key) and not has_entry(tensordict, ATTENTION_MASK_KEY):
+            attention = tensordict.get(self.attention_mask_key).bool()
+            tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
+        is_given = self.input_mode == "tokens" or (self.input_mode == "history" and has_entry(tensordict, _TOKENS))
+        if not is_given:
+            self._tokenize(tensordict)
+        batch = flat_batch(tensordict)
+        key = self.input_key if self.input_mode == "tokens" else _TOKENS
+        token_ids = ragged_column(batch, key)
+        if not has_entry(batch, _MASK):
+            return token_ids, [torch.ones_like(ids).bool() for ids in token_ids]
+        return token_ids, [mask.bool() for mask in ragged_column(batch, _MASK)]
+
+    def _tokenize(self, tensordict: TensorDictBase) -> None:
+        """Write tokens and masks of the text or the history of each row."""
+        if self.tokenizer is None or not has_entry(tensordict, self.input_key):
+            raise ValueError(
+                f"Expected {_TOKENS!r} in the tensordict, or {self.input_key!r} and a policy with tokenizer=; it has "
+                f"{sorted(map(str, tensordict.keys(True, True)))}."
+            )
+        texts, tokens, masks = [], [], []
+        for element in batch_elements(tensordict):
+            given = plain(element.get(self.input_key))
+            if self.input_mode == "text":
+                texts.append(given)
+                tokens.append(torch.tensor(self.tokenizer.encode(given, add_special_tokens=False)))
+                continue
+            if not isinstance(given, History):
+                raise TypeError(f"Expected History object at {self.input_key!r}, got {given!r:.80}.")
+            render = partial(
+                given.apply_chat_template,
+                self.tokenizer,
+                add_generation_prompt=False,
+                chat_template=self.chat_template,
+            )
+            texts.append(render(tokenize=False))
+            written = render(return_dict=True, return_assistant_tokens_mask=True)
+            tokens.append(written["input_ids"])
+            masks.append(written["assistant_masks"])
+        tensordict.set("text", restacked([Text(full=text) for text in texts], tensordict.batch_size))
+        self._write(tensordict, "tokens", Tokens, {"full": tokens})
+        written_masks = {"all_attention_mask": [torch.ones_like(ids).bool() for ids in tokens]}
+        if masks:
+            written_masks["all_assistant_mask"] = masks
+        self._write(tensordict, "masks", Masks, written_masks)
+
+    def _write(
+        self, tensordict: TensorDictBase, key: str, cls: type, columns: Mapping[str, Sequence[torch.Tensor]]
+    ) -> None:
+        """Write entries of each row, in a container of this class where there is none yet."""
+        if self.pad_output:
+            columns = {
+                name: pad_sequence(list(rows), batch_first=True, padding_side="left").unbind()
+                for name, rows in columns.items()
+            }
+        shape = tensordict.batch_size
+        if not has_entry(tensordict, key):
+            is_dense = has_padding_mask(tensordict)
+            tensordict.set(
+                key, cls(batch_size=shape) if is_dense else restacked([cls() for _ in range(shape.numel())], shape)
+            )
+        for name, rows in columns.items():
+            write_column(tensordict, (key, name), rows)
+
+
+_TOKENS: NestedKey = ("tokens", "full")
+_MASK: NestedKey = ("masks", "all_assistant_mask")

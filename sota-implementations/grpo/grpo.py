@@ -61,7 +61,8 @@ def main(cfg: GRPOConfig) -> None:
         )
         actor = TransformersWrapper(
             model,
-            temperature=cfg.collect.temperature,
+            generate=False,
+            generate_kwargs=sampling,
             token_budget=cfg.train.token_budget,
             bin_length=cfg.train.bin_length,
             head_kernel=cfg.train.head_kernel,

@@ -1,0 +1,61 @@
+"""Generation arguments by the names of TorchRL, vLLM and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from llmrl._utils.arguments import refuse_unknown
+from llmrl.engines import SamplingConfig
+
+_SYNONYMS = {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}
+_ONE_SAMPLE = (1, "pass num_samples= to the policy, or repeats= to the environment")
+_NO_BEAMS = (1, "what beams find is not sampled, and cannot be trained on")
+_SO_ANYWAY: Mapping[str, tuple[object, str]] = {
+    "n": _ONE_SAMPLE,
+    "num_return_sequences": _ONE_SAMPLE,
+    "num_beams": _NO_BEAMS,
+    "best_of": _NO_BEAMS,
+    "length_penalty": (1.0, "it is of beams only"),
+    "early_stopping": (False, "it is of beams only"),
+    "logprobs": (True, "the log-probs of sampled tokens are always there, and no others"),
+    "skip_special_tokens": (False, "the text is what was sampled; the content of a message has none"),
+    "include_stop_str_in_output": (True, "what was sampled is kept whole"),
+}
+"""Arguments that may be passed with the one value that says how it is anyway, and what to do instead of another."""
+
+
+def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig | None) -> SamplingConfig:
+    """Read TorchRL-style generation arguments; every name is known or refused.
+
+    Raises:
+        TypeError: for an unknown name, with the nearest known one.
+        ValueError: for a value out of range, or two that contradict each other.
+
+    Example:
+        >>> sampling_from_kwargs({"max_new_tokens": 8, "stop_sequences": ["END"], "do_sample": True}).stop
+        ('END',)
+        >>> sampling_from_kwargs({"n": 4})
+        Traceback (most recent call last):
+        ValueError: generate_kwargs has n=4: pass num_samples= to the policy, or repeats= to the environment.
+    """
+    if isinstance(generate_kwargs, SamplingConfig):
+        return generate_kwargs
+    known = [field.name for field in fields(SamplingConfig)]
+    arguments: dict[str, object] = {}
+    for given, value in (generate_kwargs or {}).items():
+        name = _SYNONYMS.get(given, given)
+        if name in _SO_ANYWAY:
+            anyway, mend = _SO_ANYWAY[name]
+            if value != anyway:
+                raise ValueError(f"generate_kwargs has {name}={value!r}: {mend}.")
+        elif name == "do_sample":
+            if not value and (generate_kwargs or {}).get("temperature", 0) != 0:
+                raise ValueError("generate_kwargs has do_sample=False and a temperature; leave one of them out.")
+            if not value:
+                arguments["temperature"] = 0.0
+        else:
+            refuse_unknown("generate_kwargs", [name], known)
+            if arguments.setdefault(name, value) != value:
+                raise ValueError(f"generate_kwargs has {name} twice, by two names, with different values.")
+    return SamplingConfig().with_changes(**arguments)
