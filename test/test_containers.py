@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict, lazy_stack, set_list_to_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, set_list_to_stack
 from torchrl.data.llm import History as TorchRLHistory
 from torchrl.envs.llm.transforms import as_nested_tensor as torchrl_as_nested_tensor
 from torchrl.envs.llm.transforms import as_padded_tensor as torchrl_as_padded_tensor
@@ -20,6 +22,7 @@ from llmrl.data import (
     as_nested_tensor,
     as_padded_tensor,
 )
+from llmrl.data.tensordicts import container_of, non_tensor, plain
 
 CHATS = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "7 + 8 ="}],
@@ -101,3 +104,30 @@ def test_a_batch_of_texts_is_converted_one_by_one(tokenizer):
     assert [len(row) for row in batch.to_tokens(tokenizer).as_list("full")] == [
         len(tokenizer.encode(text)) for text in ("a", "b c d e f")
     ]
+
+
+@pytest.mark.parametrize("way", ["pickle", "memmap", "clone", "shared"])
+def test_a_container_made_without_checks_is_as_the_public_constructor_makes_it(way, tmp_path):
+    """Of our own turns; whoever holds one sees no difference, nor does what is made from it."""
+    value = {"a": [1, "b"]}
+    pairs = [
+        (non_tensor(value), NonTensorData(data=value)),
+        (container_of(Tokens, {"full": torch.arange(3)}), Tokens(full=torch.arange(3), batch_size=())),
+    ]
+    for made, public in pairs:
+        assert type(made) is type(public) and made.batch_size == public.batch_size == torch.Size([])
+        assert made._non_tensordict == public._non_tensordict
+        assert [*made._tensordict.keys()] == [*public._tensordict.keys()]
+        both = [
+            pickle.loads(pickle.dumps(one))
+            if way == "pickle"
+            else TensorDict(one=one).memmap(tmp_path / str(id(one))).get("one")
+            if way == "memmap"
+            else one.clone()
+            if way == "clone"
+            else TensorDict(one=one).share_memory_().get("one")
+            for one in (made, public)
+        ]
+        assert type(both[0]) is type(both[1])
+        assert plain(both[0]) == value if made is pairs[0][0] else both[0].full.tolist() == [0, 1, 2]
+        assert both[0].batch_size == torch.Size([])

@@ -164,9 +164,9 @@ class RolloutRunner:
                 stepped, element = await self.stepper.step(element)
             except Exception as error:
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
-            error_text = plain(stepped.get(("next", "env_error"), ""))
-            if error_text:
-                rollout.traceback = plain(stepped.get(("next", "env_traceback"), ""))
+            step = stepped.get("next")
+            if error_text := plain(step.get("env_error", None)):
+                rollout.traceback = plain(step.get("env_traceback"))
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
             held[:] = [element]
             if self._settle(rollout, stepped):
@@ -230,27 +230,27 @@ class RolloutRunner:
 
     def _settle(self, rollout: Rollout, stepped: TensorDictBase) -> bool:
         """Take over what the step gave; true when the rollout has ended."""
-        step = stepped.get("next")
+        step = dict(stepped.get("next").items())  # reading this one costs a tenth
         if self.policy.input_mode == "history":
-            rollout.messages = step.get(("history", "prompt")).chats
-        is_terminated, is_truncated = (bool(step.get(key).any()) for key in ("terminated", "truncated"))
-        is_terminated |= bool(step.get("done").any()) and not is_truncated  # what sets `done` alone ends it, too
+            rollout.messages = step["history"].get("prompt").chats
+        is_terminated, is_truncated, is_done = (bool(step[key].any()) for key in ("terminated", "truncated", "done"))
+        is_terminated |= is_done and not is_truncated  # what sets `done` alone ends it, too
         if not rollout.reason and not is_terminated and is_truncated:
             rollout.reason = StopReason.ENVIRONMENT_TRUNCATED
         rollout.status = decide_status(is_terminated=is_terminated, reason=rollout.reason)
-        rollout.reward += float(step.get("reward").sum())
-        rollout.info |= plain(step.get("env_info", None)) or {}
-        if self.rubric is not None and bool(step.get("is_scored").any()):
+        rollout.reward += float(step["reward"].sum())
+        rollout.info |= plain(step.get("env_info")) or {}
+        if self.rubric is not None and bool(step["is_scored"].any()):
             rollout.is_scored = True
             rollout.breakdown = {
-                key: float(value) for key, value in step.get("reward_breakdown").items() if not value.isnan().any()
+                key: float(value) for key, value in step["reward_breakdown"].items() if not value.isnan().any()
             }
         elif self.rubric is not None and not self._is_scored_here:
-            rollout.error = plain(step.get("score_error"))
+            rollout.error = plain(step["score_error"])
         if rollout.status is RolloutStatus.COMPLETED:
             rollout.reason = StopReason.NONE
         elif rollout.status.is_settled:
-            _mark_truncated(step)
+            _mark_truncated(stepped.get("next"))
         if self.stepper.keep_steps:
             rollout.steps.append(stepped)
         return rollout.status.is_settled

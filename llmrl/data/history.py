@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from tensordict import NonTensorStack, TensorClass, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorClass, lazy_stack
 from torchrl.data import Composite, NonTensor
 
 from llmrl._utils.types import Nested, Tokenizer
@@ -29,7 +29,7 @@ from llmrl.data.history_rendering import ChatRendering
 from llmrl.data.message import Message, check_messages, text_of
 from llmrl.data.message_arrays import array_of_messages, leaf_of
 from llmrl.data.templated_text import parse_templated, template_named
-from llmrl.data.tensordicts import container_of, documented, non_tensor
+from llmrl.data.tensordicts import container_of, documented, non_tensor, plain
 
 Result = TypeVar("Result")
 
@@ -125,7 +125,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @property
     def _leaves(self) -> Nested[Chat]:
-        return leaves_of(self.messages, self.batch_size)
+        held = self._tensordict.get("messages")  # the attribute costs ten times as much
+        return leaves_of(plain(held) if isinstance(held, NonTensorData) else self.messages, self._tensordict.batch_size)
 
     @property
     def is_message(self) -> bool:

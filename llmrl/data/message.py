@@ -75,24 +75,29 @@ def encodable(value: Value) -> Value:
         >>> encodable("a\ud800b"), encodable({"a": ["\udfff"]})
         ('a?b', {'a': ['?']})
     """
+    return value if _is_encodable(value) else cast(Value, _encodable(value))
+
+
+def _is_encodable(value: object) -> bool:
     if isinstance(value, str):
         if not value.isascii():
             try:
                 value.encode()
             except UnicodeEncodeError:
-                return cast(Value, value.encode("utf-8", "replace").decode())
-    elif isinstance(value, Mapping):
-        replaced = {encodable(key): encodable(entry) for key, entry in value.items()}
-        if any(
-            a is not b
-            for pair in zip(value.items(), replaced.items(), strict=False)
-            for a, b in zip(*pair, strict=True)
-        ):
-            return cast(Value, replaced)
-    elif isinstance(value, list | tuple):
-        entries = [encodable(entry) for entry in value]
-        if any(a is not b for a, b in zip(value, entries, strict=True)):
-            return cast(Value, entries)
+                return False
+        return True
+    if isinstance(value, Mapping):
+        return all(map(_is_encodable, value)) and all(map(_is_encodable, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(_is_encodable, value))
+
+
+def _encodable(value: object) -> object:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {encodable(key): encodable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [encodable(entry) for entry in value]
     return value
 
 

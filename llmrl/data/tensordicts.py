@@ -14,7 +14,10 @@ _NO_BATCH = torch.Size(())
 
 def plain(value: object) -> Any:
     """Return the Python object behind a non-tensor leaf; anything else as it is."""
-    return value.data if isinstance(value, NonTensorData) else value
+    if not isinstance(value, NonTensorData):
+        return value
+    is_own = not (value._tensordict._is_shared or value._tensordict._is_memmap)
+    return value._non_tensordict["data"] if is_own else value.data  # ten times cheaper than the attribute
 
 
 def documented(cls: type[Container]) -> type[Container]:
@@ -76,7 +79,7 @@ def container_of(cls: type[Container], entries: Mapping[str, object]) -> Contain
         >>> container_of(Tokens, {"full": torch.ones(2)}).full.shape
         torch.Size([2])
     """
-    return cls._from_tensordict(tensordict_of(entries))  # type: ignore[attr-defined]
+    return _unchecked(cls, entries, dict.fromkeys(cls.__expected_keys__ - entries.keys()))  # type: ignore[attr-defined]
 
 
 def non_tensor(value: object) -> NonTensorData:
@@ -86,4 +89,13 @@ def non_tensor(value: object) -> NonTensorData:
         >>> non_tensor("a").data
         'a'
     """
-    return NonTensorData._from_tensordict(tensordict_of({}), {"data": value})
+    return _unchecked(NonTensorData, {}, {**_NON_TENSOR_FIELDS, "data": value})
+
+
+def _unchecked(cls: type[Container], entries: Mapping[str, object], others: dict[str, object]) -> Container:
+    container = cls.__new__(cls)
+    container.__dict__.update(_tensordict=tensordict_of(entries), _non_tensordict=others)
+    return container
+
+
+_NON_TENSOR_FIELDS = NonTensorData(data=None)._non_tensordict  # tensordict completes the class with the first one

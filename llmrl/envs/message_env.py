@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from tensordict import TensorDictBase
@@ -221,10 +221,10 @@ class MessageChatEnv(DatasetChatEnv):
     def _written(prompt: History, answer: MessageStep) -> dict[str, object]:
         is_cut = answer.is_truncated and not answer.is_done
         flags = {"terminated": answer.is_done, "truncated": is_cut, "done": answer.is_done or is_cut}
+        if answer.messages:
+            prompt = History.from_chats((*prompt.chats, *answer.messages), check=False)
         return {
-            "history": container_of(
-                ChatHistory, {"prompt": prompt.extend(answer.messages) if answer.messages else prompt}
-            ),
+            "history": container_of(ChatHistory, {"prompt": prompt}),
             "reward": torch.full((1, 1), float(answer.reward)),
             **{key: torch.full((1,), bool(value)) for key, value in flags.items()},
         }
@@ -256,6 +256,7 @@ async def _answer(message_env: MessageEnv, message: Message) -> MessageStep:
     except (TypeError, ValueError) as error:
         step = type(message_env).step
         raise type(error)(f"{error} Returned by {step.__qualname__} ({location_of(step)}).") from None
-    if any(message["role"] == "assistant" for message in check_messages(answer.messages)):
+    messages = check_messages(answer.messages)
+    if any(message["role"] == "assistant" for message in messages):
         raise ValueError("step returned an assistant message; only the policy speaks as the assistant.")
-    return answer
+    return replace(answer, messages=messages)

@@ -117,7 +117,10 @@ class Conversation:
         raise AttributeError("a Conversation does not change; with_prompt and with_completion return the next one.")
 
     def _with(self, **changes: object) -> Conversation:
-        return self._make(**{name: changes.get(name, getattr(self, name)) for name in self.__slots__})
+        conversation = object.__new__(type(self))
+        for name in self.__slots__:
+            object.__setattr__(conversation, name, changes[name] if name in changes else getattr(self, name))
+        return conversation
 
     # Prompts
 
