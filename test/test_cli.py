@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -15,8 +17,9 @@ from typer.testing import CliRunner
 from llmrl.cli.app import app
 from llmrl.cli.chat import ChatSession, make_env, talk
 from llmrl.cli.doctor import check_requirements
+from llmrl.cli.models import make_chat_renderer
 from llmrl.data import Rollout
-from llmrl.envs import task_environments
+from llmrl.envs import make_task_env, task_environments
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder
 from llmrl.testing import ScriptedEngine
@@ -131,6 +134,60 @@ def test_eval_says_what_is_wrong_with_its_data(tmp_path):
         assert result.exit_code == 2 and named in " ".join(result.output.split()), result.output
 
 
+def test_an_environment_of_ones_own_is_a_file_and_a_function(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from llmrl import DatasetChatEnv, RubricReward\n"
+        "def make(split, repeats, hard=False):\n"
+        "    rows = [{'query': f'{split} {hard}', 'answer': 'b'}]\n"
+        "    return DatasetChatEnv(rows, repeats=repeats, name=split).append_transform(RubricReward(is_right))\n"
+        "def is_right(completion, answer): return float(completion == answer)\n"
+        "def nothing(): return 3\n"
+    )
+    env = make_task_env(f"{own}:make", "test", repeats=3, seed=5, hard=True)
+    assert env.reset()["history"].prompt.content[-1] == "test True" and env.prompts.num_samples == 3
+    for name, options, error, words in (
+        (f"{own}:mak", {}, ValueError, "it has make, is_right, nothing"),
+        (f"{own}:nothing", {}, TypeError, "must give an environment"),
+        (f"{own}:make", {"hrad": True}, TypeError, "did you mean 'hard'"),
+        (f"{own}:make", {"data": "rows.jsonl"}, ValueError, "has no parameter data"),
+        (f"{tmp_path}/none.py:make", {}, FileNotFoundError, "there is no file"),
+    ):
+        with pytest.raises(error, match=words):
+            make_task_env(name, **options)
+    result = runner.invoke(app, ["eval", "--env", f"{own}:mak"])
+    assert result.exit_code == 2 and "has no function 'mak'" in " ".join(result.output.split())
+
+
+def test_a_name_on_the_hub_is_refused_at_once_where_it_cannot_be_had(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = runner.invoke(app, ["eval", "--model", "organisation/model"])
+    assert result.exit_code == 2 and "HF_HUB_OFFLINE is set" in " ".join(result.output.split())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("llmrl.cli.models.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    result = runner.invoke(app, ["chat", "--model", "organisation/model"])
+    assert result.exit_code == 2 and "127.0.0.1 cannot be reached" in " ".join(result.output.split())
+
+
+def test_a_base_model_is_answered_with_the_option_and_lengths_are_the_models(tiny_model_path, tmp_path):
+    base, template = tmp_path / "base", tmp_path / "chat.jinja"
+    shutil.copytree(tiny_model_path, base)
+    for path in base.glob("chat_template*"):
+        template.write_text(path.read_text())
+        path.unlink()
+    configuration = json.loads((base / "tokenizer_config.json").read_text())
+    text = configuration.pop("chat_template", None) or template.read_text()
+    template.write_text(text)
+    (base / "tokenizer_config.json").write_text(json.dumps(configuration))
+    result = runner.invoke(app, ["eval", "--model", str(base), "--max-model-len", "1000000"])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2 and "--chat-template FILE" in said
+    longest = json.loads((base / "config.json").read_text())["max_position_embeddings"]
+    assert f"--max-model-len is {longest}" in said
+    assert make_chat_renderer(str(base), template).render([{"role": "user", "content": "1"}])
+
+
 def test_help_names_every_command_and_environment():
     text = runner.invoke(app, ["--help"]).output
     assert all(command in text for command in ("doctor", "view", "eval", "chat", "demo"))
@@ -163,14 +220,37 @@ def test_a_chat_keeps_its_tokens_from_turn_to_turn(renderer):
     session = ChatSession(policy, make_env(system_prompt=None, tools=[]))
     answers = [message["content"] for text in ("1", "2") for message in session.ask(text)]
     assert answers == ["a", "b"] and renderer.decode([token_id for token_id, _ in session.tokens()]) == "b<|im_end|>"
+    with pytest.raises(ValueError, match="has its own"):
+        make_env("addition", system_prompt="x", tools=[])
     with pytest.raises(ValueError, match="must be 'python'"):
         make_env(system_prompt=None, tools=["pyton"])
+
+
+def test_a_chat_in_an_environment_asks_its_problems_and_takes_ones_own_words(renderer):
+    env = make_env("addition", system_prompt=None, tools=[])
+    prompts = []
+
+    def answer(prompt_ids):
+        prompts.append(renderer.decode(prompt_ids))
+        return "7<|im_end|>"
+
+    policy = LLMWrapperBase(ScriptedEngine(answer, encode=renderer.encode), renderer=renderer)
+    lines = iter(["What are you?", "And now?", "/problem", "/quit"])
+    console = Console(file=io.StringIO(), width=100)
+    talk(ChatSession(policy, env), console, lambda: next(lines), renderer.decode)
+    assert "You are a calculator" in prompts[0] and "What are you?" in prompts[0] and "=" not in prompts[0]
+    assert "What are you?" in prompts[1] and "And now?" in prompts[1]
+    assert re.search(r"user: \d \+ \d =", console.file.getvalue()) and "reward " in console.file.getvalue()
+    bare = ChatSession(policy, make_env(system_prompt=None, tools=[]))
+    with pytest.raises(ValueError, match="no problems"):
+        next(bare.problem())
 
 
 def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tiny_model_path, real_vllm):
     arguments = ["eval", "--limit", "4", "-n", "2", "--max-new-tokens", "8", "--max-model-len", "128"]
     result = llmrl(*arguments, "--model", tiny_model_path, "--out", str(tmp_path / "out"))
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "8 of 8 answers" in result.stdout
     assert "pass@1" in result.stdout and "pass@2" in result.stdout and "4 problems, 2 answers each" in result.stdout
     assert "leaked" not in result.stderr  # the last that a user would read of an engine that ends
     evaluation = json.loads((tmp_path / "out/summary.json").read_text())["evaluation"]

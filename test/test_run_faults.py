@@ -92,7 +92,7 @@ def test_whatever_is_in_a_rollout_its_record_is_one_line_of_json(value, tmp_path
     assert write_page(read_run(tmp_path / "run"), tmp_path / "page.html").exists()
 
 
-def test_metrics_that_are_not_finite_are_logged_and_shown(tmp_path):
+def test_metrics_that_are_not_finite_are_left_out_and_those_of_other_writers_are_shown(tmp_path):
     folder = RunFolder(tmp_path / "run")
     view = LiveView(4, console=Console(file=io.StringIO(), force_terminal=True))
     with view:
@@ -102,6 +102,12 @@ def test_metrics_that_are_not_finite_are_logged_and_shown(tmp_path):
             view.show_step(step, metrics)
     folder.close()
     rows = folder.read_metrics()
+    assert [row.get("reward_mean") for row in rows] == [0.5]  # a step without a number has no row
+    with folder.metrics_path.open("a") as file:
+        file.writelines(
+            f"{step},{value},{value},{value}\n" for step, value in enumerate(("nan", "inf", "-inf"), start=2)
+        )
+    rows = RunFolder(tmp_path / "run", read_only=True).read_metrics()
     assert [repr(row["reward_mean"]) for row in rows] == ["0.5", "nan", "inf", "-inf"]
     plot_curve(rows, tmp_path / "curve.png")
     print_run(read_run(tmp_path / "run"), console=Console(file=io.StringIO()))

@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
-from llmrl.runs.dry_run import as_dry_run, with_differing_rewards
-from llmrl.runs.launch import prepared, register_schemas
+from llmrl.runs.dry_run import as_dry_run, plan_of, with_differing_rewards
+from llmrl.runs.launch import _hints, prepared, register_schemas
 from llmrl.runs.run import NothingLearned
 from llmrl.runs.setup import (
     autocast_dtype,
@@ -243,9 +243,53 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
     assert cfg.ray.address == "auto"
 
 
-def test_what_excludes_each_other_is_refused_before_anything_starts():
-    with pytest.raises(ValueError, match="max_staleness=null"):
-        config("expert-iteration-async", "collect.max_staleness=1")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["collect.max_staleness=1"], "max_staleness=null"),
+        (["collect.num_collectors=2"], "needs engine.use_ray=true"),
+        (["sync.transport=ipc", "engine.num_replicas=2"], "one engine on the trainer's GPU"),
+        (["engine.use_ray=true", "engine.ray_options={num_gpus: 1}", "engine.tensor_parallel_size=2"], "as many GPUs"),
+        (["engine.gpu_memory_utilization=1.5"], r"in \(0, 1\]"),
+        (["engine.num_replicas=0"], "at least 1"),
+        (["train.device=gpu"], "train.device must be cpu, cuda"),
+    ],
+)
+def test_what_excludes_each_other_is_refused_before_anything_starts_also_dry(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        config("expert-iteration-async", "dry_run=true", *overrides)
+
+
+def test_a_dry_run_says_what_was_asked_for():
+    plan = " ".join(plan_of(config("grpo-async", "task=gsm8k", "hardware=gpu8", "model.path=embedded")))
+    for words in (
+        "7 of bfloat16, in Ray actors, 90% of a GPU's memory",
+        "32768 tokens a micro-batch",
+        "weights by direct",
+    ):
+        assert words in plan
+    # 134.5 million parameters: 16 bytes of each in the trainer, 2 in an engine.
+    assert "0.13 B parameters: the trainer about 2.0 GiB" in plan and "an engine 0.3 GiB" in plan
+    assert "known when the model is here" in " ".join(plan_of(config("grpo", "model.path=organisation/model")))
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("collect.num_generations=8", "'collect.group_size'"),
+        ("num_generations=8", "'collect.group_size'"),
+        ("train.beta=0.1", "'train.kl_to_ref_coeff'"),
+        ("grpo.beta=0.1", "'train.kl_to_ref_coeff'"),
+        ("actor.clip_ratio_high=0.28", "'train.clip_epsilon_high'"),
+        ("train.lr=1e-6", "'train.learning_rate'"),
+        ("output_dir=x", "'run.path'"),
+        ("reward_funcs=[a]", "env.name=my_env.py:make"),
+        ("train.learning_rat=1e-6", "'train.learning_rate'"),
+    ],
+)
+def test_names_of_other_libraries_are_answered_with_ours(override, meant):
+    [hint] = _hints([override], GRPOConfig)
+    assert meant in hint
 
 
 def test_rows_are_learned_so_often_and_new_ones_waited_for(monkeypatch):

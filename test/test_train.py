@@ -123,6 +123,21 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("num_generations", "repeats=8"),
+        ("beta", "did you mean 'kl_to_ref_coeff'"),
+        ("reward_funcs", "RubricReward"),
+        ("max_completion_length", "did you mean 'max_new_tokens'"),
+        ("learning_rat", "did you mean 'learning_rate'"),
+    ],
+)
+def test_arguments_of_other_libraries_are_answered_with_where_they_are(name, words):
+    with pytest.raises(TypeError, match=words):
+        train("embedded", make_env(), **{name: 1})
+
+
 def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

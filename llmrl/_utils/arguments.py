@@ -39,13 +39,40 @@ def refuse_unknown(
         raise TypeError(f"{owner} has no argument {name!r}; {hint}")
 
 
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("num_generations", "rollout_n", "n", "group_size"), ("group_size", "repeats", "grpo_size")),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), ("kl_to_ref_coeff",)),
+    **dict.fromkeys(("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"), ("clip_epsilon",)),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), ("clip_epsilon_high",)),
+    **dict.fromkeys(("max_completion_length", "max_response_length", "response_length"), ("max_new_tokens",)),
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), ("groups_per_batch",)),
+    **dict.fromkeys(("num_iterations", "ppo_epochs", "num_train_epochs"), ("num_epochs",)),
+    **dict.fromkeys(("max_steps", "total_steps", "total_training_steps"), ("num_steps",)),
+    **dict.fromkeys(("save_steps", "save_freq"), ("checkpoint_every",)),
+    **dict.fromkeys(("eval_steps", "test_freq"), ("eval_every", "every")),
+    **dict.fromkeys(("report_to", "logger"), ("trackers",)),
+    **dict.fromkeys(("output_dir", "default_local_dir"), ("path",)),
+    "reward_funcs": ("reward_fns",),
+    "lr": ("learning_rate",),
+    "lr_scheduler_type": ("schedule",),
+    "max_prompt_length": ("max_prompt_tokens",),
+    "vllm_gpu_memory_utilization": ("gpu_memory_utilization",),
+    "vllm_importance_sampling_cap": ("importance_cap",),
+}
+"""Names of TRL and verl, and those that mean the same here."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant, if there is one.
+    """Return the known name that was probably meant, if there is one: what other libraries call so, or the nearest.
 
     Example:
-        >>> nearest("wnadb", ["tensorboard", "wandb"])
-        'wandb'
+        >>> nearest("wnadb", ["tensorboard", "wandb"]), nearest("beta", ["kl_to_ref_coeff", "seed"])
+        ('wandb', 'kl_to_ref_coeff')
     """
+    known = list(known)
+    for synonym in SYNONYMS.get(name, ()):
+        if synonym in known:
+            return synonym
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 

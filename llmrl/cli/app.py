@@ -19,12 +19,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console()
+_TEMPLATE_HELP = "Jinja file of the chat template, for a model without one, as base models are."
 
 
 def _fail(message: object, *, exit_code: int = 2) -> typer.Exit:
     """Print an error as a person reads it; by default its exit code is that of a wrong use."""
     Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
     return typer.Exit(exit_code)
+
+
+def _clamped(path: str, max_model_len: int) -> int:
+    """As many tokens as the model takes."""
+    from llmrl.cli.models import length_of
+
+    if (longest := length_of(path)) is None or max_model_len <= longest:
+        return max_model_len
+    console.print(f"--max-model-len is {longest}, which the model has, in place of {max_model_len}", highlight=False)
+    return longest
 
 
 def _print_version(is_asked: bool) -> None:
@@ -86,7 +97,9 @@ def view(
 
 @app.command("eval")
 def evaluate(
-    env: Annotated[str, typer.Option("--env", "-e", help="Environment; `llmrl eval --list` names them.")] = "addition",
+    env: Annotated[
+        str, typer.Option("--env", "-e", help="Environment (`--list` names them), or your own: FILE.py:FUNCTION.")
+    ] = "addition",
     model: Annotated[
         str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
     ] = "embedded",
@@ -97,13 +110,14 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 64,
     max_model_len: Annotated[int, typer.Option(min=16, help="Maximum tokens of prompt and answer together.")] = 1024,
+    chat_template: Annotated[Path | None, typer.Option(help=_TEMPLATE_HELP, exists=True, dir_okay=False)] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Save rollouts and results into this folder.")] = None,
     list_environments: Annotated[bool, typer.Option("--list", help="List the environments and stop.")] = False,
 ) -> None:
     """Measure a model in an environment: pass@1, pass@k, confidence intervals, and the mean of each reward."""
     from llmrl.cli import evaluate as command
-    from llmrl.cli.models import model_path
+    from llmrl.cli.models import make_chat_renderer, model_path
     from llmrl.engines import EngineError
     from llmrl.envs import make_task_env, task_environments
 
@@ -112,24 +126,28 @@ def evaluate(
             console.print(f"[bold]{name:16}[/bold]{line}", highlight=False)
         return
     try:
+        path = model_path(model)
         settings = command.EvaluationSettings(
             env=env,
-            model=model_path(model),
+            model=path,
             data=data,
             split=split,
             limit=limit,
             num_samples=samples,
             temperature=temperature,
             max_new_tokens=max_new_tokens,
-            max_model_len=max_model_len,
+            max_model_len=_clamped(path, max_model_len),
             seed=seed,
             out=out,
         )
-        environment = make_task_env(env, split, data=data, repeats=samples)
-    except (ValueError, FileNotFoundError, FileExistsError, ImportError) as error:
+        environment, renderer = (
+            make_task_env(env, split, data=data, repeats=samples),
+            make_chat_renderer(path, chat_template),
+        )
+    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
     try:
-        command.run(settings, environment, console)
+        command.run(settings, environment, renderer, console)
     except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
 
@@ -139,35 +157,40 @@ def chat(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
     ] = "embedded",
+    env: Annotated[
+        str | None, typer.Option("--env", "-e", help="Environment: a name, or FILE.py:FUNCTION; `/problem` asks one.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     tool: Annotated[list[str] | None, typer.Option(help="Tool that the model may call: `python`.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 256,
     max_model_len: Annotated[int, typer.Option(min=16, help="Maximum length of the conversation, in tokens.")] = 2048,
+    chat_template: Annotated[Path | None, typer.Option(help=_TEMPLATE_HELP, exists=True, dir_okay=False)] = None,
 ) -> None:
     """Talk to a model through an environment, with its tools; `/tokens` shows the probability of each token."""
     from llmrl.cli.chat import ChatSession, make_env, talk
-    from llmrl.cli.models import model_path
+    from llmrl.cli.models import make_chat_renderer, model_path
     from llmrl.engines import AsyncVLLM, EngineError
     from llmrl.policies import vLLMWrapper
 
     try:
-        env, path = make_env(system_prompt=system, tools=tool or []), model_path(model)
-    except (ValueError, FileNotFoundError) as error:
+        environment, path = make_env(env, system_prompt=system, tools=tool or []), model_path(model)
+        length, renderer = _clamped(path, max_model_len), make_chat_renderer(path, chat_template)
+    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         raise _fail(error) from None
     try:
-        engine = AsyncVLLM.from_pretrained(path, max_model_len=max_model_len)
+        console.print(f"vLLM starts with {path}", highlight=False, soft_wrap=True)
+        engine = AsyncVLLM.from_pretrained(path, max_model_len=length)
     except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        policy = vLLMWrapper(engine, generate_kwargs=sampling)
-        assert policy.renderer is not None
+        policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
         talk(
-            ChatSession(policy, env),
+            ChatSession(policy, environment),
             console,
             lambda: console.input("[bold cyan]you:[/bold cyan] "),
-            policy.renderer.decode,
+            renderer.decode,
         )
     finally:
         engine.shutdown()

@@ -12,13 +12,14 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
 from llmrl._utils.terminal import printable
-from llmrl.data import Message, text_of
+from llmrl.collectors.source import dataset_env_of
+from llmrl.data import History, Message, text_of
 from llmrl.data.tensordicts import plain
-from llmrl.envs import ChatEnv
+from llmrl.envs import ChatEnv, make_task_env
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PythonInterpreter
 
-HELP = "/tokens shows the last answer's tokens by probability, /reset forgets, /quit ends"
+HELP = "/tokens shows the last answer's tokens, /problem asks one of the environment's, /reset forgets, /quit ends"
 _MAX_TOOL_TURNS = 8
 _STYLES = ((0.9, "green"), (0.5, "yellow"), (0.0, "red"))
 
@@ -34,20 +35,42 @@ class ChatSession:
     def __init__(self, policy: LLMWrapperBase, env: EnvBase) -> None:
         self.policy, self.env = policy, env
         self._state: TensorDictBase | None = None
+        self.reward = 0.0
+        """Of the last step."""
+
+    def problem(self) -> Iterator[Message]:
+        """Begin anew with the environment's next problem; gives it, and the messages that follow as they come.
+
+        Raises:
+            ValueError: in an environment without problems.
+        """
+        if dataset_env_of(self.env) is None:
+            raise ValueError("this environment has no problems; start with --env.")
+        state = self.env.reset()
+        yield from state.get(("history", "prompt")).chats
+        yield from self._go_on(state)
 
     def ask(self, text: str) -> Iterator[Message]:
         """Say something; gives the assistant's messages and the tools' as they come."""
         if self._state is None:
             state = self.env.reset(TensorDict({"query": text}))
+            chat = state.get(("history", "prompt")).chats
+            if text_of(chat[-1]["content"]) != text:  # a data set has drawn a problem of its own
+                state.set(("history", "prompt"), History.from_chats((*chat[:-1], {"role": "user", "content": text})))
         else:
             state = self._state
             prompt = state.get(("history", "prompt"))
             state.set(("history", "prompt"), prompt.append({"role": "user", "content": text}))
+        yield from self._go_on(state)
+
+    def _go_on(self, state: TensorDictBase) -> Iterator[Message]:
         for _ in range(_MAX_TOOL_TURNS):
             state = self.policy(state)
             answered = len(state.get(("history", "prompt")).chats) + 1
             yield state.get(("history", "full")).chats[-1]
-            state = self._state = self.env.step_mdp(self.env.step(state))
+            stepped = self.env.step(state)
+            self.reward = float(stepped["next", "reward"].sum())
+            state = self._state = self.env.step_mdp(stepped)
             replies = state.get(("history", "prompt")).chats[answered:]
             yield from replies
             if not replies:
@@ -66,13 +89,15 @@ class ChatSession:
         self._state = None
 
 
-def make_env(*, system_prompt: str | None, tools: list[str]) -> EnvBase:
-    """Make a `ChatEnv` with the named tools.
+def make_env(name: str | None = None, *, system_prompt: str | None, tools: list[str]) -> EnvBase:
+    """Make a task environment by its name, or a `ChatEnv`, with the named tools.
 
     Raises:
-        ValueError: for an unknown tool.
+        ValueError: for an unknown tool, or a system prompt for an environment that has its own; see `make_task_env`.
     """
-    env: EnvBase = ChatEnv(system_prompt=system_prompt)
+    if name is not None and system_prompt is not None:
+        raise ValueError(f"--system is given, and the environment {name!r} has its own.")
+    env = ChatEnv(system_prompt=system_prompt) if name is None else make_task_env(name, "test")
     for tool in tools:
         if tool != "python":
             raise ValueError(f"--tool must be 'python', got {tool!r}.")
@@ -93,13 +118,24 @@ def talk(session: ChatSession, console: Console, read: Callable[[], str], decode
         if text == "/reset":
             session.reset()
             console.print("[dim]forgotten[/dim]")
+        elif text == "/problem":
+            try:
+                for message in session.problem():
+                    console.print(_line(message))
+                console.print(f"[dim]reward {session.reward:g}[/dim]", highlight=False)
+            except ValueError as error:
+                console.print(f"[dim]{error}[/dim]")
         elif text == "/tokens":
             console.print(coloured(session.tokens(), decode))
         elif text.startswith("/"):
             console.print(f"[dim]{HELP}[/dim]")
         elif text:
             for message in session.ask(text):
-                console.print(Text(f"{message['role']}: ", style="bold").append(said(message), style="not bold"))
+                console.print(_line(message))
+
+
+def _line(message: Message) -> Text:
+    return Text(f"{message['role']}: ", style="bold").append(said(message), style="not bold")
 
 
 def said(message: Message) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 from torchrl.envs import EnvBase
 
-from llmrl.envs import task_environments
+from llmrl.rendering import Renderer
 from llmrl.runs.evaluation import EvaluationReport, Evaluator
 from llmrl.runs.run_folder import RunFolder, holds_run
 
@@ -19,7 +22,6 @@ class EvaluationSettings:
     """What to measure.
 
     Raises:
-        ValueError: for an unknown environment.
         FileExistsError: when `out` holds a run.
     """
 
@@ -37,23 +39,33 @@ class EvaluationSettings:
     out: Path | None
 
     def __post_init__(self) -> None:
-        if self.env not in task_environments():
-            raise ValueError(f"--env must be one of {', '.join(task_environments())}; got {self.env!r}.")
         if self.out is not None and holds_run(self.out):
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
 
 
-def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> EvaluationReport:
+class _Progress:
+    """How many answers have come, as `Live` draws it from time to time."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator, self._started = evaluator, time.perf_counter()
+
+    def __rich__(self) -> Text:
+        num_all, seconds = sum(self._evaluator.num_rollouts.values()), time.perf_counter() - self._started
+        return Text(f"{self._evaluator.num_played} of {num_all} answers, {seconds:.0f} s")
+
+
+def run(settings: EvaluationSettings, env: EnvBase, renderer: Renderer, console: Console) -> EvaluationReport:
     """Generate, score, print, save; gives the report."""
     from llmrl.engines import AsyncVLLM
     from llmrl.policies import vLLMWrapper
 
+    console.print(f"vLLM starts with {settings.model}", highlight=False, soft_wrap=True)
     engine = AsyncVLLM.from_pretrained(settings.model, max_model_len=settings.max_model_len, seed=settings.seed)
     try:
         sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
-        policy = vLLMWrapper(engine, generate_kwargs=sampling)
+        policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
         with Evaluator({settings.env: env}, policy, num_problems=settings.limit) as evaluator:
-            with console.status(f"{evaluator.num_rollouts[settings.env]} answers"):
+            with Live(_Progress(evaluator), console=console, refresh_per_second=4):
                 report = evaluator.evaluate()[settings.env]
     finally:
         engine.shutdown()

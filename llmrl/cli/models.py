@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+from llmrl.rendering import Renderer, make_renderer
 from llmrl.runs.run_folder import holds_run
 from llmrl.testing.embedded_model import ensure_embedded_model
 
@@ -13,11 +17,9 @@ def model_path(name: str) -> str:
 
     Raises:
         FileNotFoundError: for a path where nothing is, or a folder without a model, such as that of a run that has
-            not ended yet.
+            not ended yet; for a name on the hub that cannot be downloaded.
 
     Example:
-        >>> model_path("organisation/model")
-        'organisation/model'
         >>> model_path("./no-such-folder")
         Traceback (most recent call last):
         ...
@@ -36,4 +38,54 @@ def model_path(name: str) -> str:
     is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if not path.exists() and (is_path or ("/" in name and path.parent.is_dir())):
         raise FileNotFoundError(f"--model is {name!r}, which is no folder here and no name on the hub.")
+    if not path.exists():
+        _check_hub(name)
     return name
+
+
+def _check_hub(name: str) -> None:
+    """Refuse a name that can be neither read from the cache nor downloaded, at once."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    host = urlsplit(constants.ENDPOINT)
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    if not why and not getproxies():
+        try:
+            port = host.port or (80 if host.scheme == "http" else 443)
+            socket.create_connection((host.hostname or "", port), timeout=3).close()
+        except OSError as error:
+            why = f"{host.hostname} cannot be reached ({error})"
+    if why:
+        raise FileNotFoundError(
+            f"--model is {name!r}, a name on the hub: it is not in {constants.HF_HUB_CACHE}, and {why}. Give the "
+            "folder of a model, or embedded."
+        )
+
+
+def length_of(path: str) -> int | None:
+    """Return how many tokens a model takes, prompt and answer together; None where its configuration does not say."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
+def make_chat_renderer(path: str, chat_template: Path | None) -> Renderer:
+    """Return what renders conversations for a model, by its own template or that of a file.
+
+    Raises:
+        ValueError: for a model without a template, or for one that cannot be rendered exactly.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template.read_text()
+    elif not tokenizer.chat_template:
+        raise ValueError(
+            f"{path} has no chat template: it is a base model, or its template is lost. Give the one that it was "
+            "trained with by --chat-template FILE, or take the model that was trained to converse."
+        )
+    return make_renderer(tokenizer)

@@ -95,6 +95,7 @@ class BatchCollector:
         self.report: CollectionReport | None = None
         """What the collection of the last batch did."""
         self.rollouts: list[Rollout] = []
+        self.num_played = 0  # of `play`, while it plays
         """Records of the last batch's rollouts, those dropped since the batch before included."""
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -217,7 +217,7 @@ class LLMCollector(BatchCollector):
         Raises:
             EndOfData: when the dataset ends before the first of them.
         """
-        started = time.perf_counter()
+        started, self.num_played = time.perf_counter(), 0
         self.rollouts = self._run(self._play(num_rollouts))
         self._num_turns += sum(rollout.num_turns for rollout in self.rollouts)
         kept_or_dropped = GroupRules().judge(self.rollouts)
@@ -234,7 +234,9 @@ class LLMCollector(BatchCollector):
 
         async def play(job: RolloutTask) -> list[Rollout]:
             async with slots:
-                return await source.play(job)
+                played = await source.play(job)
+            self.num_played += len(played)
+            return played
 
         rollouts = [rollout for played in await asyncio.gather(*map(play, jobs)) for rollout in played]
         for _, group in itertools.groupby(rollouts, lambda rollout: rollout.group_id):

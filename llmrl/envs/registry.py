@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import keywords_of, nearest, refuse_unknown
 from llmrl.envs.addition import make_addition_env
@@ -39,11 +44,12 @@ def task_environments() -> dict[str, str]:
 
 def make_task_env(
     name: str, /, split: str = "train", *, data: Dataset | None = None, repeats: int = 1, **options: object
-) -> TaskEnv:
-    """Make a task environment by its name.
+) -> EnvBase:
+    """Make a task environment by its name, or one of your own.
 
     Args:
-        name: one of `task_environments()`.
+        name: one of `task_environments()`; or `FILE.py:FUNCTION`, a function of yours that gives an environment. It is
+            called with those of `split`, `repeats`, `data` and `seed` that it has parameters for, and with the options.
         split: which of its problems: `train`, `test`, or what the hub's data have, such as `train[:-100]`.
         data: problems of one's own: a hub name, a file or folder, or rows.
         repeats: conversations a problem: the group size.
@@ -51,6 +57,7 @@ def make_task_env(
 
     Raises:
         ValueError: for an unknown name, or data for an environment that makes its own problems.
+        FileNotFoundError: where there is no such file.
         TypeError: for an option that the environment does not have, with the nearest name.
 
     Example:
@@ -60,10 +67,13 @@ def make_task_env(
         Traceback (most recent call last):
         TypeError: make_countdown_env has no argument 'num_counts'; did you mean 'num_count'?
     """
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py"):
+        return _make_own(Path(file), function, {"split": split, "repeats": repeats, "data": data}, options)
     if name not in _MAKERS:
         near = nearest(name, _MAKERS)
-        hint = f" Did you mean {near!r}?" if near else ""
-        raise ValueError(f"there is no task environment {name!r}, only {', '.join(_MAKERS)}.{hint}")
+        hint = f"Did you mean {near!r}?" if near else "One of your own is FILE.py:FUNCTION."
+        raise ValueError(f"there is no task environment {name!r}, only {', '.join(_MAKERS)}. {hint}")
     make = _MAKERS[name][0]
     known = keywords_of(make) or ()
     if data is not None:
@@ -72,3 +82,29 @@ def make_task_env(
         options["data"] = data
     refuse_unknown(make.__name__, options, known)
     return make(split, repeats=repeats, **options)
+
+
+def _make_own(path: Path, name: str, given: dict[str, object], options: dict[str, object]) -> EnvBase:
+    """Call a function of a file of the user's."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r} to take the environment {name!r} from.")
+    module_name = f"llmrl_own_{path.resolve().stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None  # it is a Python file
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # where pickle looks for its classes
+    spec.loader.exec_module(module)
+    make = getattr(module, name, None)
+    if not callable(make):
+        functions = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module_name]
+        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}.")
+    known = keywords_of(make)
+    if known is not None:
+        if given["data"] is not None and "data" not in known:
+            raise ValueError(f"data is given, and {name} of {path} has no parameter data.")
+        optional = {**given, "seed": options.pop("seed", 0)}
+        options |= {key: value for key, value in optional.items() if key in known and value is not None}
+        refuse_unknown(f"{name} of {path}", options, known)
+    env = make(**options)
+    if not isinstance(env, EnvBase):
+        raise TypeError(f"{name} of {path} must give an environment (an EnvBase), got {type(env).__name__}.")
+    return env

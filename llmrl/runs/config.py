@@ -7,6 +7,7 @@ its reason, in the YAML files of `sota-implementations/config/`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,6 +106,14 @@ class EngineConfig:
     ray_options: dict[str, Any] = field(default_factory=dict)
     """Of each engine's actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`."""
 
+    def __post_init__(self) -> None:
+        for name in ("num_replicas", "tensor_parallel_size", "max_num_seqs", "cpu_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"engine.{name} must be at least 1, got {value}.")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"engine.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
+
 
 @dataclass(slots=True, kw_only=True)
 class SyncConfig:
@@ -192,6 +201,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check("train.schedule", self.schedule, ("constant", "linear", "cosine"))
         _check("train.head_kernel", self.head_kernel, ("torch", "liger"))
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"train.device must be cpu, cuda or one GPU of it, as cuda:1, got {self.device!r}.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -260,6 +271,21 @@ class ScriptConfig:
     """Go on with the run in `run.path` where it stopped."""
     dry_run: bool = False
     """Try the configuration: tiny model, two groups, two steps, CPU, nothing is left."""
+
+    def __post_init__(self) -> None:
+        # What hardware is asked for is checked here, so that a dry run, which replaces it, has checked it.
+        engine, gpus = self.engine, self.engine.ray_options.get("num_gpus")
+        if self.collect.num_collectors is not None and not engine.use_ray:
+            raise ValueError(
+                "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
+            )
+        if self.sync.transport == "ipc" and (engine.use_ray or (engine.num_replicas or 1) > 1):
+            raise ValueError("sync.transport=ipc is for one engine on the trainer's GPU; with several use direct.")
+        if engine.use_ray and gpus and gpus != engine.tensor_parallel_size:
+            raise ValueError(
+                f"engine.ray_options.num_gpus is {gpus} and engine.tensor_parallel_size {engine.tensor_parallel_size}: "
+                "an engine's actor has as many GPUs as the engine is sharded over."
+            )
 
 
 @dataclass(slots=True, kw_only=True)

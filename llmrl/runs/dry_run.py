@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
+import json
 import shutil
 import tempfile
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.types import Row
 from llmrl.runs.config import EngineConfig, RayConfig, RunConfig, ScriptConfig
+from llmrl.testing.embedded_model import ensure_embedded_model
 
 Config = TypeVar("Config", bound=ScriptConfig)
 
@@ -51,6 +53,44 @@ def as_dry_run(cfg: Config) -> Config:
     cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
     cfg.train = replace(cfg.train, device="cpu", cpu_threads=None, head_kernel="torch")
     return cfg
+
+
+def plan_of(cfg: ScriptConfig) -> list[str]:
+    """What a configuration asks for, as its dry run prints it: engines, trainer, memory, batch."""
+    engine, train, collect = cfg.engine, cfg.train, cfg.collect
+    count = engine.num_replicas or 1
+    where = "in Ray actors" if engine.use_ray else "here"
+    shards = f", each over {engine.tensor_parallel_size} GPUs" if engine.tensor_parallel_size > 1 else ""
+    share = f", {engine.gpu_memory_utilization:.0%} of a GPU's memory" if engine.gpu_memory_utilization else ""
+    collectors = "in this process" if collect.num_collectors is None else f"by {collect.num_collectors} Ray actors"
+    staleness = "in turn" if collect.max_staleness is None else f"at once, up to {collect.max_staleness} versions old"
+    return [
+        "dry run: this is what the configuration asks for, and what two tiny steps on the CPU stand for",
+        f"  engines  {count} of {cfg.model.dtype}, {where}{shards}{share}; weights by {cfg.sync.transport}",
+        f"  trainer  {train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens a micro-batch"
+        + (", gradient checkpointing" if train.gradient_checkpointing else ""),
+        f"  memory   {_memory(cfg)}",
+        f"  batch    {collect.groups_per_batch} prompts, {collect.group_size} answers each of at most "
+        f"{collect.max_turns} x {collect.max_new_tokens} tokens; collected {collectors}, {staleness}",
+        f"  steps    {train.num_steps}",
+    ]
+
+
+def _memory(cfg: ScriptConfig) -> str:
+    """An estimate of what the trainer holds beside activations: weights, gradients and two moments in float32."""
+    folder = ensure_embedded_model() if cfg.model.path == "embedded" else Path(cfg.model.path)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if not num_bytes or not (folder / "config.json").exists():
+        return "of the trainer is known when the model is here"
+    stored = json.loads((folder / "config.json").read_text())
+    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")
+    num_parameters = num_bytes / (4 if dtype == "float32" else 2)
+    trained = num_parameters * (4 if cfg.model.lora.rank is not None else 16)
+    served = num_parameters * (4 if cfg.model.dtype == "float32" else 2)
+    return (
+        f"{num_parameters / 1e9:.2f} B parameters: the trainer about {trained / 2**30:.1f} GiB before activations, an "
+        f"engine {served / 2**30:.1f} GiB before its key-value cache"
+    )
 
 
 @functools.cache

@@ -185,6 +185,11 @@ class Evaluator:
             )
         return EvaluationReport.of(rollouts, policy_version=version, seconds=time.perf_counter() - started)
 
+    @property
+    def num_played(self) -> int:
+        """Answers that have come so far, of the evaluation that is going on."""
+        return sum(collector.num_played for collector in self._collectors.values())
+
     def shutdown(self) -> None:
         """End the threads; environments and engine are their owner's to end."""
         for collector in self._collectors.values():

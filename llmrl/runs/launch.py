@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from llmrl._utils.arguments import nearest
+from llmrl._utils.arguments import SYNONYMS, nearest
 from llmrl._utils.imports import require
 from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
-from llmrl.runs.dry_run import as_dry_run
+from llmrl.runs.dry_run import as_dry_run, plan_of
 from llmrl.runs.resumed_config import own_config
 
 if TYPE_CHECKING:
@@ -80,7 +80,10 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
         FileNotFoundError: when there is no run to resume.
     """
     config = typed(own_config(cfg), config_type)
-    return as_dry_run(config) if config.dry_run else config
+    if not config.dry_run:
+        return config
+    print("\n".join(plan_of(config)))
+    return as_dry_run(config)
 
 
 def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
@@ -115,11 +118,27 @@ def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
     return config
 
 
-def _no_entry(name: str, known: list[str]) -> str:
+def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """A sentence on an entry that there is none of; `elsewhere` has entries of all sections, by their last names."""
     group, _, last = name.rpartition(".")
-    near = nearest(last, known)
-    hint = f"Did you mean {'.'.join(filter(None, [group, near]))!r}?" if near else f"There are {', '.join(known)}."
+    near, other = nearest(last, known), nearest(last, elsewhere or ())
+    if last == "reward_funcs":
+        hint = "The environment has the reward: env.name=my_env.py:make."
+    elif elsewhere and other and (near is None or last in SYNONYMS):
+        hint = f"Did you mean {elsewhere[other]!r}?"
+    else:
+        hint = f"Did you mean {'.'.join(filter(None, [group, near]))!r}?" if near else f"There are {', '.join(known)}."
     return f"the configuration has no entry {name!r}. {hint}"
+
+
+def _entries(config_type: type[ScriptConfig]) -> dict[str, str]:
+    """All entries of a configuration's sections, by their last names; of several the first."""
+    entries: dict[str, str] = {}
+    for section in dataclasses.fields(config_type):
+        kind = _section_of(section, config_type)
+        for entry in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+            entries.setdefault(entry.name, f"{section.name}.{entry.name}")
+    return entries
 
 
 def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
@@ -133,7 +152,9 @@ def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
                 break
             known = {entry.name: entry for entry in dataclasses.fields(section)}
             if part not in known:
-                found.append(_no_entry(".".join(name.split(".")[: place + 1]), list(known)))
+                parts = name.split(".")
+                shown = name if parts[-1] in SYNONYMS else ".".join(parts[: place + 1])
+                found.append(_no_entry(shown, list(known), _entries(config_type)))
                 break
             section = _section_of(known[part], section)
     return found

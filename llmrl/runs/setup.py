@@ -84,13 +84,8 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
     """vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
 
     Raises:
-        ValueError: for collectors on Ray whose engines are not.
         EngineError: when an engine does not start.
     """
-    if cfg.collect.num_collectors is not None and not cfg.engine.use_ray:
-        raise ValueError(
-            "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
-        )
     options: dict[str, Any] = {
         "max_model_len": cfg.model.max_model_len,
         "dtype": cfg.model.dtype,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from rich.console import Console
 from torchrl.envs import EnvBase
 
+from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.collectors.source import dataset_env_of
@@ -37,6 +38,17 @@ from llmrl.runs.run import Run
 from llmrl.runs.setup import autocast_dtype, clip_bounds, lora_config, model_folder, start_engine
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_reference, minibatches, train_step
+
+_EXPLAINED = {
+    **dict.fromkeys(
+        ("num_generations", "group_size", "rollout_n"), "the answers to a prompt are the environment's, repeats=8"
+    ),
+    **dict.fromkeys(
+        ("reward_funcs", "reward", "rubric"), "the environment has the reward, env.append_transform(RubricReward(...))"
+    ),
+    **dict.fromkeys(("train_dataset", "dataset"), "the environment has the data, DatasetChatEnv(rows, ...)"),
+}
+"""Where arguments of TRL and verl are, that are none here."""
 
 
 def train(
@@ -67,6 +79,7 @@ def train(
     seed: int = 0,
     engine: Engine | None = None,
     console: Console | None = None,
+    **unknown: Never,
 ) -> Path:
     """Train a model by GRPO in an environment, on this machine's GPU or its CPU, and save it.
 
@@ -105,12 +118,14 @@ def train(
         The run's folder: `model/` in it is what was trained, and `llmrl view` shows the rest.
 
     Raises:
+        TypeError: for an argument that there is none of, with the nearest one; those of TRL and verl are known.
         ValueError: for an environment without a dataset or with one answer a prompt, for environments of one name, and
             for numbers that do not fit.
         MissingExtraError: without the extra `scripts`, before anything is started.
         NothingLearned: when no step changed the weights.
         FileExistsError, FileNotFoundError: when `path` holds a run, or none to resume.
     """
+    refuse_unknown("train", unknown, [name for name in keywords_of(train) or () if name != "env"], _EXPLAINED)
     for module in ("omegaconf", "matplotlib"):
         require(module, extra="scripts")
     evaluated = {"eval": eval_envs} if isinstance(eval_envs, EnvBase) else dict(eval_envs or {})
