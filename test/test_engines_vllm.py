@@ -252,7 +252,7 @@ def test_unknown_engine_arguments_are_refused_with_the_nearest_name(model_path):
         AsyncVLLM.from_pretrained(model_path, max_model_length=5)
 
 
-@pytest.mark.parametrize("name", ["num_replicas", "use_ray", "ray_options", "ray_init_config"])
+@pytest.mark.parametrize("name", ["use_ray", "ray_options", "ray_init_config"])
 def test_what_starts_several_engines_is_named_where_it_is_asked_for(model_path, name):
     with pytest.raises(TypeError, match=rf"no argument '{name}': call EngineReplicas\.from_pretrained"):
         AsyncVLLM.from_pretrained(model_path, **{name: 2})

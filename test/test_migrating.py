@@ -1,16 +1,21 @@
-"""Every public name of TorchRL's LLM layer is in the page on moving from it, and what it says is ours is there."""
+"""Every public name of TorchRL's LLM layer, its arguments and methods are here or on the page on moving from it."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
 from pathlib import Path
 
-from llmrl._utils.arguments import KnownArguments, keywords_of
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl._utils.arguments import keywords_of
+from llmrl._utils.torchrl_names import TABLE, instead_of
 
 PAGE = Path(__file__).parent.parent / "docs/migrating-from-torchrl.md"
-ROW = re.compile(r"^\| `(\w+)` \| (?:`([\w.]+)`|—) \|", re.MULTILINE)
 NAMESPACES = [
     "torchrl.data.llm",
     "torchrl.envs.llm",
@@ -20,50 +25,137 @@ NAMESPACES = [
     "torchrl.collectors.llm",
     "torchrl.weight_update.llm",
 ]
+# What the classes of a namespace inherit is theirs, too, where ours inherit from nothing of TorchRL's.
+LAYERS = (*NAMESPACES, "torchrl.envs.llm", "torchrl.collectors", "torchrl.weight_update")
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def rows():
-    found = ROW.findall(PAGE.read_text())
-    assert len(found) > 100
-    return dict(found)
+def section(title):
+    return PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+@functools.cache
+def counterparts():
+    """TorchRL's name -> ours, None for what is not there."""
+    found = {}
+    same, _, other = section("Names").partition("Another name")
+    for ours, names in re.findall(r"^\| `torchrl[\w.]+` \| `([\w.]+)` \| (`.*`) \|$", same, re.MULTILINE):
+        found |= {name: f"{ours}.{name}" for name in re.findall(r"`(\w+)`", names)}
+    for names, ours in re.findall(r"^\| (`.*?`) \| (?:`([\w.]+)`|—) \|", other, re.MULTILINE):
+        found |= dict.fromkeys(re.findall(r"`(\w+)`", names), ours or None)
+    return found
+
+
+def resolved(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def test_every_name_of_torchrl_is_listed_and_no_other():
-    names = {name for namespace in NAMESPACES for name in importlib.import_module(namespace).__all__}
-    assert set(rows()) == names
+    assert set(counterparts()) == {name for one in NAMESPACES for name in importlib.import_module(one).__all__}
+    for ours in filter(None, counterparts().values()):
+        resolved(ours)
 
 
-def test_what_is_said_to_be_ours_is_there():
-    missing = []
-    for theirs, ours in rows().items():
-        if ours:
-            module, _, name = ours.rpartition(".")
-            if not hasattr(importlib.import_module(module), name):
-                missing.append(f"{theirs}: {ours}")
-    assert not missing, missing
+def taken(function):
+    parameters = inspect.signature(function).parameters.values()
+    return [one.name for one in parameters if one.kind not in VARIADIC and one.name not in ("self", "cls")]
 
 
-def parameters(function):
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in inspect.signature(function).parameters.values() if p.kind not in kinds and p.name != "self"]
+def known(ours):
+    """Keywords that a class or function of ours takes, those that its bases take for it included."""
+    if not isinstance(ours, type):
+        return set(keywords_of(ours) or ())
+    names = set(inspect.signature(ours).parameters)
+    if "__signature__" in vars(ours):
+        return names
+    for base in ours.__mro__:
+        if base.__module__.startswith("llmrl.") and "__init__" in vars(base):
+            names |= set(keywords_of(base.__init__) or taken(base.__init__))
+    return names
 
 
-def counterparts():
-    """Classes of ours that refuse arguments, and TorchRL's of the same name."""
-    for namespace in ("torchrl.envs.llm", "torchrl.envs.llm.transforms"):
+def members(theirs):
+    """Public methods and properties that TorchRL's LLM layer defines for a class."""
+    for name in dir(theirs):
+        owner = next(base for base in theirs.__mro__ if name in vars(base)) if hasattr(theirs, name) else object
+        if name.startswith("_") or name in dir(torch.nn.Module) or not owner.__module__.startswith(LAYERS):
+            continue
+        value = vars(owner)[name]
+        # A tensorclass has TensorDict's methods; what a transform makes of specs TorchRL calls by position.
+        if (hasattr(theirs, "from_tensordict") and hasattr(TensorDict, name)) or name.startswith("transform_"):
+            continue
+        if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
+            yield name, value
+
+
+def has(ours, name):
+    """Whether a class has an attribute, or sets it on its instances."""
+    sources = (inspect.getsource(base) for base in ours.__mro__ if base.__module__.startswith("llmrl."))
+    return hasattr(ours, name) or any(re.search(rf"self\.{name}\b[^=()\n]* = ", source) for source in sources)
+
+
+@functools.cache
+def missing():
+    """(owner, entry) of everything that TorchRL takes and ours does not, where the name is the same."""
+    found = set()
+    for namespace in NAMESPACES:
         for name in importlib.import_module(namespace).__all__:
-            for ours in ("llmrl.envs", "llmrl.transforms"):
-                found = getattr(importlib.import_module(ours), name, None)
-                if isinstance(found, type) and issubclass(found, KnownArguments):
-                    yield name, getattr(importlib.import_module(namespace), name), found
+            theirs, path = resolved(f"{namespace}.{name}"), counterparts()[name]
+            if path is None or path.rpartition(".")[2] != name:
+                continue
+            ours = resolved(path)
+            made = theirs.__init__ if isinstance(theirs, type) else theirs
+            found |= {(name, one) for one in taken(made) if one not in known(ours)}
+            for member, value in members(theirs) if isinstance(theirs, type) else ():
+                if not has(ours, member):
+                    found.add((name, f".{member}"))
+                elif not isinstance(value, property):
+                    method = getattr(ours, member)
+                    keywords = keywords_of(getattr(method, "__func__", method))
+                    if keywords is None:  # what else it takes goes to the constructor, or to a template
+                        keywords = {*taken(method), *known(ours)}
+                    found |= {
+                        (f"{name}.{member}", one) for one in taken(getattr(theirs, member)) if one not in keywords
+                    }
+    return found
 
 
-def test_every_argument_of_torchrls_environments_and_transforms_is_taken_or_answered():
-    unanswered, num_found = [], 0
-    for name, theirs, ours in counterparts():
-        known = keywords_of(ours.__init__)
-        num_found += 1
-        for parameter in parameters(theirs.__init__):
-            if known is None or (parameter not in known and parameter not in ours.explained_arguments):
-                unanswered.append(f"{name}({parameter}=)")
-    assert num_found > 18 and not unanswered, unanswered
+def table():
+    return {
+        (owner, entry): mend for owners, entries, mend in TABLE for owner in owners.split() for entry in entries.split()
+    }
+
+
+def test_what_is_missing_is_in_the_table_and_nothing_else():
+    assert sorted(missing() - table().keys()) == []
+    unused = {(owner, entry) for owner, entry in table().keys() - missing() if not owner.startswith("AsyncVLLM.from_")}
+    assert sorted(unused) == []
+
+
+def test_the_page_prints_the_table():
+    rows = re.findall(
+        r"^\| (`.*`) \| (`.*`) \| (.+) \|$", section("Arguments and methods that are not there"), re.MULTILINE
+    )
+    printed = [
+        (" ".join(re.findall(r"`([^`]+)`", a)), " ".join(re.findall(r"`([^`]+)`", b)), mend) for a, b, mend in rows
+    ]
+    assert printed == [(owners, entries, mend) for owners, entries, mend in TABLE]
+
+
+def refusals():
+    """Arguments of constructors and functions of the table; methods of instances are refused by Python."""
+    return sorted({(owner, entry) for owner, entry in table() if "." not in entry and owner.count(".") == 0})
+
+
+def test_every_argument_is_refused_by_its_name_with_what_to_do_instead():
+    silent = []
+    for owner, argument in refusals():
+        ours = resolved(counterparts()[owner])
+        needed = [one for one in inspect.signature(ours).parameters.values() if one.default is one.empty]
+        given = () if isinstance(ours, type) else (None for one in needed if one.kind is one.POSITIONAL_OR_KEYWORD)
+        with pytest.raises(TypeError) as error:
+            ours(*given, **{argument: None})
+        if f"{argument!r}: {instead_of(owner)[argument]}." not in str(error.value):
+            silent.append(f"{owner}({argument}=): {error.value}")
+    assert len(refusals()) > 100 and not silent, "\n".join(silent)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from llmrl.objectives import MCAdvantage, group_advantages
+from llmrl.objectives import MCAdvantage, MCAdvantageSelector, group_advantages
 
 
 def _row(group: str, rollout: int, reward: float, *, num_tokens: int = 3, is_scored: bool = True) -> TensorDict:
@@ -67,7 +71,7 @@ def test_rows_of_one_rollout_count_once_and_share_its_advantage_undivided() -> N
 def test_a_reward_that_is_not_finite_is_none(reward: float) -> None:
     transform = MCAdvantage(normalization="mean")
     batch = transform(_batch(_row("g", 0, reward), _row("g", 1, 1.0), _row("g", 2, 0.0), _row("g", 0, reward)))
-    assert _advantages(batch) == [0.5, -0.5] and transform.num_unscored_rollouts == 1
+    assert _advantages(batch) == [0.5, -0.5] and transform.unscored_trajectories == 1
 
 
 def test_a_component_that_is_not_finite_is_named() -> None:
@@ -83,7 +87,7 @@ def test_unscored_rollouts_leave_the_baseline_and_the_batch() -> None:
     with_failure = MCAdvantage(normalization="mean")
     batch = with_failure(_batch(_row("g", 0, 1.0), _row("g", 1, 50.0, is_scored=False), _row("g", 2, 0.0)))
     assert _advantages(batch) == [0.5, -0.5]
-    assert with_failure.num_unscored_rollouts == 1
+    assert with_failure.unscored_trajectories == 1
 
 
 def test_groups_are_told_by_their_id_even_when_their_prompts_are_the_same() -> None:
@@ -97,7 +101,7 @@ def test_groups_without_signal_are_left_out_unless_asked_for() -> None:
     rows = [_row("a", 0, 1.0), _row("a", 1, 1.0), _row("b", 0, 0.0), _row("b", 1, 1.0), _row("alone", 0, 3.0)]
     dropping, keeping = MCAdvantage(), MCAdvantage(drop_constant_groups=False)
     assert [row["rollout", "group_id"] for row in dropping(_batch(*(r.clone() for r in rows))).unbind(0)] == ["b", "b"]
-    assert dropping.num_constant_groups == 2
+    assert dropping.constant_groups == 2
     assert _advantages(keeping(_batch(*rows)))[:2] == [0.0, 0.0]
     assert dropping(_batch(_row("a", 0, 1.0), _row("a", 1, 1.0))).batch_size == (0,)
 
@@ -143,6 +147,101 @@ def test_incomplete_groups_are_not_kept_for_ever() -> None:
     assert transform.queue.num_abandoned == 1
     complete = transform.inv(_batch(_row("a", 1, 1.0), _row("b", 1, 1.0), _row("c", 1, 1.0)))
     assert len(_advantages(complete)) == 4
+
+
+def trajectory(rewards: list[float], group: int | str = 7, num_tokens: int | None = None) -> TensorDictBase:
+    """Turns as TorchRL's collectors write them: no ids, each with its own reward, dense where tokens are given."""
+    shape = (1,) if num_tokens is None else (num_tokens, 1)
+    turns = [
+        TensorDict({"query": group, "next": {"reward": torch.full(shape, reward), "done": torch.zeros(1).bool()}})
+        for reward in rewards
+    ]
+    turns[-1]["next", "done"] = torch.ones(1).bool()
+    return lazy_stack(turns)
+
+
+@pytest.mark.parametrize("trajectory_return", [None, "sum", "max", "mean"])
+def test_turns_have_torchrls_advantages(trajectory_return: Any) -> None:
+    from torchrl.objectives.llm import MCAdvantage as Theirs
+
+    rewards = [[0.0, 1.0, 0.5], [0.25], [2.0, -1.0]]
+    for num_tokens in (None, 2):
+        written = []
+        for one in (MCAdvantage, Theirs):
+            transform = one(grpo_size=3, trajectory_return=trajectory_return)
+            out = [transform.inv(trajectory(turns, group, num_tokens)) for turns in rewards for group in ("a", "b")]
+            assert out[:4] == [None] * 4
+            written.append([[row["advantage"] for row in group.unbind(0)] for group in out[4:]])
+        for ours, theirs in zip(*written, strict=True):
+            torch.testing.assert_close(ours, [value.reshape(ours[0].shape) for value in theirs])
+
+
+def test_several_trajectories_of_turns_may_come_at_once() -> None:
+    whole = lazy_stack([*trajectory([0.0, 0.0]).unbind(0), *trajectory([0.0, 1.0]).unbind(0)])
+    transform = MCAdvantage(grpo_size=2, trajectory_return="sum")
+    expected = torch.tensor([-0.7071, -0.7071, 0.7071, 0.7071])
+    torch.testing.assert_close(transform.inv(whole)["advantage"].flatten(), expected, atol=1e-4, rtol=0)
+    with pytest.raises(RuntimeError, match="not done"):
+        transform.inv(trajectory([0.0, 0.0])[:1])
+
+
+@pytest.mark.parametrize("min_size", [None, 3, 4])
+def test_candidates_come_until_a_choice_is_within_bounds_as_in_torchrl(min_size: int | None) -> None:
+    from torchrl.objectives.llm import MCAdvantage as Theirs
+
+    returns = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    histories = []
+    for one in (MCAdvantage, Theirs):
+        transform = one(
+            2,
+            trajectory_return="sum",
+            candidate_group_size=4,
+            candidate_selection_min_size=min_size,
+            keep_return_bounds=(0.1, 0.9),
+        )
+        out = [transform.inv(trajectory([value])) for value in returns]
+        stats = transform.get_stats()
+        histories.append(([None if one is None else one["advantage"].flatten().tolist() for one in out], stats))
+    (ours, counted), (theirs, expected) = histories
+    assert [one if one is None else pytest.approx(one) for one in theirs] == ours
+    assert {name: counted[name] for name in expected} == expected
+    assert counted["written_groups"] > 0 and counted["queued_trajectories"] == expected["queued_trajectories"]
+    transform = MCAdvantage(2)
+    transform.inv(trajectory([0.0]))
+    assert (transform.queued_groups, transform.max_queued_trajectories_per_group) == (1, 1)
+    transform.clear_queues()
+    transform.reset_stats()
+    assert transform.queued_trajectories == 0 and transform.completed_trajectories == 0
+
+
+def test_a_selector_of_ones_own_reads_the_candidates_rows() -> None:
+    class Shortest(MCAdvantageSelector):
+        def select(self, candidates: Any, *, group_size: int, keep_return_bounds: Any = None) -> list[int]:
+            lengths = [len(rollout["tokens", "full"][0]) for rollout in candidates["trajectories"].unbind(0)]
+            return sorted(range(len(lengths)), key=lengths.__getitem__)[:group_size]
+
+    transform = MCAdvantage(
+        2, candidate_group_size=3, candidate_selector=Shortest(in_keys=["return", "trajectories"]), normalization="mean"
+    )
+    rows = [_row("g", 0, 1.0, num_tokens=9), _row("g", 1, 0.0, num_tokens=2), _row("g", 2, 1.0)]
+    assert _advantages(transform(_batch(*rows))) == [-0.5, 0.5]
+
+
+def _extend(transform: MCAdvantage, reward: float) -> None:
+    transform.inv(trajectory([reward]))
+
+
+def test_groups_are_shared_by_the_processes_that_write() -> None:
+    transform = MCAdvantage(grpo_size=3, trajectory_return="sum")
+    transform.inv(trajectory([0.0]))
+    assert not transform.is_shared and transform.share_memory_().share_memory_().is_shared
+    child = multiprocessing.get_context("fork").Process(target=_extend, args=(transform, 2.0))
+    child.start()
+    child.join(60)
+    assert (transform.completed_trajectories, transform.queued_trajectories) == (2, 2)
+    assert transform.inv(trajectory([1.0]))["advantage"].flatten().tolist() == [-1.0, 1.0, 0.0]
+    assert (transform.written_groups, transform.queued_groups) == (1, 0)
+    assert pickle.loads(pickle.dumps(transform)).completed_trajectories == 3
 
 
 def test_bad_arguments_are_named() -> None:

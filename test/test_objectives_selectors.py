@@ -62,7 +62,7 @@ def test_groups_without_signal_stay_in_the_mean_and_deviation_of_the_batch() -> 
         advantage = MCAdvantage(normalization="mean", normalize_batch=True, drop_constant_groups=drop)
         expected = [value / deviation for value in centred if value or not drop]
         assert _values(advantage(_batch(*rows)), "advantage") == pytest.approx(expected, abs=1e-6)
-        assert advantage.num_constant_groups == 2
+        assert advantage.constant_groups == 2
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -165,12 +165,28 @@ def test_max_variance_finds_the_best_of_all_subsets(returns: list[float], data: 
 
 @pytest.mark.parametrize(
     ("strategy", "expected"),
-    [("first", [0, 1, 2, 3]), ("uniform", [0, 2, 5, 7]), ("balanced", [0, 1, 6, 7]), ("max_variance", [0, 1, 6, 7])],
+    [("first", [0, 1, 2, 3]), ("uniform", [0, 2, 5, 7]), ("balanced", [0, 2, 5, 7]), ("max_variance", [0, 1, 6, 7])],
 )
 def test_strategies(strategy: Any, expected: list[int]) -> None:
     returns = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.9, 1.0]
     assert MCAdvantageSelector(strategy).select(returns, group_size=4) == expected
     assert MCAdvantageSelector(strategy).select(returns, group_size=4, keep_return_bounds=(2.0, 3.0)) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=7), st.data())
+def test_selections_are_torchrls(returns: list[float], data: st.DataObject) -> None:
+    from torchrl.objectives.llm import MCAdvantageSelector as Theirs
+
+    size = data.draw(st.integers(1, len(returns)))
+    bounds = data.draw(st.sampled_from([None, (0.1, 0.9), (0.3, 0.6)]))
+    for strategy in ("first", "uniform", "balanced"):
+        candidates = TensorDict({"return": torch.tensor(returns)}, batch_size=[len(returns)])
+        ours, theirs = (
+            one(strategy).select(candidates, group_size=size, keep_return_bounds=bounds)  # type: ignore[arg-type]
+            for one in (MCAdvantageSelector, Theirs)
+        )
+        assert (ours, theirs) == (None, None) or ours == sorted(theirs)
 
 
 def test_balanced_selection_rescues_a_group_that_is_nearly_all_failures() -> None:
@@ -182,7 +198,11 @@ def test_balanced_selection_rescues_a_group_that_is_nearly_all_failures() -> Non
 
 def test_of_more_candidates_the_chosen_are_trained_on() -> None:
     transform = MCAdvantage(
-        2, candidate_group_size=4, candidate_selector=MCAdvantageSelector("max_variance"), normalization="mean"
+        2,
+        candidate_group_size=4,
+        candidate_selection_min_size=4,
+        candidate_selector=MCAdvantageSelector("max_variance"),
+        normalization="mean",
     )
     assert transform.inv(_batch(_row("g", 0, 0.4), _row("g", 1, 0.0), _row("g", 2, 1.0))) is None
     complete = transform.inv(_batch(_row("g", 3, 0.6)))
@@ -194,7 +214,7 @@ def test_groups_out_of_bounds_are_dropped_and_counted() -> None:
     transform = MCAdvantage(keep_return_bounds=(0.2, 0.8), drop_constant_groups=False)
     rows = [_row("hard", 0, 0.0), _row("hard", 1, 0.1), _row("good", 0, 0.0), _row("good", 1, 1.0)]
     assert _values(transform(_batch(*rows)), "next", "reward") == [0.0, 1.0]
-    assert transform.num_rejected_groups == 1
+    assert transform.dropped_groups == 1
 
 
 def test_top_k_keeps_the_best_above_the_mean_of_each_group() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Self, Unpack, get_args, get_origin, get_type_hints
 
+from llmrl._utils.torchrl_names import instead_of
+
 
 def refuse_unknown(
     owner: str, given: Iterable[str], known: Iterable[str], explained: Mapping[str, str] | None = None
@@ -18,7 +20,7 @@ def refuse_unknown(
     Args:
         owner: what was given them, for the message.
         given, known: names.
-        explained: what to do instead of names that other libraries know.
+        explained: what to do instead of names that other libraries know; TorchRL's of this owner when not given.
 
     Raises:
         TypeError: naming the argument and what to do instead, the nearest known name, or all known names.
@@ -29,10 +31,11 @@ def refuse_unknown(
         TypeError: make_env has no argument 'num_digit'; did you mean 'num_digits'?
     """
     known = list(known)
+    explained = instead_of(owner) if explained is None else explained
     for name in given:
         if name in known:
             continue
-        if explained and name in explained:
+        if name in explained:
             raise TypeError(f"{owner} has no argument {name!r}: {explained[name]}.")
         near = nearest(name, known)
         hint = f"did you mean {near!r}?" if near else f"known are {sorted(known)}."
@@ -111,12 +114,10 @@ class KnownArguments:
         TypeError: Task has no argument 'num_problem'; did you mean 'num_problems'?
     """
 
-    explained_arguments: Mapping[str, str] = {}
-    """What to do instead of keywords that TorchRL's class of this name has."""
-
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        known = keywords_of(cls.__init__)
+        called: Callable[..., object] = cls if "__signature__" in vars(cls) else cls.__init__
+        known = keywords_of(called)
         if known is not None:
-            refuse_unknown(cls.__name__, kwargs, known, cls.explained_arguments)
+            refuse_unknown(cls.__name__, kwargs, known, instead_of(*(base.__name__ for base in cls.__mro__)))
         make = super().__new__
         return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)

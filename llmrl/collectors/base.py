@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.torchrl_names import missing_attribute
 from llmrl._utils.types import StateDict
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer, TakesBatches
 from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallDetector
@@ -23,7 +24,6 @@ from llmrl.collectors.report import Collected, CollectionReport, is_empty
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
 from llmrl.collectors.shape import BatchShape, check_group_size
-from llmrl.collectors.torchrl_names import missing_attribute
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv

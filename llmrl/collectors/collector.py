@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
-from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.arguments import KnownArguments
 from llmrl.collectors.admission import Gate
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer, TakesBatches, TakesItems
@@ -22,7 +21,6 @@ from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
 from llmrl.collectors.shape import BatchShape
 from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
-from llmrl.collectors.torchrl_names import ARGUMENTS, refuse_values
 from llmrl.collectors.weights import WeightScheme
 from llmrl.data import Rollout
 from llmrl.envs import EndOfData
@@ -30,7 +28,7 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
 
 
-class LLMCollector(BatchCollector):
+class LLMCollector(KnownArguments, BatchCollector):
     """Plays conversations with a policy and yields them in batches; iterate it.
 
     These say what a batch is:
@@ -107,10 +105,17 @@ class LLMCollector(BatchCollector):
         async_envs: bool | None = None,
         flatten_data: bool | None = None,
         verbose: bool = False,
-        **unknown: object,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown, inspect.signature(type(self)).parameters, ARGUMENTS)
-        refuse_values(async_envs=async_envs, flatten_data=flatten_data)
+        if async_envs is False:
+            raise ValueError(
+                "async_envs=False cannot be had: no conversation waits for another; for one at a time pass "
+                "max_concurrent_rollouts=1."
+            )
+        if flatten_data is False:
+            raise ValueError(
+                "flatten_data=False cannot be had: conversations differ in length, and batches have one dimension; for "
+                "one conversation a batch pass yield_completed_trajectories=True."
+            )
         shape = BatchShape.of(
             groups_per_batch=groups_per_batch,
             tokens_per_batch=tokens_per_batch,
@@ -140,6 +145,9 @@ class LLMCollector(BatchCollector):
         in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
         self.max_concurrent_rollouts = max_concurrent_rollouts or in_flight
         """Conversations in flight."""
+        self.yield_only_last_steps = shape.kind == "last_steps"
+        self.yield_completed_trajectories = self.yield_only_last_steps or shape.kind == "trajectories"
+        self.reset_at_each_iter, self.async_envs, self.flatten_data = reset_at_each_iter, True, True
         self._play_concurrency = max_concurrent_rollouts
         gate: Gate
         if max_staleness is not None:

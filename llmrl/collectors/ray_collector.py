@@ -64,8 +64,6 @@ class RayLLMCollector(LLMCollector):
     ) -> None:
         if isinstance(env, EnvBase):
             raise ValueError("env must be a function that builds the environment: each actor has its own.")
-        if arguments.get("policy") is not None:
-            raise TypeError("RayLLMCollector has no argument 'policy': each actor builds its own, by policy_factory.")
         if num_collectors < 1:
             raise ValueError(f"num_collectors must be at least 1, got {num_collectors}.")
         shares = {name: share for name, share in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if share is not None}

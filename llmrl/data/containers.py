@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from tensordict import TensorClass
@@ -44,7 +44,9 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
         entries = {key: History.default_spec(shape) for key in keys}
         return Composite(entries, shape=torch.Size(shape), data_cls=ChatHistory)
 
-    def to_text(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> Text:
+    def to_text(
+        self, tokenizer: Tokenizer, chat_template_name: str | None = None, chat_template: str | None = None
+    ) -> Text:
         """As the chat template writes it; a prompt up to where the assistant is to speak, a response what follows.
 
         For reading, and for supervised data: what a policy was given and sampled is in `("tokens", ...)`.
@@ -56,8 +58,12 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
         def render(history: History | None, *, is_prompt: bool = False) -> str | None:
             if history is None:
                 return None
-            options: dict[str, Any] = {} if chat_template is None else {"chat_template": chat_template}
-            return history.apply_chat_template(tokenizer, add_generation_prompt=is_prompt, **options)
+            return history.apply_chat_template(
+                tokenizer,
+                add_generation_prompt=is_prompt,
+                chat_template=chat_template,
+                chat_template_name=chat_template_name,
+            )
 
         def convert(turn: ChatHistory) -> Text:
             prompt, full = render(turn.prompt, is_prompt=True), render(turn.full)
@@ -71,9 +77,11 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         return _each(self, convert)
 
-    def to_tokens(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> Tokens:
+    def to_tokens(
+        self, tokenizer: Tokenizer, chat_template_name: str | None = None, chat_template: str | None = None
+    ) -> Tokens:
         """Token ids of `to_text`."""
-        return self.to_text(tokenizer, chat_template=chat_template).to_tokens(tokenizer)
+        return self.to_text(tokenizer, chat_template_name, chat_template).to_tokens(tokenizer)
 
 
 @documented

@@ -167,39 +167,39 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Whether each message was ended, as far as it is known, nested as the batch is."""
         return self._each(lambda message: bool(message.get("is_complete", True)))
 
-    def append(self, message: Message | History, *, inplace: bool | None = None, dim: int = -1) -> History:
+    def append(self, history: Message | History, *, inplace: bool | None = None, dim: int = -1) -> History:
         """Give each conversation one more message.
 
         Args:
-            message: the same for all; or a `History`: one message, or one for each conversation of the batch.
+            history: a message, the same for all; or a `History` of one message, or of one for each conversation.
             inplace: change this history, too. By default true for a `History`, as in TorchRL, and false for a message.
             dim: the last dimension, that of the messages.
 
         Raises:
             ValueError: when the message is malformed or is not one for each, or `dim` is another dimension.
         """
-        if not isinstance(message, History):
-            return self.extend([message], inplace=inplace)
-        if message.is_message:
-            added: Nested[tuple[Message, ...]] = message.chats
-        elif message.batch_size == self._conversations and are_messages(message._leaves):
-            added = unwrapped(message._leaves)
+        if not isinstance(history, History):
+            return self.extend([history], inplace=inplace)
+        if history.is_message:
+            added: Nested[tuple[Message, ...]] = history.chats
+        elif history.batch_size == self._conversations and are_messages(history._leaves):
+            added = unwrapped(history._leaves)
         else:
             raise ValueError(
                 f"append takes one message, or one for each conversation of the batch {list(self._conversations)}, got "
-                f"a history of batch size {list(message.batch_size)}; use extend for several."
+                f"a history of batch size {list(history.batch_size)}; use extend for several."
             )
         if dim not in (-1, len(self._conversations)):
             raise ValueError(f"dim must be that of the messages, {len(self._conversations)} or -1, got {dim}.")
         return self._longer(added, inplace)
 
     def extend(
-        self, messages: Iterable[Message] | History, *, inplace: bool | None = None, dim: int | None = None
+        self, history: Iterable[Message] | History, *, inplace: bool | None = None, dim: int | None = None
     ) -> History:
         """Give each conversation more messages at its end.
 
         Args:
-            messages: the same for all; or a `History` of as many conversations.
+            history: messages, the same for all; or a `History` of as many conversations.
             inplace: as for `append`.
             dim: of a `History`, that of the messages is the last. By default 0, as in TorchRL: of a batch, its
                 conversations come after these. Messages are added to the last.
@@ -207,17 +207,17 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         Raises:
             ValueError: when a message is malformed, or the batches differ.
         """
-        if not isinstance(messages, History):
-            return self._longer(check_messages(messages), bool(inplace))
+        if not isinstance(history, History):
+            return self._longer(check_messages(history), bool(inplace))
         place = (0 if dim is None else dim) % (len(self._conversations) + 1)
         if place == len(self._conversations):
-            if messages._conversations != self._conversations:
+            if history._conversations != self._conversations:
                 raise ValueError(
                     f"extend takes a history of the batch size {list(self._conversations)} for the messages, got "
-                    f"{list(messages._conversations)}."
+                    f"{list(history._conversations)}."
                 )
-            return self._longer(messages.chats, inplace)
-        both = [History.from_chats(history.chats, check=False).unbind(place) for history in (self, messages)]
+            return self._longer(history.chats, inplace)
+        both = [History.from_chats(part.chats, check=False).unbind(place) for part in (self, history)]
         return self._changed(cast(History, lazy_stack([*both[0], *both[1]], place)), inplace)
 
     @property

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Never
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
 from tensordict.utils import NestedKey
 from torch.nn.utils.rnn import pad_sequence
+
+from llmrl._utils.arguments import refuse_unknown
 
 ATTENTION_MASK_KEY: NestedKey = ("masks", "all_attention_mask")
 
@@ -127,7 +130,7 @@ def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
     return list(column)
 
 
-def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDictBase:
+def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase], **unknown: Never) -> TensorDictBase:
     """Return one TensorDict of several, each entry `[num_tokens, ...]` padded with zeros on the left.
 
     Example:
@@ -135,6 +138,7 @@ def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDic
         >>> as_padded_tensor([TensorDict(a=torch.ones(n)) for n in (1, 2)])["a"].tolist()
         [[0.0, 1.0], [1.0, 1.0]]
     """
+    refuse_unknown("as_padded_tensor", unknown, ["list_of_tensordicts"])
     return _joined(list_of_tensordicts, lambda rows: pad_sequence(rows, batch_first=True, padding_side="left"))
 
 

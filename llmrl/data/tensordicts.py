@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+
+from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.torchrl_names import instead_of
 
 Container = TypeVar("Container")
 _NO_BATCH = torch.Size(())
@@ -23,6 +27,8 @@ def plain(value: object) -> Any:
 def documented(cls: type[Container]) -> type[Container]:
     """Give a tensorclass the docstring that its body keeps in `_documentation`; tensordict writes a signature over it.
 
+    Arguments of TorchRL's class of this name that it has not are refused with what to do instead.
+
     Example:
         >>> from tensordict import TensorClass
         >>> @documented
@@ -34,6 +40,15 @@ def documented(cls: type[Container]) -> type[Container]:
         'A note.'
     """
     cls.__doc__ = cls._documentation  # type: ignore[attr-defined]
+    refused, init = instead_of(cls.__name__), cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: Container, *args: object, **kwargs: object) -> None:
+        refuse_unknown(cls.__name__, refused.keys() & kwargs, ())
+        init(self, *args, **kwargs)
+
+    if refused:
+        cls.__init__ = checked
     return cls
 
 

@@ -17,6 +17,7 @@ from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetect
 from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
 from llmrl.engines.router import NoReplicaError, Router
+from llmrl.engines.vllm import AsyncVLLM
 
 _LOGGER = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.1
@@ -393,3 +394,6 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
                 if self.is_shut_down:
                     engine.shutdown()
         self.refresh()
+
+
+AsyncVLLM.start_several = EngineReplicas.from_pretrained

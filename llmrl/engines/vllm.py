@@ -10,10 +10,10 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Never, Self, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, TypeVar
 
-from llmrl._utils.arguments import keywords_of, refuse_unknown
+from llmrl._utils.arguments import KnownArguments, keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import (
     Completion,
@@ -38,19 +38,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OF_REPLICAS = dict.fromkeys(
-    ("num_replicas", "use_ray", "ray_options", "ray_init_config"),
-    "call EngineReplicas.from_pretrained(model, num_replicas=...), which starts several, here or in Ray actors",
-)
 
-
-class AsyncVLLM:
+class AsyncVLLM(KnownArguments):
     """A vLLM engine: token ids in, exact completions out, weights replaced while requests are in flight.
 
     The engine core runs in a child process; a thread of this process talks to it, so `generate` may be awaited from
     any event loop, many at once. Build one with `AsyncVLLM.from_pretrained`. It is also the client that vLLM's
     trainer-side weight-transfer engines drive (`init_weight_transfer_engine` … `finish_weight_update`).
     """
+
+    start_several: ClassVar[Callable[..., Any]]
+    """`EngineReplicas.from_pretrained`, set where that class is defined, which knows this one."""
 
     def __init__(
         self,
@@ -103,6 +101,7 @@ class AsyncVLLM:
         hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
         log_level: str = "ERROR",
         engine_args: Mapping[str, object] | None = None,
+        num_replicas: int | None = None,
         **unknown: Never,
     ) -> Self:
         """Start an engine; `EngineReplicas.from_pretrained` starts several, or in Ray actors, with the same options.
@@ -127,6 +126,7 @@ class AsyncVLLM:
                 for ever.
             log_level: of vLLM's logger, here and in its processes.
             engine_args: anything else that `vllm.AsyncEngineArgs` takes.
+            num_replicas: start so many, as `EngineReplicas`.
 
         Raises:
             ImportError: when vLLM is not installed, naming the extra.
@@ -134,7 +134,10 @@ class AsyncVLLM:
                 one or what to do instead.
             EngineError: when the engine does not start; its own log says why.
         """
-        refuse_unknown("AsyncVLLM.from_pretrained", unknown, keywords_of(cls.from_pretrained) or (), _OF_REPLICAS)
+        given = {name: value for name, value in locals().items() if name not in ("cls", "unknown")}
+        refuse_unknown("AsyncVLLM.from_pretrained", unknown, keywords_of(cls.from_pretrained) or ())
+        if given.pop("num_replicas") is not None:
+            return cls.start_several(**given, num_replicas=num_replicas)
         HangWatch(hang_timeout_seconds)  # refuses a wrong one before the engine starts
         if cpu_threads is not None and cpu_threads < 1:
             raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")

@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable
 
-from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
 from llmrl.rewards import RewardFn, Rubric, extract_tag
 from llmrl.transforms import RubricReward
 
@@ -28,8 +27,6 @@ class AnswerReward(RubricReward):
         >>> reward.rubric.names
         ['reward_right', 'reward_answer', 'reward_think', 'success']
     """
-
-    explained_arguments = REWARD_ARGUMENTS
 
     def __init__(
         self,

@@ -15,7 +15,6 @@ from llmrl._utils.types import Tokenizer
 from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
 from llmrl.data.chats import flatten
 from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_of
-from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 InputMode = Literal["history", "text", "tokens"]
 
@@ -52,7 +51,6 @@ class ChatEnv(KnownArguments, EnvBase):
     """
 
     data_key = "query"
-    explained_arguments = ENV_ARGUMENTS
 
     def __init__(
         self,

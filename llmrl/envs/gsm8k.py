@@ -9,7 +9,7 @@ from typing import Unpack
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, keywords_of, refuse_unknown
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain
 from llmrl.envs.answer_reward import AnswerReward
 from llmrl.envs.task import REASONING_PROMPT, Dataset, Split, TaskEnv, TaskOptions, task_rows
@@ -129,4 +129,5 @@ def make_gsm8k_env(
         >>> make_gsm8k_env("test", data=[row]).reset()["rollout", "group_id"]
         'test/0/0'
     """
+    refuse_unknown("make_gsm8k_env", options, keywords_of(make_gsm8k_env) or ())
     return GSM8KEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

@@ -70,13 +70,13 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         self.action_spec = Composite(action=Categorical(self.vocab_size, shape=(1,), dtype=torch.int64))
         self.reward_spec = Unbounded((1,))
 
-    def make_tensordict(self, text: str | list[str]) -> TensorDictBase:
+    def make_tensordict(self, input: str | list[str]) -> TensorDictBase:
         """Reset on texts, which must have the same number of tokens."""
         if self._tokenizer is None:
             raise TypeError("make_tensordict needs a tokenizer; give LLMHashingEnv one.")
-        texts = [text] if isinstance(text, str) else text
+        texts = [input] if isinstance(input, str) else input
         rows = torch.tensor([self._tokenizer.encode(one) for one in texts], dtype=torch.int64)
-        tokens = rows[0] if isinstance(text, str) else rows
+        tokens = rows[0] if isinstance(input, str) else rows
         return self.reset(TensorDict({self.observation_key: tokens}, batch_size=tokens.shape[:-1]))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:

@@ -9,7 +9,6 @@ from llmrl._utils.arguments import keywords_of
 from llmrl._utils.types import Row
 from llmrl.data import RolloutStatus
 from llmrl.envs.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
-from llmrl.envs.torchrl_arguments import REWARD_ARGUMENTS
 from llmrl.rewards import (
     IFEvalScoreData,
     RewardFn,
@@ -46,8 +45,6 @@ class IfEvalScorer(RubricReward):
         >>> IfEvalScorer().rubric.names[0]
         'prompt_level_strict_acc'
     """
-
-    explained_arguments = REWARD_ARGUMENTS
 
     def __init__(
         self,

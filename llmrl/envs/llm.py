@@ -13,7 +13,6 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl.data.tensordicts import non_tensor, plain, tensordict_of
 from llmrl.envs.primer import DataLoadingPrimer
 from llmrl.envs.sources import Source
-from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 
 class LLMEnv(KnownArguments, EnvBase):
@@ -41,7 +40,6 @@ class LLMEnv(KnownArguments, EnvBase):
     """
 
     reads_turns = True
-    explained_arguments = ENV_ARGUMENTS
 
     def __init__(
         self,

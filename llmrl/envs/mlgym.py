@@ -11,8 +11,9 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
+from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
@@ -139,6 +140,7 @@ def make_mlgym(
     repeats: int = 1,
     seed: int = 42,
     container_type: str = "podman",
+    **unknown: Never,
 ) -> MessageChatEnv:
     """MLGym tasks as a `ChatEnv`; each conversation has a container of its own.
 
@@ -158,6 +160,7 @@ def make_mlgym(
         Traceback (most recent call last):
         ValueError: give either task or tasks, got None and None.
     """
+    refuse_unknown("make_mlgym", unknown, keywords_of(make_mlgym) or ())
     if (task is None) == (tasks is None):
         raise ValueError(f"give either task or tasks, got {task!r} and {tasks!r}.")
     if importlib.util.find_spec("mlgym") is None:

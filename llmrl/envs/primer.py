@@ -17,7 +17,6 @@ from llmrl._utils.types import Row, StateDict
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.dataset import RESERVED_ENTRIES, Drawn, EndOfData, PromptSampler, columns_of, with_columns
 from llmrl.envs.sources import Source, load_rows, rows_of_batches
-from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 _READ_BY_ENVIRONMENTS = {"text", "tokens"}
 _COUNTS = ("sample_index", "group_size")
@@ -61,7 +60,6 @@ class DataLoadingPrimer(KnownArguments, Transform):
         (['1 + 1 ='], '2', 'train/0/0')
     """
 
-    explained_arguments = ENV_ARGUMENTS
     is_shared = False
     """Whether others draw from the same position."""
 

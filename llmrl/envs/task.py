@@ -14,7 +14,6 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Row, StateDict
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.sources import load_rows
-from llmrl.envs.torchrl_arguments import ENV_ARGUMENTS
 
 Split = Literal["train", "test"]
 Dataset = str | Path | Iterable[Row]
@@ -63,8 +62,6 @@ class TaskEnv(KnownArguments, TransformedEnv):
         >>> TaskEnv(problems, reward=RubricReward(right), options={"repeats": 2}).reset()["answer"]
         '2'
     """
-
-    explained_arguments = ENV_ARGUMENTS
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Losses, advantages and selectors."""
 
-from llmrl.objectives.advantages import MCAdvantage, batch_normalized, group_advantages
+from llmrl.objectives.advantages import MCAdvantage
 from llmrl.objectives.aggregation import aggregation_weights
 from llmrl.objectives.base import LLMLoss
 from llmrl.objectives.clipping import clipped_importance, clipped_surrogate
@@ -8,6 +8,7 @@ from llmrl.objectives.distillation import DistillationLoss
 from llmrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
 from llmrl.objectives.kl import k3_kl_token_estimate, kl_estimate
 from llmrl.objectives.kl_penalty import KLPenalty
+from llmrl.objectives.normalization import batch_normalized, group_advantages
 from llmrl.objectives.outputs import (
     CISPOLossOutput,
     DAPOLossOutput,

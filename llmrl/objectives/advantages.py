@@ -2,73 +2,35 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
-from torchrl.envs.transforms import Transform
 
+from llmrl._utils.arguments import KnownArguments
 from llmrl.data import Rollout
-from llmrl.data.ragged import flat_batch, has_entry, ragged_column
-from llmrl.objectives.grouping import GroupKeys, GroupQueue, split_by_group, stack_rows
+from llmrl.data.ragged import has_entry, ragged_column
+from llmrl.objectives.counters import GroupCounters
+from llmrl.objectives.grouping import (
+    GroupKeys,
+    GroupQueue,
+    TrajectoryReturn,
+    split_by_group,
+    stack_rows,
+)
 from llmrl.objectives.kl_penalty import KLPenalty
+from llmrl.objectives.normalization import Normalization, batch_normalized, group_advantages
 from llmrl.objectives.selectors import MCAdvantageSelector
 
-Normalization = Literal["std", "mean", "leave_one_out", "none"]
 
-
-def group_advantages(rewards: Sequence[float], normalization: Normalization = "std") -> list[float]:
-    """Advantage of each rollout of one group, from the rewards of its scored rollouts.
-
-    - `std`: `(r - mean) / std` (GRPO, arXiv:2402.03300, section 4.1.2), the unbiased standard deviation;
-    - `mean`: `r - mean` (Dr. GRPO, arXiv:2503.20783, section 3.2);
-    - `leave_one_out`: `r` minus the mean of the others (RLOO, arXiv:2402.14740, section 3.3);
-    - `none`: `r`, for a baseline of the whole batch, see `batch_normalized`.
-
-    But for `none`, a group whose rewards are all equal, or of one rollout, has no signal: zeros.
-
-    Raises:
-        ValueError: for an unknown normalization.
-
-    Example:
-        >>> group_advantages([0.0, 1.0], "mean"), group_advantages([0.0, 0.0, 1.0], "leave_one_out")
-        ([-0.5, 0.5], [-0.5, -0.5, 1.0])
-    """
-    if normalization not in get_args(Normalization):
-        raise ValueError(f"normalization must be one of {list(get_args(Normalization))}, got {normalization!r}.")
-    if normalization == "none":
-        return [float(reward) for reward in rewards]
-    num_rollouts = len(rewards)
-    if num_rollouts < 2 or max(rewards) == min(rewards):
-        return [0.0] * num_rollouts
-    values = torch.tensor(rewards, dtype=torch.float64)
-    centred = values - values.mean()
-    if normalization == "std":
-        centred = centred / values.std().clamp(min=1e-6)
-    elif normalization == "leave_one_out":
-        centred = centred * num_rollouts / (num_rollouts - 1)
-    return centred.tolist()
-
-
-def batch_normalized(advantages: Sequence[float]) -> list[float]:
-    """`(A - mean) / std` over the rollouts, or tokens, of a batch (REINFORCE++, arXiv:2501.03262, equation 10).
-
-    Example:
-        >>> [round(value, 4) for value in batch_normalized([0.0, 0.0, 3.0])]
-        [-0.5774, -0.5774, 1.1547]
-    """
-    if len(advantages) < 2:
-        return [0.0] * len(advantages)
-    values = torch.tensor(advantages, dtype=torch.float64)
-    return ((values - values.mean()) / values.std().clamp(min=1e-6)).tolist()
-
-
-class MCAdvantage(Transform):
+class MCAdvantage(KnownArguments, GroupCounters):
     """Writes `"advantage"`, `[1, 1]` a row: the rollout's reward relative to its group.
 
-    A group is what shares `("rollout", "group_id")`, never a prompt's text, which would mix epochs and versions. The
+    A group is what shares `("rollout", "group_id")`, not a prompt's text, which would mix epochs and versions. The
     rows of one rollout count once in the baseline and share its advantage, undivided. Unscored rollouts leave the
     baseline and the batch, and so, unless told otherwise, do groups without signal. This is the one place where that is
     decided, since what is constant depends on what is compared. A collector yields no batch of which nothing is left,
@@ -80,6 +42,9 @@ class MCAdvantage(Transform):
     back until all rollouts of their group have come, as many as its collector delivered, which the rows say, or
     `grpo_size`; without `grpo_size` every group is taken as complete.
 
+    Turns are taken, too, such as those of TorchRL's collectors: they name no rollout, and each has a reward of its own.
+    `("next", "done")` ends their trajectories. Where rows have no group id their prompt, `"query"`, is one.
+
     REINFORCE++ (arXiv:2501.03262) is `normalization="none", normalize_batch=True, kl_penalty=KLPenalty(coeff)`, its
     variant with a group baseline `normalization="mean", normalize_batch=True`, and a KL in the loss. Groups without
     signal are in the batch's mean and deviation, though they are not trained on.
@@ -87,6 +52,9 @@ class MCAdvantage(Transform):
     Args:
         grpo_size: rollouts in a group, scored or not; with candidates, those that are trained on. A collector refuses
             one that contradicts its environment's `repeats`.
+        prompt_key: entry that tells groups, in place of the group's id.
+        rewards_key, advantage_key, done_key: entries read and written.
+        verbose: print a line to stderr about what becomes of groups.
         normalization: see `group_advantages`.
         normalize_batch: then also normalize over the batch, see `batch_normalized`; only for whole batches.
         kl_penalty: subtract each token's KL and that of the tokens after it (`KLPenalty.to_go`) before the batch is
@@ -94,18 +62,23 @@ class MCAdvantage(Transform):
         component_weights: weights of entries of `("reward_breakdown", NAME)`. Each component is normalized in its
             group by itself, so that none drowns the others, and then weighted and summed (GDPO, arXiv:2601.05242).
             By default the reward is taken as it is.
+        trajectory_return: how the rewards of a trajectory's turns make its return. By default each turn is compared
+            with the group's by itself. Rows of rollouts carry the return already.
         candidate_group_size: rollouts that a group is sampled with, of which `candidate_selector` chooses `grpo_size`.
-        candidate_selector: how.
+        candidate_selection_min_size: rollouts of a group that have come when it is first tried in a replay buffer, by
+            default `grpo_size`; while the choice is out of bounds more are waited for, up to `candidate_group_size`.
+        candidate_selector: how they are chosen.
         keep_return_bounds: groups whose mean return is not strictly within have no signal, either: those that are too
             easy or too hard.
         drop_constant_groups: leave out groups whose returns are all equal (DAPO, arXiv:2503.14476, equation 11); with
             `normalization="none"` a constant group has signal and stays.
         max_num_waiting_groups: beyond it the oldest incomplete group is dropped, with a warning.
-        group_key, rollout_key, is_scored_key, rewards_key, advantage_key: entries read and written.
+        rollout_key, is_scored_key: entries read.
 
     Raises:
         ValueError: for an unknown normalization, sizes below one, fewer candidates than `grpo_size`, or `kl_penalty`
             without `normalize_batch`.
+        RuntimeError: on use, when a trajectory of turns does not end.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -118,31 +91,44 @@ class MCAdvantage(Transform):
     def __init__(
         self,
         grpo_size: int | None = None,
+        prompt_key: NestedKey | None = None,
+        rewards_key: NestedKey = ("next", "reward"),
+        advantage_key: NestedKey = "advantage",
+        done_key: NestedKey = ("next", "done"),
+        verbose: bool = False,
         *,
         normalization: Normalization = "std",
         normalize_batch: bool = False,
         kl_penalty: KLPenalty | None = None,
         component_weights: Mapping[str, float] | None = None,
+        trajectory_return: TrajectoryReturn | None = None,
         candidate_group_size: int | None = None,
+        candidate_selection_min_size: int | None = None,
         candidate_selector: MCAdvantageSelector | None = None,
         keep_return_bounds: tuple[float, float] | None = None,
         drop_constant_groups: bool = True,
         max_num_waiting_groups: int = 1024,
-        group_key: NestedKey = ("rollout", "group_id"),
         rollout_key: NestedKey = ("rollout", "rollout_id"),
         is_scored_key: NestedKey = ("rollout", "is_scored"),
-        rewards_key: NestedKey = ("next", "reward"),
-        advantage_key: NestedKey = "advantage",
     ) -> None:
-        super().__init__()
         group_advantages([], normalization)
         for name, value in (("grpo_size", grpo_size), ("max_num_waiting_groups", max_num_waiting_groups)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if trajectory_return not in (None, *get_args(TrajectoryReturn)):
+            raise ValueError(f"trajectory_return must be 'sum', 'max', 'mean' or None, got {trajectory_return!r}.")
         if candidate_group_size is not None and (grpo_size is None or candidate_group_size < grpo_size):
             raise ValueError(
                 f"candidate_group_size must be at least grpo_size, got {candidate_group_size} with "
                 f"grpo_size={grpo_size}."
+            )
+        num_candidates = candidate_group_size or grpo_size
+        if candidate_selection_min_size is not None and not (
+            grpo_size is not None and grpo_size <= candidate_selection_min_size <= (num_candidates or 0)
+        ):
+            raise ValueError(
+                "candidate_selection_min_size must be from grpo_size to candidate_group_size, got "
+                f"{candidate_selection_min_size} with {grpo_size} and {candidate_group_size}."
             )
         if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
             raise ValueError(f"keep_return_bounds must be (low, high) with low < high, got {keep_return_bounds}.")
@@ -153,36 +139,36 @@ class MCAdvantage(Transform):
                 "kl_penalty needs normalize_batch=True; a KL that is not normalized with the reward belongs into "
                 "the reward (KLPenalty before MCAdvantage) or the loss (GRPOLoss(kl_to_ref_coeff=))."
             )
+        keys = GroupKeys(prompt_key, rollout_key, is_scored_key, rewards_key, done_key)
+        min_size = candidate_selection_min_size or grpo_size
+        super().__init__(None if min_size is None else GroupQueue(keys, min_size, max_num_waiting_groups))
+        self.keys = keys
         self.grpo_size, self.candidate_group_size = grpo_size, candidate_group_size
+        self.candidate_selection_min_size = min_size
+        self.verbose, self.trajectory_return = verbose, trajectory_return
         self.normalization: Normalization = normalization
         self.normalize_batch, self.kl_penalty = normalize_batch, kl_penalty
         self.component_weights = dict(component_weights) if component_weights is not None else None
         self.candidate_selector = candidate_selector or MCAdvantageSelector()
         self.keep_return_bounds = keep_return_bounds
         self.drop_constant_groups = drop_constant_groups
+        self.prompt_key, self.rewards_key, self.done_key = prompt_key, rewards_key, done_key
         self.advantage_key = advantage_key
-        self.keys = GroupKeys(group_key, rollout_key, is_scored_key, rewards_key)
-        self.queue: GroupQueue | None = None
-        """The incomplete groups held back, where groups have a size."""
-        if grpo_size is not None:
-            self.queue = GroupQueue(self.keys, candidate_group_size or grpo_size, max_num_waiting_groups)
-        self.sampled_group_size = candidate_group_size or grpo_size
+        self.sampled_group_size = num_candidates
         """Rollouts that each group is sampled with, where that was said."""
-        self.in_keys = [group_key, rollout_key, rewards_key]
+        self.in_keys = [rollout_key if prompt_key is None else prompt_key, rewards_key]
         self.out_keys = [advantage_key]
-        self.num_groups = 0
-        """Groups given advantages so far."""
-        self.num_constant_groups = 0
-        """Groups without signal so far."""
-        self.num_rejected_groups = 0
-        """Groups out of `keep_return_bounds` so far."""
-        self.num_unscored_rollouts = 0
+
+    # Batches
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write advantages into a batch of complete groups; returns the rows that stay, in their order."""
         if has_entry(tensordict, self.advantage_key):
             return tensordict
-        return self._complete(tensordict)
+        with self._lock:
+            rows = self.keys.rows(tensordict)
+            self._arrived(rows)
+            return self._complete(rows, is_final=True) if rows else tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold rows back until their group is complete; returns complete groups, or None."""
@@ -191,28 +177,64 @@ class MCAdvantage(Transform):
                 "normalize_batch needs whole batches, and a replay buffer is written group by group: give "
                 "MCAdvantage to the collector (postproc) instead of appending it to the buffer."
             )
-        complete = self._complete(tensordict if self.queue is None else self.queue.push(tensordict))
+        with self._lock:
+            rows = self.keys.rows(tensordict)
+            self._arrived(rows)
+            complete = self._complete(rows if self.queue is None else self.queue.push(rows))
         return complete if complete.batch_size.numel() else None
 
-    def _complete(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if not tensordict.batch_size.numel():
-            return tensordict
-        batch = flat_batch(tensordict)
+    def _arrived(self, rows: list[TensorDictBase]) -> None:
+        returns = self.keys.rollout_values([row for row in rows if self.keys.scored(row)], self.keys.rewards)
+        self._count(
+            completed_trajectories=len({self.keys.rollout_id(row) for row in rows}),
+            completed_decisions=len(rows),
+            trajectory_return_sum=sum(returns.values()),
+            successful_trajectories=sum(value > 0 for value in returns.values()),
+        )
+        self._stats["trajectory_return_max"] = max(self._stats["trajectory_return_max"], *returns.values(), -math.inf)
+
+    def _complete(self, rows: list[TensorDictBase], *, is_final: bool = False) -> TensorDictBase:
         advantages: dict[Hashable, float] = {}
         dropped: set[Hashable] = set()
-        for rows in split_by_group(batch, self.keys):
-            settled, is_dropped = self._settle(rows)
+        by_turn: set[Hashable] = set()
+        for group in split_by_group(rows, self.keys):
+            if self.trajectory_return is None and self.keys.are_turns(group):
+                by_turn |= self._settle_turns(group)
+                continue
+            settled, is_dropped = self._settle(group, is_final=is_final)
             advantages |= settled
             dropped.update(settled if is_dropped else ())
         if self.normalize_batch and self.kl_penalty is None:
             advantages = dict(zip(advantages, batch_normalized(list(advantages.values())), strict=True))
-        kept = [row for row in batch.unbind(0) if self.keys.rollout_id(row) in advantages.keys() - dropped]
+        kept = [row for row in rows if self.keys.rollout_id(row) in (advantages.keys() - dropped) | by_turn]
         for row in kept:
-            advantage = advantages[self.keys.rollout_id(row)]
-            row.set(self.advantage_key, torch.full((*row.batch_size, 1, 1), advantage))
+            if (rollout_id := self.keys.rollout_id(row)) in advantages:
+                shape = row.get(self.keys.rewards).shape if self.keys.are_turns([row]) else (*row.batch_size, 1, 1)
+                row.set(self.advantage_key, torch.full(shape, advantages[rollout_id]))
         if self.kl_penalty is not None and kept:
             self._penalize(stack_rows(kept), self.kl_penalty)
+        if self.verbose and rows:
+            print(f"MCAdvantage: {len(kept)} of {len(rows)} rows stay; {self.get_stats()}", file=sys.stderr)
         return stack_rows(kept)
+
+    def _decided(self, *, is_constant: bool, is_dropped: bool) -> None:
+        self._count(
+            completed_groups=1, written_groups=not is_dropped, dropped_groups=is_dropped, constant_groups=is_constant
+        )
+
+    def _settle_turns(self, rows: list[TensorDictBase]) -> set[Hashable]:
+        """Compare each turn's reward with all of its group's; returns the trajectories that stay."""
+        if self.normalize_batch or self.component_weights is not None:
+            raise ValueError("normalize_batch and component_weights compare rollouts: pass trajectory_return='sum'.")
+        rewards = [row.get(self.keys.rewards) for row in rows]
+        values = torch.cat([reward.flatten() for reward in rewards])
+        is_constant = self._is_constant([values.tolist()])
+        is_dropped = is_constant and self.drop_constant_groups
+        self._decided(is_constant=is_constant, is_dropped=is_dropped)
+        advantages = torch.tensor(group_advantages(values.tolist(), self.normalization))
+        for row, reward, part in zip(rows, rewards, advantages.split([r.numel() for r in rewards]), strict=True):
+            row.set(self.advantage_key, part.reshape(reward.shape))
+        return set() if is_dropped else {self.keys.rollout_id(row) for row in rows}
 
     def _penalize(self, batch: TensorDictBase, kl_penalty: KLPenalty) -> None:
         """Turn the advantages of rollouts into those of tokens."""
@@ -225,33 +247,40 @@ class MCAdvantage(Transform):
         ):
             row.set(self.advantage_key, torch.zeros(mask.shape).masked_scatter(mask, part))
 
-    def _settle(self, rows: list[TensorDictBase]) -> tuple[dict[Hashable, float], bool]:
+    def _settle(self, rows: list[TensorDictBase], *, is_final: bool) -> tuple[dict[Hashable, float], bool]:
         """Return the advantages of a group's rollouts that are in the baseline, and whether they are left out."""
         scored = [row for row in rows if self.keys.scored(row)]
-        rewards = self.keys.rollout_values(scored, self.keys.rewards)
-        unscored = {self.keys.rollout_id(row) for row in rows if not self.keys.scored(row)}
-        self.num_unscored_rollouts += len(unscored)
-        if not rewards:
-            return {}, True
-        self.num_groups += 1
-        names = list(rewards)
-        chosen = self._chosen(list(rewards.values()))
+        turns = self.trajectory_return or "sum"
+        rewards = self.keys.rollout_values(scored, self.keys.rewards, turns)
+        unscored = {self.keys.rollout_id(row) for row in rows} - rewards.keys()
+        names, chosen = list(rewards), None
+        if rewards:
+            chosen = self._chosen(list(rewards.values()), scored)
+            is_waited_for = not is_final and self.queue is not None
+            if chosen is None and is_waited_for and len(rewards) + len(unscored) < (self.sampled_group_size or 0):
+                self.queue.put_back(rows)  # type: ignore[union-attr]
+                return {}, True
+        self._count(unscored_trajectories=len(unscored))
         if chosen is None:
-            self.num_rejected_groups += 1
+            self._decided(is_constant=False, is_dropped=True)
             return {}, True
+        self._count(selected_trajectories=len(chosen), unselected_trajectories=len(names) - len(chosen))
+        if len(chosen) < len(names):
+            self._count(rescued_groups=not self._is_within(list(rewards.values())[: len(chosen)]))
         names = [names[index] for index in chosen]
         columns: dict[NestedKey, float] = {self.keys.rewards: 1.0}
         if self.component_weights is not None:
             columns = {("reward_breakdown", name): weight for name, weight in self.component_weights.items()}
-        values = [self.keys.rollout_values(scored, key) for key in columns]
+        values = [self.keys.rollout_values(scored, key, turns) for key in columns]
         chosen_values = [[column[name] for name in names] for column in values]
         is_constant = self._is_constant(chosen_values)
-        self.num_constant_groups += is_constant
+        is_dropped = is_constant and self.drop_constant_groups
+        self._decided(is_constant=is_constant, is_dropped=is_dropped)
         totals = [0.0] * len(names)
         for weight, column in zip(columns.values(), chosen_values, strict=True):
             for place, advantage in enumerate(group_advantages(column, self.normalization)):
                 totals[place] += weight * advantage
-        return dict(zip(names, totals, strict=True)), is_constant and self.drop_constant_groups
+        return dict(zip(names, totals, strict=True)), is_dropped
 
     def has_signal(self, rollouts: Sequence[Rollout]) -> bool:
         """Return whether anything of a collected group would stay in its batch; for `GroupRules(group_filter=)`.
@@ -274,15 +303,25 @@ class MCAdvantage(Transform):
             columns = [[scored[index].breakdown[name] for index in chosen] for name in self.component_weights]
         return not (self.drop_constant_groups and self._is_constant(columns))
 
-    def _chosen(self, returns: Sequence[float]) -> Sequence[int] | None:
+    def _chosen(self, returns: Sequence[float], rows: Sequence[TensorDictBase] = ()) -> Sequence[int] | None:
         """Places of the rollouts that are trained on; None where the group is too easy or too hard."""
         if self.candidate_group_size is None and self.keep_return_bounds is None:
             return range(len(returns))
+        candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])
+        if rows and self.candidate_selector.in_keys != ["return"]:
+            trajectories: dict[Hashable, list[TensorDictBase]] = {}
+            for row in rows:
+                trajectories.setdefault(self.keys.rollout_id(row), []).append(row)
+            candidates.set("trajectories", lazy_stack([lazy_stack(one, 0) for one in trajectories.values()], 0))
         return self.candidate_selector.select(
-            returns,
-            group_size=len(returns) if self.candidate_group_size is None else self.grpo_size or len(returns),
+            candidates.select(*self.candidate_selector.in_keys),
+            group_size=min(len(returns), self.grpo_size or len(returns)),
             keep_return_bounds=self.keep_return_bounds,
         )
+
+    def _is_within(self, returns: Sequence[float]) -> bool:
+        low, high = self.keep_return_bounds or (-math.inf, math.inf)
+        return low < sum(returns) / len(returns) < high
 
     def _is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
         """Return whether every advantage would be zero, from the values of each component."""

@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import math
+import pickle
+import uuid
 import warnings
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, MutableMapping
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from llmrl.data.ragged import flat_batch, has_entry, value_column
+from llmrl.data.ragged import flat_batch, has_entry
+from llmrl.data.tensordicts import non_tensor, plain
+
+GROUP_KEY: NestedKey = ("rollout", "group_id")
+_TRAJECTORY: NestedKey = ("rollout", "trajectory")  # names the rollout of turns, which carry no id of it
+_REDUCED = {"sum": torch.sum, "max": torch.max, "mean": torch.mean}
+TrajectoryReturn = Literal["sum", "max", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
     """Where rows say what they belong to."""
 
-    group: NestedKey = ("rollout", "group_id")
+    group: NestedKey | None = None
+    """By default `("rollout", "group_id")`, or `"query"`, the prompt, of rows without one."""
     rollout: NestedKey = ("rollout", "rollout_id")
     is_scored: NestedKey = ("rollout", "is_scored")
     rewards: NestedKey = ("next", "reward")
+    done: NestedKey = ("next", "done")
     num_in_group: NestedKey = ("rollout", "num_in_group")
+
+    def rows(self, tensordict: TensorDictBase) -> list[TensorDictBase]:
+        """Return the rows of a batch; turns, which name no rollout, are of the trajectories that their ends make.
+
+        Raises:
+            RuntimeError: when a trajectory does not end.
+        """
+        rows = list(flat_batch(tensordict).unbind(0)) if tensordict.batch_size.numel() else []
+        turns = [row for row in rows if not has_entry(row, self.rollout) and has_entry(row, self.done)]
+        name = ""
+        for row in turns if not has_entry(tensordict, _TRAJECTORY) else ():
+            name = name or uuid.uuid4().hex
+            row.set(_TRAJECTORY, non_tensor(name))
+            if bool(row.get(self.done).any()):
+                name = ""
+        if name:
+            raise RuntimeError(f"the last turn is not done ({self.done!r}): groups are made of whole trajectories.")
+        return rows
+
+    def are_turns(self, rows: list[TensorDictBase]) -> bool:
+        """Return whether these are turns with rewards of their own, not rows with that of their rollout."""
+        return has_entry(rows[0], _TRAJECTORY)
 
     def scored(self, row: TensorDictBase) -> bool:
         """Return whether the row's rollout was scored, with a finite reward; rows that do not say were."""
@@ -31,51 +64,99 @@ class GroupKeys:
 
     def rollout_id(self, row: TensorDictBase) -> Hashable:
         """Return the id of the row's rollout."""
-        return value_column(row.unsqueeze(0), self.rollout)[0]
+        return _identifier(row, _TRAJECTORY if has_entry(row, _TRAJECTORY) else self.rollout)
 
-    def group_ids(self, batch: TensorDictBase) -> list[Hashable]:
-        """Return the id of each row's group."""
-        return value_column(batch, self.group)
+    def group_id(self, row: TensorDictBase) -> Hashable:
+        """Return the id of the row's group."""
+        default = GROUP_KEY if has_entry(row, GROUP_KEY) else "query"
+        return _identifier(row, default if self.group is None else self.group)
 
-    def sizes(self, batch: TensorDictBase, default: int) -> list[int]:
-        """Rollouts that there will be of each row's group: as its collector counted them, or the default."""
-        if not has_entry(batch, self.num_in_group):
-            return [default] * batch.batch_size[0]
-        return batch.get(self.num_in_group).tolist()
+    def size(self, row: TensorDictBase, default: int) -> int:
+        """Rollouts that there will be of the row's group: as its collector counted them, or the default."""
+        return int(row.get(self.num_in_group)) if has_entry(row, self.num_in_group) else default
 
-    def rollout_values(self, rows: list[TensorDictBase], key: NestedKey) -> dict[Hashable, float]:
+    def rollout_values(
+        self, rows: list[TensorDictBase], key: NestedKey, turns: TrajectoryReturn = "sum"
+    ) -> dict[Hashable, float]:
         """Return the number under `key`, summed over its entries, of each rollout of `rows`.
+
+        Args:
+            rows: of one group.
+            key: entry read.
+            turns: how the numbers of turns make that of their trajectory.
 
         Raises:
             KeyError: when a row has no such entry.
             ValueError: for a value that is not finite, or when rows of one rollout disagree.
         """
         values: dict[Hashable, float] = {}
+        numbers: dict[Hashable, list[torch.Tensor]] = {}
         for row in rows:
             if not has_entry(row, key):
                 raise KeyError(f"A row has no {key!r}; it has {sorted(map(str, row.keys(True, True)))}.")
             rollout_id, value = self.rollout_id(row), float(row.get(key).sum())
             if not math.isfinite(value):
                 raise ValueError(f"rollout {rollout_id!r} has {value} under {key!r}, which is no finite number.")
-            if values.setdefault(rollout_id, value) != value:
+            if self.are_turns([row]):
+                numbers.setdefault(rollout_id, []).append(row.get(key).flatten())
+            elif values.setdefault(rollout_id, value) != value:
                 raise ValueError(
                     f"Rows of rollout {rollout_id!r} have different values, {values[rollout_id]} and {value}, under "
                     f"{key!r}; every row must carry the whole reward of its rollout."
                 )
-        return values
+        return values | {name: float(_REDUCED[turns](torch.cat(found))) for name, found in numbers.items()}
 
 
-def split_by_group(batch: TensorDictBase, keys: GroupKeys) -> list[list[TensorDictBase]]:
+def _identifier(row: TensorDictBase, key: NestedKey) -> Hashable:
+    if not has_entry(row, key):
+        raise KeyError(f"A row has no {key!r}; it has {sorted(map(str, row.keys(True, True)))}.")
+    value = plain(row.get(key))
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else tuple(value.flatten().tolist())
+    return value if isinstance(value, Hashable) else str(value)
+
+
+def split_by_group(rows: list[TensorDictBase], keys: GroupKeys) -> list[list[TensorDictBase]]:
     """Return the rows of each group, groups in the order of their first row."""
     groups: dict[Hashable, list[TensorDictBase]] = {}
-    for row, group in zip(batch.unbind(0), keys.group_ids(batch), strict=True):
-        groups.setdefault(group, []).append(row)
+    for row in rows:
+        groups.setdefault(keys.group_id(row), []).append(row)
     return list(groups.values())
 
 
 def stack_rows(rows: list[TensorDictBase]) -> TensorDictBase:
     """Return a ragged batch; of no row, an empty one."""
     return lazy_stack(rows, 0) if rows else TensorDict({}, batch_size=[0])
+
+
+class PickledRows(MutableMapping[Hashable, list[TensorDictBase]]):
+    """Rows by group in a dictionary that other processes see, such as `multiprocessing.Manager().dict()`.
+
+    Example:
+        >>> rows = PickledRows({})
+        >>> rows["g"] = [TensorDict(a=torch.ones(2))]
+        >>> len(rows), rows["g"][0]["a"].shape
+        (1, torch.Size([2]))
+    """
+
+    def __init__(self, pickled: MutableMapping[Hashable, bytes]) -> None:
+        self._pickled = pickled
+
+    def __getitem__(self, group: Hashable) -> list[TensorDictBase]:
+        rows: list[TensorDictBase] = pickle.loads(self._pickled[group])
+        return rows
+
+    def __setitem__(self, group: Hashable, rows: list[TensorDictBase]) -> None:
+        self._pickled[group] = pickle.dumps(rows)
+
+    def __delitem__(self, group: Hashable) -> None:
+        del self._pickled[group]
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(list(self._pickled.keys()))
+
+    def __len__(self) -> int:
+        return len(self._pickled)
 
 
 class GroupQueue:
@@ -93,27 +174,45 @@ class GroupQueue:
         self.keys, self.num_rollouts, self.max_num_waiting = keys, num_rollouts, max_num_waiting
         self.num_abandoned = 0
         """Groups dropped because they stayed incomplete."""
-        self._waiting: OrderedDict[Hashable, list[TensorDictBase]] = OrderedDict()
+        self.waiting: MutableMapping[Hashable, list[TensorDictBase]] = {}
+        """Rows of each incomplete group, the oldest group first."""
 
-    def push(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def num_waiting_rollouts(self) -> list[int]:
+        """Rollouts that have come, of each group that is waited for."""
+        return [len(self._rollouts(rows)) for rows in self.waiting.values()]
+
+    def _rollouts(self, rows: list[TensorDictBase]) -> set[Hashable]:
+        return {self.keys.rollout_id(row) for row in rows}
+
+    def push(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
         """Take rows in; returns those of the groups that are complete now."""
-        batch = flat_batch(tensordict)
-        touched: dict[Hashable, int] = {}  # rollouts to wait for
-        sizes = self.keys.sizes(batch, self.num_rollouts)
-        for row, group, size in zip(batch.unbind(0), self.keys.group_ids(batch), sizes, strict=True):
-            self._waiting.setdefault(group, []).append(row)
-            touched[group] = size
+        touched: dict[Hashable, list[TensorDictBase]] = {}
+        for row in rows:
+            touched.setdefault(self.keys.group_id(row), []).append(row)
         ready: list[TensorDictBase] = []
         # Only after the whole call, so that all rows of a rollout that came together stay together.
-        for group, size in touched.items():
-            if len({self.keys.rollout_id(row) for row in self._waiting[group]}) >= size:
-                ready += self._waiting.pop(group)
-        while len(self._waiting) > self.max_num_waiting:
-            oldest, rows = self._waiting.popitem(last=False)
+        for group, new in touched.items():
+            known = [*self.waiting.get(group, ()), *new]
+            if len(self._rollouts(known)) < self.keys.size(new[-1], self.num_rollouts):
+                self.waiting[group] = known
+            else:
+                ready += known
+                self.waiting.pop(group, None)
+        self._drop_oldest()
+        return ready
+
+    def put_back(self, rows: list[TensorDictBase]) -> None:
+        """Wait for more rollouts of a group."""
+        self.waiting[self.keys.group_id(rows[0])] = rows
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while len(self.waiting) > self.max_num_waiting:
+            oldest = next(iter(self.waiting))
+            rows = self.waiting.pop(oldest)
             self.num_abandoned += 1
             warnings.warn(
                 f"Group {oldest!r} was dropped: it stayed incomplete with {len(rows)} rows while "
                 f"{self.max_num_waiting} later groups came (groups of {self.num_rollouts} rollouts).",
-                stacklevel=4,
+                stacklevel=5,
             )
-        return stack_rows(ready)

@@ -13,9 +13,9 @@ from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.torchrl_names import instead_of
 from llmrl.data.ragged import has_entry
 from llmrl.objectives.aggregation import Aggregation, aggregation_weights
-from llmrl.objectives.arguments import EXPLAINED
 from llmrl.objectives.base import LLMLoss, MicroLoss
 from llmrl.objectives.clipping import clip_bounds, clipped_importance, clipped_log_ratio, clipped_surrogate
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
@@ -112,7 +112,7 @@ class GRPOLoss(LLMLoss):
     ) -> None:
         super().__init__()
         known = set(inspect.signature(GRPOLoss.__init__).parameters) - {"self", "unknown"}
-        refuse_unknown(type(self).__name__, unknown, known, EXPLAINED)
+        refuse_unknown(type(self).__name__, unknown, known, instead_of("GRPOLoss"))
         for name, value, choices in (
             ("aggregation", aggregation, get_args(Aggregation)),
             ("kl_estimator", kl_estimator, get_args(KLEstimator)),

@@ -2,89 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Literal, get_args
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
-from llmrl.data.ragged import flat_batch
+from llmrl._utils.arguments import KnownArguments
 from llmrl.objectives.grouping import GroupKeys, GroupQueue, split_by_group, stack_rows
 
 SelectionStrategy = Literal["first", "uniform", "balanced", "max_variance"]
 
 
-class MCAdvantageSelector:
+class MCAdvantageSelector(KnownArguments):
     """Chooses `group_size` of a group's more numerous candidates, by their returns.
 
     - `first`: those that came first;
     - `uniform`: spread evenly over the sorted returns;
-    - `balanced`: of the lowest and the highest, as many of each as bring their mean nearest to the middle of
-      `keep_return_bounds`, or of the group's own range;
+    - `balanced`: those whose mean is nearest to the middle of `keep_return_bounds`, of these those farthest apart;
+      without bounds as `uniform`;
     - `max_variance`: the subset of greatest variance, which is also some of the lowest and some of the highest (PODS,
       arXiv:2504.13818, theorem 1).
 
     Args:
         strategy: one of these.
+        max_combinations: subsets that `balanced` compares; where there are more, those of the lowest and the highest.
+        in_keys: entries that `select` is given, of `return` and `trajectories`, the candidates' rows; for subclasses.
 
     Raises:
-        ValueError: for an unknown strategy.
+        ValueError: for an unknown strategy, or no subset or entry.
 
     Example:
         >>> MCAdvantageSelector("max_variance").select([0.5, 0.0, 0.6, 1.0], group_size=2)
         [1, 3]
     """
 
-    def __init__(self, strategy: SelectionStrategy = "balanced") -> None:
+    def __init__(
+        self,
+        strategy: SelectionStrategy = "balanced",
+        *,
+        max_combinations: int = 100_000,
+        in_keys: Sequence[NestedKey] | None = None,
+    ) -> None:
         if strategy not in get_args(SelectionStrategy):
             raise ValueError(f"strategy must be one of {list(get_args(SelectionStrategy))}, got {strategy!r}.")
+        if max_combinations < 1:
+            raise ValueError(f"max_combinations must be at least 1, got {max_combinations}.")
+        if in_keys is not None and not in_keys:
+            raise ValueError("in_keys must name at least one entry of the candidates.")
         self.strategy: SelectionStrategy = strategy
+        self.max_combinations, self.in_keys = max_combinations, list(in_keys or ["return"])
 
     def select(
         self,
-        returns: Sequence[float],
+        candidates: TensorDictBase | Sequence[float],
         *,
         group_size: int,
         keep_return_bounds: tuple[float, float] | None = None,
     ) -> list[int] | None:
         """Indices of the chosen candidates, ascending, all where there are no more than `group_size`.
 
-        None where their mean return is not strictly within `keep_return_bounds`: the group has nothing to teach
-        (dynamic sampling, DAPO, arXiv:2503.14476, equation 11).
+        Args:
+            candidates: their returns, or a TensorDict with one element each, whose first entry of `in_keys` they are.
+            group_size: how many are chosen.
+            keep_return_bounds: None is returned where no choice has a mean strictly within: the group has nothing to
+                teach (dynamic sampling, DAPO, arXiv:2503.14476, equation 11).
+
+        Raises:
+            ValueError: when a candidate has more than one return.
         """
-        if not returns:
+        returns = candidates
+        if isinstance(candidates, TensorDictBase):
+            found = candidates.get(self.in_keys[0])
+            if found.numel() != candidates.numel():
+                raise ValueError(f"{self.in_keys[0]!r} must be one number a candidate, got the shape {found.shape}.")
+            returns = found.flatten().tolist()
+        if not len(returns):
             return None
-        chosen = self._choose(returns, group_size, keep_return_bounds)
+        chosen = self._choose(list(returns), group_size, keep_return_bounds)  # type: ignore[arg-type]
         if keep_return_bounds is not None:
             low, high = keep_return_bounds
-            if not low < sum(returns[index] for index in chosen) / len(chosen) < high:
+            if not low < sum(returns[index] for index in chosen) / len(chosen) < high:  # type: ignore[misc]
                 return None
         return chosen
 
-    def _choose(self, returns: Sequence[float], size: int, bounds: tuple[float, float] | None) -> list[int]:
+    def _choose(self, returns: list[float], size: int, bounds: tuple[float, float] | None) -> list[int]:
         num = len(returns)
         if num <= size or self.strategy == "first":
             return list(range(min(num, size)))
         ordered = sorted(range(num), key=returns.__getitem__)
-        if self.strategy == "uniform":
-            places = [(num - 1) // 2] if size == 1 else [round(i * (num - 1) / (size - 1)) for i in range(size)]
+        if self.strategy == "uniform" or (self.strategy == "balanced" and bounds is None):
+            places = [num // 2] if size == 1 else [round(i * (num - 1) / (size - 1)) for i in range(size)]
             return sorted(ordered[place] for place in places)
-        low, high = bounds or (returns[ordered[0]], returns[ordered[-1]])
-        subsets = [ordered[:num_low] + ordered[num - size + num_low :] for num_low in range(size + 1)]
+        extremes = [ordered[:num_low] + ordered[num - size + num_low :] for num_low in range(size + 1)]
+        if self.strategy == "max_variance":
+            return sorted(max(extremes, key=lambda subset: _squares([returns[index] for index in subset])))
+        low, high = bounds or (0.0, 0.0)
+        is_few = math.comb(num, size) <= self.max_combinations
+        subsets: Iterable[Sequence[int]] = combinations(range(num), size) if is_few else extremes
 
-        def badness(subset: list[int]) -> float:
+        def badness(subset: Sequence[int]) -> tuple[float, float]:
             values = [returns[index] for index in subset]
-            mean = sum(values) / size
-            if self.strategy == "balanced":
-                return abs(mean - (low + high) / 2)
-            return -sum((value - mean) ** 2 for value in values)
+            return abs(sum(values) / size - (low + high) / 2), min(values) - max(values)
 
-        best = min(subsets, key=badness)
-        return sorted(best)
+        return sorted(min(subsets, key=badness))
 
 
-class TopKRewardSelector(Transform):
+def _squares(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values)
+
+
+class TopKRewardSelector(KnownArguments, Transform):
     """Keeps the rollouts of highest reward of each group: expert iteration, rejection sampling.
 
     A group is what shares `("rollout", "group_id")`. At most `topk_size` of its scored rollouts are kept, and only
@@ -98,8 +130,10 @@ class TopKRewardSelector(Transform):
     Args:
         total_dialog_turns: rollouts in a group, scored or not.
         topk_size: rollouts kept of each.
+        prompt_key: entry that tells groups, in place of their id.
+        rewards_key, done_key: entries read; turns, which name no rollout, are taken as `MCAdvantage` takes them.
         max_num_waiting_groups: beyond it the oldest incomplete group is dropped, with a warning.
-        group_key, rollout_key, is_scored_key, rewards_key: entries read.
+        rollout_key, is_scored_key: entries read.
 
     Raises:
         ValueError: when `topk_size` is not within 1 and `total_dialog_turns`.
@@ -116,12 +150,13 @@ class TopKRewardSelector(Transform):
         self,
         total_dialog_turns: int,
         topk_size: int,
+        prompt_key: NestedKey | None = None,
+        rewards_key: NestedKey = ("next", "reward"),
+        done_key: NestedKey = ("next", "done"),
         *,
         max_num_waiting_groups: int = 1024,
-        group_key: NestedKey = ("rollout", "group_id"),
         rollout_key: NestedKey = ("rollout", "rollout_id"),
         is_scored_key: NestedKey = ("rollout", "is_scored"),
-        rewards_key: NestedKey = ("next", "reward"),
     ) -> None:
         super().__init__()
         if not 1 <= topk_size <= total_dialog_turns:
@@ -130,24 +165,25 @@ class TopKRewardSelector(Transform):
                 f"total_dialog_turns={total_dialog_turns}."
             )
         self.total_dialog_turns, self.topk_size = total_dialog_turns, topk_size
-        self.keys = GroupKeys(group_key, rollout_key, is_scored_key, rewards_key)
+        self.keys = GroupKeys(prompt_key, rollout_key, is_scored_key, rewards_key, done_key)
         self.queue = GroupQueue(self.keys, total_dialog_turns, max_num_waiting_groups)
-        self.in_keys = [group_key, rollout_key, rewards_key]
+        self.in_keys = [rollout_key if prompt_key is None else prompt_key, rewards_key]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Nothing: what is sampled from a buffer was selected when it was written."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        selected = self.select(self.queue.push(tensordict))
+        selected = self._selected(self.queue.push(self.keys.rows(tensordict)))
         return selected if selected.batch_size.numel() else None
 
     def select(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the rows of the best rollouts of a batch of complete groups."""
-        if not tensordict.batch_size.numel():
-            return tensordict
+        return self._selected(rows) if (rows := self.keys.rows(tensordict)) else tensordict
+
+    def _selected(self, batch: list[TensorDictBase]) -> TensorDictBase:
         kept: list[TensorDictBase] = []
-        for rows in split_by_group(flat_batch(tensordict), self.keys):
+        for rows in split_by_group(batch, self.keys):
             scored = [row for row in rows if self.keys.scored(row)]
             rewards = self.keys.rollout_values(scored, self.keys.rewards)
             if not rewards:

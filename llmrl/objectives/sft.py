@@ -13,7 +13,6 @@ from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
-from llmrl.objectives.arguments import EXPLAINED
 from llmrl.objectives.base import MicroLoss
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.kl import KLEstimator, is_clamped_in_kl, kl_estimate
@@ -69,7 +68,7 @@ class SFTLoss(SequenceLoss):
         **unknown: object,
     ) -> None:
         known = set(inspect.signature(SFTLoss.__init__).parameters) - {"self", "unknown"}
-        refuse_unknown("SFTLoss", unknown, known, EXPLAINED)
+        refuse_unknown("SFTLoss", unknown, known)
         super().__init__(
             reduction=reduction,
             normalize_by_seq_length=normalize_by_seq_length,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.imports import require
 
 _MAX_CHARACTERS = 20_000
@@ -47,7 +48,7 @@ class _SentenceTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class IFEvalScoreData:
+class IFEvalScoreData(KnownArguments):
     """Which instructions an answer follows."""
 
     inst_level_strict_acc: tuple[bool, ...]

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
-from llmrl._utils.arguments import nearest
+from llmrl._utils.arguments import KnownArguments, nearest
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe
@@ -26,7 +26,7 @@ from llmrl.tools.session import SESSION, STATE_KEY, ToolSession
 from llmrl.tools.tool import InvalidArguments, Tool, ToolError, collect_tools
 
 
-class ToolTransform(Transform):
+class ToolTransform(KnownArguments, Transform):
     """Answers the tool calls of each assistant message with tool messages, and shows the tools in the prompt.
 
     Tools are functions, classes whose instances serve one conversation each (`class_tools`), or `Tool`s. The calls of

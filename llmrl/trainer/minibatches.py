@@ -66,8 +66,8 @@ def minibatches(
 def _parts(rows: TensorDictBase, num_epochs: int, num_minibatches: int, seed: int) -> Iterator[TensorDictBase]:
     keys, elements = GroupKeys(), rows.unbind(0)
     groups: dict[Hashable, dict[Hashable, list[TensorDictBase]]] = {}
-    for row, group_id in zip(elements, keys.group_ids(rows), strict=True):
-        groups.setdefault(group_id, {}).setdefault(keys.rollout_id(row), []).append(row)
+    for row in elements:
+        groups.setdefault(keys.group_id(row), {}).setdefault(keys.rollout_id(row), []).append(row)
     for epoch in range(num_epochs):
         order, generator = [list(group.values()) for group in groups.values()], random.Random(f"{seed}/{epoch}")
         generator.shuffle(order)

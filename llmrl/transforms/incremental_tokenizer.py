@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from tensordict import NonTensorData, TensorDictBase
@@ -40,14 +39,6 @@ class IncrementalTokenizer(KnownArguments, Transform):
         >>> renderer.decode(data["tokens", "prompt"])[-52:]
         '<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n'
     """
-
-    explained_arguments: Mapping[str, str] = {
-        "add_generation_prompt": "a prompt always ends where the assistant is to speak",
-        "chat_template": "pass renderer=TemplateRenderer(tokenizer, chat_template=...)",
-        "chat_template_name": "pass renderer=TemplateRenderer(tokenizer, chat_template=...)",
-        "history_key": "the messages are at ('history', 'prompt')",
-        "tokens_key": "the tokens are written to ('tokens', 'prompt')",
-    }
 
     def __init__(
         self,

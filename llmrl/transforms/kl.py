@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from tensordict import TensorDictBase
@@ -20,18 +20,6 @@ from llmrl.objectives.scoring import log_probs_of
 _TOKENS: NestedKey = ("tokens", "full")
 _PROMPT: NestedKey = ("tokens", "prompt")
 _MASK: NestedKey = ("masks", "all_assistant_mask")
-_EXPLAINED: Mapping[str, str] = {
-    "assistant_only": "the log-probs and the KL of sampled tokens are all there are",
-    "device": "move the model, and its answer is moved back",
-    "gen_model": "the sampler's log-probs are in the batch; to have another model's, add a RetrieveLogProb",
-    "gen_model_factory": "the sampler's log-probs are in the batch; to have another model's, add a RetrieveLogProb",
-    "history_key": "what is scored are the tokens that were sampled",
-    "padding_side": "rows are ragged, nothing is padded",
-    "tokenizer": "what is scored are the tokens that were sampled",
-    "tokenizer_kwargs": "what is scored are the tokens that were sampled",
-    "use_ray_service": "model_factory (or ref_model_factory) builds the model where it is used",
-}
-"""What to do instead of arguments of TorchRL's transforms."""
 
 
 class RetrieveLogProb(KnownArguments, Transform):
@@ -60,7 +48,6 @@ class RetrieveLogProb(KnownArguments, Transform):
         [[-3.0, -2.0, -1.0]]
     """
 
-    explained_arguments = _EXPLAINED
     reads_turns = True
 
     def __init__(
@@ -140,7 +127,6 @@ class KLComputation(KnownArguments, Transform):
         tensor([0.0000, 0.8000])
     """
 
-    explained_arguments = _EXPLAINED
     reads_turns = True
 
     def __init__(
@@ -221,8 +207,6 @@ class RetrieveKL(KnownArguments, Compose):
         tensor([0., 1.])
     """
 
-    explained_arguments = _EXPLAINED
-
     def __init__(
         self,
         ref_model: TensorDictModuleBase | None = None,
@@ -266,12 +250,6 @@ class KLRewardTransform(RetrieveKL):
         >>> KLRewardTransform(model, coef=0.5)(turn)["next", "reward"].flatten()
         tensor([0.0000, 0.5000])
     """
-
-    explained_arguments: Mapping[str, str] = {
-        **_EXPLAINED,
-        "in_keys": "the reward is read at 'reward'",
-        "out_keys": "use RetrieveKL, whose kl_key and ref_log_probs_full_key name what is written",
-    }
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -56,11 +56,6 @@ class AddThinkingPrompt(KnownArguments, Transform):
         >>> env.step(data)["next", "history"].prompt.content
         ['7 + 8 =', '14', 'Again.']
     """
-
-    explained_arguments: Mapping[str, str] = {
-        "edit_last_turn": "what was sampled is never edited: the prompt is a message of its own",
-        "egocentric": "use role='assistant'",
-    }
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
@@ -14,8 +14,6 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer as PretrainedTokenizer
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked
 from llmrl.transforms.specs import replace_input
-
-_RAGGED = "token ids are ragged; pad them when they are used, with Tokens.as_padded_tensor"
 
 
 class Tokenizer(KnownArguments, Transform):
@@ -49,13 +47,6 @@ class Tokenizer(KnownArguments, Transform):
     """
 
     reads_turns = True
-    explained_arguments: Mapping[str, str] = {
-        "padding": _RAGGED,
-        "max_length": _RAGGED,
-        "use_raw_nontensor": "the text is read from its wrapping",
-        "additional_tokens": "call tokenizer.add_tokens, and let the model's embedding grow with it",
-        "missing_tolerance": "an entry that is missing is an error; what only a reset has needs call_before_reset",
-    }
 
     def __init__(
         self,

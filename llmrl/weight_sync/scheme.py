@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llmrl._utils.arguments import KnownArguments
 from llmrl.engines.base import PauseMode, UpdatableEngine
 from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, StreamChannel, take_file
@@ -17,7 +18,7 @@ from llmrl.weight_sync.sync import WeightSync
 
 
 @dataclass(kw_only=True)
-class VLLMWeightSyncScheme:
+class VLLMWeightSyncScheme(KnownArguments):
     """How weights travel, and what happens to requests in flight meanwhile.
 
     The backend is the engine's own (`AsyncVLLM.weight_transfer_backend`): on CPU llmrl's shared memory, which copies
@@ -97,9 +98,9 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     local_addr: str | None = None
     _needs_engine: ClassVar[bool] = False
 
-    def create_receiver(self, engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
+    def create_receiver(self, vllm_engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
         """The end of engines that the trainer cannot call: one, or several that are to hold the same weights."""
-        group = EngineGroup(engine, pause_mode=self.pause_mode, reset_running_requests=self.reset_running_requests)
+        group = EngineGroup(vllm_engine, pause_mode=self.pause_mode, reset_running_requests=self.reset_running_requests)
         return DoubleBufferReader(group, self._worker_folder)
 
     @property

@@ -1,0 +1,249 @@
+"""What TorchRL's classes take that those of the same name here do not, and what to do instead.
+
+One table, which `docs/migrating-from-torchrl.md` prints and the errors quote; a test compares it with TorchRL's
+signatures.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+_TASKS = "GSM8KEnv IFEvalEnv MATHEnv CountdownEnv"
+_DATASETS = f"DatasetChatEnv {_TASKS}"
+_ON_RAY = "DatasetChatEnv GSM8KEnv IFEvalEnv MATHEnv"
+_PARSERS = "GSM8KRewardParser MATHRewardParser CountdownRewardParser"
+_POLICY_LOSSES = "GRPOLoss DAPO CISPOLoss"
+_LOSSES = f"{_POLICY_LOSSES} SFTLoss DistillationLoss"
+_KL = "RetrieveLogProb RetrieveKL KLRewardTransform"
+_COLLECTORS = "LLMCollector RayLLMCollector"
+_SCHEMES = "VLLMWeightSyncScheme VLLMDoubleBufferSyncScheme"
+
+TABLE: tuple[tuple[str, str, str], ...] = (
+    (f"{_DATASETS} make_gsm8k_env", "num_envs", "pass batch_size, or nothing: one environment serves any number"),
+    (f"{_DATASETS} make_gsm8k_env", "batch_size_dl", "a dataset is read once, for its rows"),
+    (_DATASETS, "collate_fn", "a dataset is read once, for its rows"),
+    (f"{_DATASETS} DataLoadingPrimer make_gsm8k_env", "group_repeats", "draws of a prompt always follow each other"),
+    ("DatasetChatEnv DataLoadingPrimer", "primers", "the columns of a dataset travel with the conversation"),
+    (_ON_RAY, "ray_backend dataloader_actor_name", "use a ChatEnv with a RayDataLoadingPrimer, or RayLLMCollector"),
+    (_DATASETS, "apply_template", "the policy renders: give it the tokenizer and its template"),
+    (f"{_TASKS} make_gsm8k_env", "tokenizer", "the policy renders: give it the tokenizer and its template"),
+    (_TASKS, "template_kwargs", "the policy renders: give it the tokenizer and its template"),
+    (_TASKS, "input_mode", "tasks are conversations; the policy may read text or tokens all the same"),
+    (_TASKS, "compute_reward", "take DatasetChatEnv for the prompts without the reward"),
+    (_TASKS, "max_steps", "a question ends when it is answered; limit turns with RolloutLimits or StepCounter"),
+    (_TASKS, ".from_dataloader", "pass the loader as dataset="),
+    ("make_gsm8k_env", "dataset", "pass it as data="),
+    ("DataLoadingPrimer", "batch_size", "reset takes a tensordict of any batch shape"),
+    ("DataLoadingPrimer", "stack_method", "batches are lazily stacked"),
+    ("DataLoadingPrimer", "use_ray_service", "use RayDataLoadingPrimer"),
+    ("RayDataLoadingPrimer", "num_gpus", "rows need none"),
+    (
+        "RayDataLoadingPrimer",
+        ".dataloader .endless_dataloader .data_keys .repeats",
+        "prompts is the sampler of rows, columns names what a row has, group_size is repeats",
+    ),
+    ("RayDataLoadingPrimer", ".primers .stack_method", "there are no such arguments, either"),
+    ("DataLoadingPrimer RayDataLoadingPrimer", "device", "rows are no tensors"),
+    ("DataLoadingPrimer", ".device", "rows are no tensors"),
+    (
+        "DataLoadingPrimer RayDataLoadingPrimer",
+        ".reset_dataloader",
+        "load_state_dict() of a state_dict() taken at the start",
+    ),
+    ("LLMEnv", "attention_key has_attention", "padding is told by length, there are no masks of it"),
+    ("LLMEnv", "reward_key", "the reward is in ('next', 'reward')"),
+    ("LLMEnv", "assign_reward assign_done", "a reward, 0 unless a transform gives one, and done flags always are"),
+    ("LLMEnv", "batch_size", "reset takes a tensordict of any batch shape"),
+    ("LLMEnv", "vocab_size", "token ids are not bounded"),
+    ("LLMEnv", "as_llm_data", "entries are those of the data contract"),
+    (
+        "LLMEnv.from_dataloader",
+        "assign_done assign_reward attention_key batch_size example_data group_repeats has_attention primers "
+        "reward_key stack_method tokenizer vocab_size",
+        "as for LLMEnv and DataLoadingPrimer",
+    ),
+    ("DatasetChatEnv.from_dataloader", "group_repeats primers", "as for DatasetChatEnv"),
+    ("MLGymWrapper", ".set_env", "pass the environment to the constructor"),
+    ("make_mlgym", "tokenizer device", "the policy renders, and messages are no tensors"),
+    (f"{_PARSERS}", "tokenizer eos_token", "the text of the last message is judged, which has no end of turn"),
+    (f"{_PARSERS}", "in_keys", "the last message is judged; columns of the dataset are read by the hub's names"),
+    (f"{_PARSERS}", "out_keys", "scores are in ('next', 'reward') and ('next', 'reward_breakdown', NAME)"),
+    (f"{_PARSERS}", "input_mode .input_mode", "the last message is judged, whatever the policy reads"),
+    (_PARSERS, ".extract_tags", "llmrl.rewards.extract_tags"),
+    ("GSM8KRewardParser", ".normalize_answer", "functions of llmrl.rewards judge answers"),
+    ("CountdownRewardParser", ".validate_expression", "functions of llmrl.rewards judge answers"),
+    ("MATHRewardParser", ".answers_match .extract_boxed", "functions of llmrl.rewards judge answers"),
+    ("IfEvalScorer", "id_key prompt_key", "nothing reads it"),
+    ("IfEvalScorer", "instruction_ids_key keyword_args_key", "columns are named 'instruction_id_list' and 'kwargs'"),
+    ("IfEvalScorer", "response_column", "the last message is judged"),
+    ("IfEvalScorer", "score_key verbose", "scores are in ('next', 'reward_breakdown', NAME)"),
+    ("IfEvalScorer", ".default_reward_aggregator", "without aggregate_reward, the weighed mean of the accuracies"),
+    ("IfEvalScorer", ".expected_keys", "the columns are 'instruction_id_list' and 'kwargs'"),
+    (
+        "IFEvalScoreData",
+        "prompt_level_strict_acc prompt_level_loose_acc batch_size device names",
+        "inst_level_strict_acc and inst_level_loose_acc are booleans; the prompt's are made of them",
+    ),
+    ("IFEvalScoreData", ".default_spec .fields .from_tensordict", "it is a plain record, no tensorclass"),
+    ("AddThinkingPrompt", "edit_last_turn", "what was sampled is never edited: the prompt is a message of its own"),
+    ("AddThinkingPrompt", "egocentric", "use role='assistant'"),
+    ("AddThinkingPrompt", ".prompt", "prompts are those it chooses from"),
+    ("BrowserTransform", "headless", "it never opens a window; screenshot_folder= shows what it sees"),
+    ("BrowserTransform", "tokenizer", "the policy renders"),
+    ("MCPToolTransform", "tool_call_pattern", "calls are read in the chat template's format, or by tool_parser="),
+    ("IncrementalTokenizer", "add_generation_prompt", "a prompt always ends where the assistant is to speak"),
+    (
+        "IncrementalTokenizer",
+        "chat_template chat_template_name",
+        "pass renderer=TemplateRenderer(tokenizer, chat_template=...)",
+    ),
+    ("IncrementalTokenizer", "history_key tokens_key", "it reads ('history', 'prompt'), writes ('tokens', 'prompt')"),
+    ("Tokenizer", "padding max_length", "tokens are ragged; pad a batch with get(key, as_padded_tensor=True)"),
+    ("Tokenizer", "use_raw_nontensor", "the text is read from its wrapping"),
+    ("Tokenizer", "additional_tokens", "call tokenizer.add_tokens, and let the model's embedding grow with it"),
+    ("Tokenizer", "missing_tolerance", "what is missing is an error; what only a reset has needs call_before_reset"),
+    ("Tokenizer", ".call_tokenizer_fn .call_tokenizer_inv_fn", "call the tokenizer"),
+    ("Tokenizer", ".device .out_device", "tokens are made on the CPU"),
+    (
+        _KL,
+        "assistant_only",
+        "the log-probs and the KL of sampled tokens are all there are",
+    ),
+    (_KL, "device", "move the model, and its answer is moved back"),
+    (
+        f"{_KL} KLComputation",
+        "padding_side",
+        "rows are ragged, nothing is padded",
+    ),
+    (_KL, "tokenizer", "what is scored are the tokens that were sampled"),
+    ("RetrieveLogProb RetrieveKL", "tokenizer_kwargs", "what is scored are the tokens that were sampled"),
+    (
+        "RetrieveKL",
+        "gen_model gen_model_factory",
+        "the sampler's log-probs are in the batch; to have another model's, add a RetrieveLogProb",
+    ),
+    ("RetrieveKL", "history_key", "what is scored are the tokens that were sampled"),
+    ("RetrieveKL KLRewardTransform", "use_ray_service", "ref_model_factory builds the model where it is used"),
+    ("KLRewardTransform", "in_keys", "the reward is read at 'reward'"),
+    ("KLRewardTransform", "out_keys", "use RetrieveKL, whose kl_key and ref_log_probs_full_key name what is written"),
+    ("KLRewardTransform", ".action_key .tokenizer .pad_output", "it reads the tokens that were sampled, unpadded"),
+    ("as_padded_tensor", "dim stack_dim", "dimension 0 is padded, and dimension 0 is the new one"),
+    ("Text.to_tokens", "padding truncation return_tensors", "ids are tensors, ragged"),
+    ("Tokens.to_history", "skip_special_tokens", "messages are told by their special tokens"),
+    ("LogProbs Masks Tokens", "padded", "what is padded is a plain tensor: get(key, as_padded_tensor=True)"),
+    ("TopKRewardSelector", "verbose", "len(batch) says how many rows it kept"),
+    ("AsyncVLLM", "engine_args num_replicas actor_class enable_prefix_caching", "call AsyncVLLM.from_pretrained"),
+    ("AsyncVLLM", ".launch", "call AsyncVLLM.from_pretrained"),
+    ("AsyncVLLM.from_pretrained", "model_name", "pass it first, or as model="),
+    ("AsyncVLLM.from_pretrained", "num_devices", "pass engine_args={'tensor_parallel_size': ...}"),
+    ("AsyncVLLM.from_pretrained", "verbose", "pass log_level='INFO'"),
+    ("AsyncVLLM.from_pretrained", "compile", "pass enforce_eager=False"),
+    ("AsyncVLLM.from_pretrained", "enable_fp32_output", "pass dtype='float32'; a trainer in bfloat16 is told apart"),
+    (
+        "AsyncVLLM.from_pretrained",
+        "use_ray ray_options ray_init_config",
+        "call EngineReplicas.from_pretrained(model, num_replicas=...), which starts them in Ray actors",
+    ),
+    (
+        "AsyncVLLM.generate",
+        "prompts sampling_params prompt_token_ids use_tqdm lora_request prompt_adapter_request guided_options_request "
+        "timeout_seconds actor_index",
+        "a policy asks the engine; await generate(prompt_ids, SamplingConfig(...)) is one request",
+    ),
+    (
+        "AsyncVLLM",
+        ".create_load_balancer .get_random_actor_index .get_num_unfinished_requests .get_cache_usage",
+        "EngineReplicas sends each request to a replica by its Router",
+    ),
+    (
+        "AsyncVLLM",
+        ".collective_rpc .get_master_address .get_master_port .get_model_metadata .get_tp_size "
+        ".init_weight_update_group",
+        "VLLMWeightSyncScheme().create_sender() arranges it with the engine",
+    ),
+    ("AsyncVLLM.update_weights", "weights", "update_policy_weights_ of a collector, or a scheme's sender"),
+    (_POLICY_LOSSES, "samples_mc_entropy", "the entropy is exact here, no samples are needed"),
+    (_POLICY_LOSSES, "reduction", "use aggregation"),
+    (_POLICY_LOSSES, "gamma clip_value", "there is no value function, and nothing is discounted"),
+    (
+        _POLICY_LOSSES,
+        "ref_log_prob_padding_side ref_log_prob_padding_value",
+        "rows are ragged, nothing is padded",
+    ),
+    (_LOSSES, "device", "the loss works on the policy's device"),
+    ("SFTLoss DistillationLoss", "tokenizer tokenizer_kwargs", "rows carry token ids and masks, nothing is tokenized"),
+    ("DistillationLoss", "assistant_only", "use masking_strategy, 'rlhf' or 'generic'"),
+    ("SFTLoss DistillationLoss", ".default_keys", "tensor_keys has the entries that are read"),
+    (_COLLECTORS, "weight_updater", "pass weight_sync_schemes={'policy': VLLMWeightSyncScheme()}"),
+    (_COLLECTORS, ".init_updater .set_weight_updater .weight_updater", "pass weight_sync_schemes="),
+    (_COLLECTORS, ".receive_weights .register_scheme_receiver", "engines receive weights, not collectors"),
+    ("RayLLMCollector", "policy", "each actor builds its own: pass policy_factory="),
+    (_COLLECTORS, ".as_remote", "use RayLLMCollector"),
+    (_COLLECTORS, ".get_model .get_policy_model", "the engine is policy.engine"),
+    (_COLLECTORS, ".iterator", "iterate the collector itself"),
+    (_COLLECTORS, ".rollout", "call next() for a batch, or play() for whole rollouts"),
+    (_COLLECTORS, ".reset", "pass reset_at_each_iter=True, or make a new collector"),
+    (
+        _COLLECTORS,
+        ".set_seed",
+        "the environment's seed orders the prompts, the engine's and a request's draw the tokens",
+    ),
+    (
+        _COLLECTORS,
+        ".cascade_execute .get_distant_attr .getattr_env .getattr_policy .getattr_rb .map_fn",
+        "env, policy and replay_buffer are attributes; an actor's are made by your functions",
+    ),
+    (_COLLECTORS, ".enable_profile .disable_profile .profile_config", "report says where a batch's time went"),
+    (_COLLECTORS, ".stats", "report says what a collection did"),
+    (_COLLECTORS, ".fake_tensordict", "call next() once: rows are ragged, and have no spec"),
+    (
+        _COLLECTORS,
+        ".pre_collect_hook .post_collect_hook .set_post_collect_hook",
+        "postproc is called with each batch",
+    ),
+    (_COLLECTORS, ".worker_idx", "rows say their rollout, not their actor"),
+    ("LLMCollector.shutdown LLMCollector.async_shutdown", "close_env", "close env and engine yourself, after it"),
+    ("LLMCollector.shutdown", "raise_on_error", "what fails is raised"),
+    ("LLMCollector.update_policy_weights_ RayLLMCollector.update_policy_weights_", "worker_ids", "all have the same"),
+    ("RayLLMCollector", ".init_random_frames", "a language model starts trained"),
+    (_SCHEMES, "strategy .strategy", "a model is read as it is: plain, sharded, or with LoRA adapters"),
+    ("VLLMWeightSyncScheme", "device", "weights are sent from the model's own device"),
+    ("VLLMDoubleBufferSyncScheme", "num_threads", "one file is written, at the disk's speed"),
+    (
+        _SCHEMES,
+        ".apply_weights .prepare_weights .send .receive .weights .model .model_id",
+        "create_sender() gives the trainer's end: register_model, then update_weights",
+    ),
+    (
+        _SCHEMES,
+        ".connect .context .create_transport .from_backend .init_on_receiver .init_on_sender .initialized_on_receiver "
+        ".initialized_on_sender .receiver_transport .sender_transports .shared_transport .shutdown "
+        ".synchronized_on_receiver .synchronized_on_sender .worker_idx",
+        "create_sender() gives the trainer's end: init_all_workers_group, and shutdown at the end",
+    ),
+    ("VLLMWeightSyncScheme", ".create_receiver", "engines receive by themselves once the sender has them"),
+)
+"""Classes, their arguments and (with a dot) methods and properties, and what to do instead."""
+
+
+@functools.cache
+def instead_of(*owners: str) -> Mapping[str, str]:
+    """Return what these classes or functions of TorchRL have and ours have not, with what to do instead.
+
+    Example:
+        >>> instead_of("DAPO")["reduction"]
+        'use aggregation'
+    """
+    found = {}
+    for names, entries, mend in TABLE:
+        if not set(owners).isdisjoint(names.split()):
+            found.update(dict.fromkeys(entries.split(), mend))
+    return found
+
+
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that an object has not, with what to do instead where TorchRL's has it."""
+    known = instead_of(*(base.__name__ for base in type(owner).__mro__))
+    mend = f": {known['.' + name]}." if "." + name in known else "."
+    return AttributeError(f"{type(owner).__name__} has no {name!r}{mend}", name=name, obj=owner)

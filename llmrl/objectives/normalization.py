@@ -1,0 +1,56 @@
+"""Advantages of a group's rollouts, and of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+
+Normalization = Literal["std", "mean", "leave_one_out", "none"]
+
+
+def group_advantages(rewards: Sequence[float], normalization: Normalization = "std") -> list[float]:
+    """Advantage of each rollout of one group, from the rewards of its scored rollouts.
+
+    - `std`: `(r - mean) / std` (GRPO, arXiv:2402.03300, section 4.1.2), the unbiased standard deviation;
+    - `mean`: `r - mean` (Dr. GRPO, arXiv:2503.20783, section 3.2);
+    - `leave_one_out`: `r` minus the mean of the others (RLOO, arXiv:2402.14740, section 3.3);
+    - `none`: `r`, for a baseline of the whole batch, see `batch_normalized`.
+
+    But for `none`, a group whose rewards are all equal, or of one rollout, has no signal: zeros.
+
+    Raises:
+        ValueError: for an unknown normalization.
+
+    Example:
+        >>> group_advantages([0.0, 1.0], "mean"), group_advantages([0.0, 0.0, 1.0], "leave_one_out")
+        ([-0.5, 0.5], [-0.5, -0.5, 1.0])
+    """
+    if normalization not in get_args(Normalization):
+        raise ValueError(f"normalization must be one of {list(get_args(Normalization))}, got {normalization!r}.")
+    if normalization == "none":
+        return [float(reward) for reward in rewards]
+    num_rollouts = len(rewards)
+    if num_rollouts < 2 or max(rewards) == min(rewards):
+        return [0.0] * num_rollouts
+    values = torch.tensor(rewards, dtype=torch.float64)
+    centred = values - values.mean()
+    if normalization == "std":
+        centred = centred / values.std().clamp(min=1e-6)
+    elif normalization == "leave_one_out":
+        centred = centred * num_rollouts / (num_rollouts - 1)
+    return centred.tolist()
+
+
+def batch_normalized(advantages: Sequence[float]) -> list[float]:
+    """`(A - mean) / std` over the rollouts, or tokens, of a batch (REINFORCE++, arXiv:2501.03262, equation 10).
+
+    Example:
+        >>> [round(value, 4) for value in batch_normalized([0.0, 0.0, 3.0])]
+        [-0.5774, -0.5774, 1.1547]
+    """
+    if len(advantages) < 2:
+        return [0.0] * len(advantages)
+    values = torch.tensor(advantages, dtype=torch.float64)
+    return ((values - values.mean()) / values.std().clamp(min=1e-6)).tolist()
