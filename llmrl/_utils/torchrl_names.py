@@ -47,7 +47,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("DataLoadingPrimer RayDataLoadingPrimer", "device", "rows are no tensors"),
     ("DataLoadingPrimer", ".device", "rows are no tensors"),
     (
-        "DataLoadingPrimer RayDataLoadingPrimer",
+        f"DataLoadingPrimer RayDataLoadingPrimer {_DATASETS}",
         ".reset_dataloader",
         "load_state_dict() of a state_dict() taken at the start",
     ),

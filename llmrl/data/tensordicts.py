@@ -48,7 +48,7 @@ def documented(cls: type[Container]) -> type[Container]:
         init(self, *args, **kwargs)
 
     if refused:
-        cls.__init__ = checked
+        type.__setattr__(cls, "__init__", checked)
     return cls
 
 

@@ -6,7 +6,7 @@ import math
 import pickle
 import uuid
 import warnings
-from collections.abc import Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from llmrl.data.tensordicts import non_tensor, plain
 
 GROUP_KEY: NestedKey = ("rollout", "group_id")
 _TRAJECTORY: NestedKey = ("rollout", "trajectory")  # names the rollout of turns, which carry no id of it
-_REDUCED = {"sum": torch.sum, "max": torch.max, "mean": torch.mean}
+_REDUCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sum": torch.sum, "max": torch.max, "mean": torch.mean}
 TrajectoryReturn = Literal["sum", "max", "mean"]
 
 

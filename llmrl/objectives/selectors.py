@@ -82,10 +82,10 @@ class MCAdvantageSelector(KnownArguments):
             returns = found.flatten().tolist()
         if not len(returns):
             return None
-        chosen = self._choose(list(returns), group_size, keep_return_bounds)  # type: ignore[arg-type]
+        chosen = self._choose(list(returns), group_size, keep_return_bounds)
         if keep_return_bounds is not None:
             low, high = keep_return_bounds
-            if not low < sum(returns[index] for index in chosen) / len(chosen) < high:  # type: ignore[misc]
+            if not low < sum(returns[index] for index in chosen) / len(chosen) < high:
                 return None
         return chosen
 
@@ -102,9 +102,9 @@ class MCAdvantageSelector(KnownArguments):
             return sorted(max(extremes, key=lambda subset: _squares([returns[index] for index in subset])))
         low, high = bounds or (0.0, 0.0)
         is_few = math.comb(num, size) <= self.max_combinations
-        subsets: Iterable[Sequence[int]] = combinations(range(num), size) if is_few else extremes
+        subsets: Iterable[Iterable[int]] = combinations(range(num), size) if is_few else extremes
 
-        def badness(subset: Sequence[int]) -> tuple[float, float]:
+        def badness(subset: Iterable[int]) -> tuple[float, float]:
             values = [returns[index] for index in subset]
             return abs(sum(values) / size - (low + high) / 2), min(values) - max(values)
 
