@@ -70,29 +70,44 @@ def doctor() -> None:
 
 @app.command()
 def view(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.", exists=True, file_okay=False)],
-    out: Annotated[Path | None, typer.Option(help="File to write; RUN/view.html by default.")] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Folders of runs; the last one in `runs/` by default.", show_default=False),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; view.html in the first run by default.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Print the run here; write no page.")] = False,
     png: Annotated[bool, typer.Option("--png", help="Draw the curves to RUN/curve.png and write no page.")] = False,
-    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Keep only the last N rollouts.")] = None,
+    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Keep only the last N rollouts of each run.")] = None,
 ) -> None:
-    """Write a run as one HTML page: curves, conversations, and log-prob and version of every token."""
-    from llmrl.runs.viewer import print_run, read_run, write_page
+    """Write runs as one HTML page: curves over each other, conversations, and log-prob and version of every token.
+
+    While a run goes on the page is kept up to date, until Ctrl-C.
+    """
+    from llmrl.runs.viewer import follow, last_run, print_run, read_run
 
     try:
-        data = read_run(run, max_rollouts=max_rollouts)
-    except FileNotFoundError as error:
-        raise _fail(error) from None
-    if terminal:
-        print_run(data, console=console)
-    elif png:
-        from llmrl.runs.report import plot_curve
+        paths = runs or [last_run()]
+        if terminal:
+            for path in paths:
+                print_run(read_run(path, max_rollouts=max_rollouts), console=console)
+        elif png:
+            from llmrl.runs.report import plot_curve
 
-        plot_curve(data.metrics, run / "curve.png")
-        console.print(run / "curve.png", highlight=False, soft_wrap=True)
-    else:
-        path = write_page(data, out or run / "view.html")
-        console.print(f"{path}  [dim]open it in a browser; it needs no network[/dim]", highlight=False, soft_wrap=True)
+            for path in paths:
+                plot_curve(read_run(path, max_rollouts=1).metrics, path / "curve.png")
+                console.print(path / "curve.png", highlight=False, soft_wrap=True)
+        else:
+            hint = "open it in a browser; it needs no network"
+            for page, is_live in follow(paths, out or paths[0] / "view.html", max_rollouts=max_rollouts):
+                if hint:
+                    console.print(f"{page}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)
+                    if is_live:
+                        console.print("[dim]the run goes on: the page follows it until Ctrl-C[/dim]", highlight=False)
+                hint = ""
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _fail(error) from None
+    except KeyboardInterrupt:
+        raise typer.Exit from None
 
 
 @app.command("eval")

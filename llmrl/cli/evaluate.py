@@ -92,7 +92,7 @@ def table_of(report: EvaluationReport) -> Table:
 
 def _save(out: Path, report: EvaluationReport, console: Console) -> None:
     folder = RunFolder(out, trackers=())
-    folder.log_rollouts(0, "eval", [rollout.to_record() for rollout in report.rollouts])
+    folder.log_evaluation(0, "eval", report.rollouts)
     folder.write_summary({"evaluation": report.to_summary()})
     folder.close()
     console.print(f"saved: [bold]llmrl view {out}[/bold]", highlight=False, soft_wrap=True)

@@ -72,6 +72,7 @@ class Rollout:
             "reward": self.reward,
             "is_scored": self.is_scored,
             "reward_breakdown": self.breakdown,
+            "columns": self.columns,
             "tool_calls": self.tool_calls,
             "info": self.info,
             "num_turns": self.num_turns,

@@ -55,6 +55,26 @@ class FolderLock:
         self._release()
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether somebody holds the lock of a folder.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> lock = FolderLock(folder)
+        >>> is_in_use(folder), lock.release(), is_in_use(folder)
+        (True, None, False)
+    """
+    try:
+        with (folder / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, or a file system without locks
+        pass
+    return False
+
+
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 

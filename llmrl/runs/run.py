@@ -331,7 +331,7 @@ class Run:
             self._save_model(self.folder.path / "model-best")
         if is_new:  # what is recorded is not done again, so this comes last
             for name, report in reports.items():
-                self.folder.log_rollouts(step, f"eval/{name}", [rollout.to_record() for rollout in report.rollouts])
+                self.folder.log_evaluation(step, f"eval/{name}", report.rollouts)
             self.summary["after" if step else "before"] = {name: one.to_summary() for name, one in reports.items()}
             self.folder.write_summary(self.summary)
             self.folder.log_metrics(step, metrics)

@@ -16,6 +16,8 @@ import torch
 
 from llmrl._utils.files import cut_lines, flush_to_disk, write_atomically
 from llmrl._utils.types import JSON, StateDict, Tokenizer
+from llmrl.collectors.rows import rollout_rows
+from llmrl.data import Rollout
 from llmrl.engines import EngineError
 from llmrl.runs.findings import HealthLog
 from llmrl.runs.folder_lock import FolderLock
@@ -134,6 +136,13 @@ class RunFolder:
             for record in records:
                 line = {"step": step, "split": split, **record}
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+    def log_evaluation(self, step: int, split: str, rollouts: Sequence[Rollout]) -> None:
+        """Append the records of an evaluation's rollouts, and keep their tokens."""
+        self.log_rollouts(step, split, [rollout.to_record() for rollout in rollouts])
+        rows = [row for rollout in rollouts for row in rollout.rows or rollout_rows(rollout)]
+        if rows:
+            self.tokens.write(step, rows, split=split)
 
     def drop_rollouts(self, logged: Mapping[int, Mapping[str, float]]) -> None:
         """Drop the last records, whose steps' metrics were not logged (by step): they will be written again."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
@@ -57,18 +58,26 @@ class TokenLog:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def write(self, step: int, rows: TensorDictBase, trainer_log_probs: Iterable[torch.Tensor] | None = None) -> None:
-        """Keep a batch of training rows.
+    def write(
+        self,
+        step: int,
+        rows: TensorDictBase | Sequence[TensorDictBase],
+        trainer_log_probs: Iterable[torch.Tensor] | None = None,
+        *,
+        split: str = "train",
+    ) -> None:
+        """Keep a batch of rows.
 
         Args:
             step: of training.
-            rows: as a collector yields them.
+            rows: as a collector yields them, or as `rollout_rows` gives them.
             trainer_log_probs: one `[num_tokens]` a row, NaN where there is none.
+            split: `"train"`, or the evaluation that they are of.
 
         Raises:
             ValueError: when a row's trainer log-probs are not one a token.
         """
-        elements = batch_elements(rows)
+        elements = batch_elements(rows) if isinstance(rows, TensorDictBase) else list(rows)
         columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
         given = [None] * len(elements) if trainer_log_probs is None else list(trainer_log_probs)
         for row, trainer in zip(elements, given, strict=True):
@@ -103,20 +112,24 @@ class TokenLog:
             with temporary.open("wb") as file:  # given a name, NumPy would append its suffix
                 np.savez_compressed(file, **arrays)
 
-        write_atomically(self.path / f"{step:06d}.npz", write)
+        write_atomically(self._path(step, split), write)
 
-    def steps(self) -> list[int]:
-        """The steps that were kept, in order."""
-        return sorted(int(path.stem) for path in self.path.glob("[0-9]*.npz"))
+    def _path(self, step: int, split: str) -> Path:
+        return self.path / (f"{step:06d}.npz" if split == "train" else f"{step:06d}-{quote(split, safe='')}.npz")
 
-    def read(self, step: int) -> list[TokenRow]:
+    def steps(self) -> list[tuple[int, str]]:
+        """Steps and splits that were kept, in order."""
+        stems = (path.stem.partition("-") for path in self.path.glob("[0-9]*.npz"))
+        return sorted((int(step), unquote(split) or "train") for step, _, split in stems)
+
+    def read(self, step: int, split: str = "train") -> list[TokenRow]:
         """The rows of a step.
 
         Raises:
             FileNotFoundError: when that step was not kept.
             DamagedFileError: when its file is not what was written.
         """
-        path = self.path / f"{step:06d}.npz"
+        path = self._path(step, split)
         try:
             return self._read(path)
         except (ValueError, KeyError, EOFError, TypeError, AttributeError, zlib.error, zipfile.BadZipFile) as error:

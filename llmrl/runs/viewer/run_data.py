@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 from llmrl._utils.types import JSON, Tokenizer
 from llmrl.data import Message
+from llmrl.runs.folder_lock import is_in_use
 from llmrl.runs.run_folder import RunFolder, holds_run
 from llmrl.runs.state_file import DamagedFileError
 from llmrl.runs.token_log import TokenRow
@@ -37,41 +38,49 @@ class RunData:
     """One entry a step."""
     rollouts: list[Record] = field(default_factory=list)
     """Records (`Rollout.to_record`) with `step` and `split`, in the order they were played."""
-    rows: dict[tuple[int, str], list[TokenRow]] = field(default_factory=dict)
-    """Training rows by step and rollout id, where their tokens were kept."""
+    rows: dict[tuple[int, str, str], list[TokenRow]] = field(default_factory=dict)
+    """Rows by step, split and rollout id, where their tokens were kept."""
     summary: dict[str, JSON] = field(default_factory=dict)
     config: str = ""
     """The run's configuration, as text."""
     token_texts: dict[int, str] = field(default_factory=dict)
     """What each token id that occurs stands for; empty when no tokenizer was found."""
+    is_running: bool = False
+    """Whether a process writes into the folder."""
 
 
 def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
     """Return what `summary.json` says, as people read it: names and values.
 
     Example:
-        >>> facts_of({"before": {"accuracy": 0.5}, "evaluation": {"pass@1": {"mean": 0.9, "interval": [0.8, 0.95]}}})
-        [('accuracy before', '0.5'), ('pass@1', '0.9 (0.8 … 0.95)')]
+        >>> facts_of({"before": {"sums": {"reward": 0.5}}, "after": {"sums": {"reward": 0.8}}})
+        [('sums reward', '0.5 → 0.8')]
+        >>> facts_of({"evaluation": {"pass@1": {"mean": 0.9, "interval": [0.8, 0.95]}}})
+        [('pass@1', '0.9 (0.8 … 0.95)')]
     """
-    facts: list[tuple[str, str]] = []
+    by_name: dict[str, dict[str, str]] = {}
 
-    def add(name: str, value: Any) -> None:
-        if not isinstance(value, Mapping):
-            facts.append((name, _number(value)))
-        elif "interval" in value:
-            low, high = value["interval"]
-            facts.append((name, f"{_number(value['mean'])} ({low:.3g} … {high:.3g})"))
-        else:  # rewards by name, rollouts by status
-            for part, number in value.items():
-                add(part, number)
+    def add(when: str, names: tuple[str, ...], value: JSON) -> None:
+        if not isinstance(value, Mapping) or "interval" in value:
+            by_name.setdefault(" ".join(names), {})[when] = _number(value)
+            return
+        for name, part in value.items():  # of environments, rewards by name, rollouts by status
+            add(when, names if name in ("reward_breakdown", "num_by_status") else (*names, name), part)
 
     for when, results in summary.items():
-        for name, value in results.items() if isinstance(results, Mapping) else [("", results)]:
-            add(name if when == "evaluation" else f"{name} {when}".strip(), value)
+        add(when, (), results)
+    facts = []
+    for name, values in by_name.items():
+        if values.keys() >= {"before", "after"}:
+            facts.append((name, f"{values.pop('before')} → {values.pop('after')}"))
+        facts += [(name if when == "evaluation" else f"{name} {when}".strip(), value) for when, value in values.items()]
     return facts
 
 
-def _number(value: Any) -> str:
+def _number(value: JSON) -> str:
+    if isinstance(value, Mapping):
+        low, high = cast("list[float]", value["interval"])
+        return f"{_number(value['mean'])} ({low:.3g} … {high:.3g})"
     return "–" if value is None else f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
@@ -98,12 +107,12 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
     rollouts = list(_records(folder.rollouts_path))
     if max_rollouts is not None:
         rollouts = rollouts[-max_rollouts:]
-    wanted = {(record["step"], record["rollout_id"]) for record in rollouts}
-    rows: dict[tuple[int, str], list[TokenRow]] = {}
-    for step in folder.tokens.steps():
-        for row in folder.tokens.read(step):
-            if (step, row.rollout_id) in wanted:
-                rows.setdefault((step, row.rollout_id), []).append(row)
+    wanted = {key_of(record) for record in rollouts}
+    rows: dict[tuple[int, str, str], list[TokenRow]] = {}
+    for step, split in folder.tokens.steps():
+        for row in folder.tokens.read(step, split):
+            if (key := (step, split, row.rollout_id)) in wanted:
+                rows.setdefault(key, []).append(row)
     used = {token_id for of_rollout in rows.values() for row in of_rollout for token_id in row.token_ids}
     return RunData(
         name=path.resolve().name,
@@ -113,14 +122,41 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         summary=folder.read_summary(),
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
         token_texts=_texts(used, _tokenizer(folder)),
+        is_running=is_in_use(path),
+    )
+
+
+def key_of(record: Record) -> tuple[int, str, str]:
+    """Return what a rollout is found by: its step, its split and its id."""
+    return record["step"], record["split"], record["rollout_id"]
+
+
+def last_run(folder: str | Path = "runs") -> Path:
+    """Return the run in a folder of runs that was begun last.
+
+    Raises:
+        FileNotFoundError: when there is none.
+    """
+    found = _runs_in(Path(folder))
+    if not found:
+        raise FileNotFoundError(f"there is no run in {Path(folder).resolve()}; name the run's folder.")
+    return found[-1]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder, the last to be begun last."""
+    runs = [entry for entry in folder.iterdir() if entry.is_dir() and holds_run(entry)] if folder.is_dir() else []
+    return sorted(
+        runs,
+        key=lambda run: ((run / "config.yaml" if (run / "config.yaml").exists() else run).stat().st_mtime, run.name),
     )
 
 
 def _where_runs_are(path: Path) -> str:
     """Return the last run inside, where a folder of runs was given."""
-    runs = [entry for entry in path.iterdir() if holds_run(entry)] if path.is_dir() else []
+    runs = _runs_in(path)
     if runs:
-        return f"the last one in it is {max(runs, key=lambda run: run.stat().st_mtime)}."
+        return f"the last one in it is {runs[-1]}."
     return "give the folder that the training script named (run.path in its configuration)."
 
 
@@ -137,8 +173,7 @@ def _records(path: Path) -> Iterator[Record]:
                 continue  # cut short by a kill
             if not isinstance(record, dict) or Record.__required_keys__ - record.keys():
                 continue  # damaged
-            key = record["step"], record["split"], record["rollout_id"]
-            if key not in seen:
+            if (key := key_of(cast(Record, record))) not in seen:
                 seen.add(key)
                 yield cast(Record, record)
 
