@@ -55,7 +55,7 @@ def test_a_lone_surrogate_in_a_tool_call_ends_no_run(tokenizer, tmp_path):
     found = [call[0]["function"]["arguments"] for call in calls if call]
     assert found and all(arguments == {"q": "?"} for arguments in found)
     run = read_run(tmp_path / "run")
-    assert write_page(run, tmp_path / "page.html").exists()
+    assert write_page([run], tmp_path / "page.html").exists()
     strict = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     print_run(run, console=Console(file=strict))
     with LiveView(1, console=Console(file=strict)) as view:
@@ -89,7 +89,7 @@ def test_whatever_is_in_a_rollout_its_record_is_one_line_of_json(value, tmp_path
     folder.log_rollouts(1, "train", [rollout.to_record(), rollout.to_record()])
     first, second = lines_of(tmp_path / "run")
     assert repr(first) == repr(second) and first["messages"][0]["tool_calls"][0]["function"]["name"] == "f"
-    assert write_page(read_run(tmp_path / "run"), tmp_path / "page.html").exists()
+    assert write_page([read_run(tmp_path / "run")], tmp_path / "page.html").exists()
 
 
 def test_metrics_that_are_not_finite_are_left_out_and_those_of_other_writers_are_shown(tmp_path):
@@ -111,7 +111,7 @@ def test_metrics_that_are_not_finite_are_left_out_and_those_of_other_writers_are
     assert [repr(row["reward_mean"]) for row in rows] == ["0.5", "nan", "inf", "-inf"]
     plot_curve(rows, tmp_path / "curve.png")
     print_run(read_run(tmp_path / "run"), console=Console(file=io.StringIO()))
-    assert write_page(read_run(tmp_path / "run"), tmp_path / "page.html").exists()
+    assert write_page([read_run(tmp_path / "run")], tmp_path / "page.html").exists()
 
 
 def test_an_evaluation_that_is_not_a_number_is_never_the_best():

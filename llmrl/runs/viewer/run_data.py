@@ -40,6 +40,8 @@ class RunData:
     """Records (`Rollout.to_record`) with `step` and `split`, in the order they were played."""
     rows: dict[tuple[int, str, str], list[TokenRow]] = field(default_factory=dict)
     """Rows by step, split and rollout id, where their tokens were kept."""
+    health: dict[int, dict[str, JSON]] = field(default_factory=dict)
+    """Lines of `health.jsonl` by step: what was found of the run at it."""
     summary: dict[str, JSON] = field(default_factory=dict)
     config: str = ""
     """The run's configuration, as text."""
@@ -119,6 +121,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         metrics=folder.read_metrics(),
         rollouts=rollouts,
         rows=rows,
+        health=folder.health.read(),
         summary=folder.read_summary(),
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
         token_texts=_texts(used, _tokenizer(folder)),
@@ -132,24 +135,22 @@ def key_of(record: Record) -> tuple[int, str, str]:
 
 
 def last_run(folder: str | Path = "runs") -> Path:
-    """Return the run in a folder of runs that was begun last.
+    """Return the run in a folder of runs that logged last.
 
     Raises:
         FileNotFoundError: when there is none.
     """
-    found = _runs_in(Path(folder))
-    if not found:
+    runs = _runs_in(Path(folder))
+    if not runs:
         raise FileNotFoundError(f"there is no run in {Path(folder).resolve()}; name the run's folder.")
-    return found[-1]
+    return runs[-1]
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the runs in a folder, the last to be begun last."""
+    """Return the runs in a folder, the one that logged last last."""
     runs = [entry for entry in folder.iterdir() if entry.is_dir() and holds_run(entry)] if folder.is_dir() else []
-    return sorted(
-        runs,
-        key=lambda run: ((run / "config.yaml" if (run / "config.yaml").exists() else run).stat().st_mtime, run.name),
-    )
+    names = ("metrics.csv", "rollouts.jsonl", "batches")
+    return sorted(runs, key=lambda run: max((run / name).stat().st_mtime for name in names if (run / name).exists()))
 
 
 def _where_runs_are(path: Path) -> str:

@@ -32,7 +32,20 @@ _LISTED = (
     "num_completion_tokens",
 )
 # In this order; each uses the ones before.
-_SCRIPTS = ("base", "state", "scales", "charts", "curves", "groups", "list", "messages", "tokens", "rollout", "main")
+_SCRIPTS = (
+    "base",
+    "state",
+    "scales",
+    "charts",
+    "curves",
+    "groups",
+    "list",
+    "health",
+    "messages",
+    "tokens",
+    "rollout",
+    "main",
+)
 
 
 def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
@@ -71,6 +84,8 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
                 "facts": facts_of(run.summary),
                 "config": run.config,
                 "tokenTexts": run.token_texts,
+                "hasRows": bool(run.rows),
+                "health": run.health,
                 "isRunning": run.is_running,
             }
             for number, run in enumerate(runs)

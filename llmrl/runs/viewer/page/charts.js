@@ -148,7 +148,7 @@ function nearestStep(at) {
 function selectStep(step) {
   if (step === null) return;
   const isSame = state.step === step;
-  state.set({ stepFrom: isSame ? "" : step, stepTo: isSame ? "" : step, problem: "" }, { isVisit: true });
+  state.set({ ...stepState(isSame ? "" : step), problem: "" }, { isVisit: true });
   if (!isSame) byId("step").scrollIntoView();
 }
 

@@ -43,10 +43,10 @@ class RolloutList {
     return this.selectedPlace < 0 ? null : this.selectedPlace;
   }
 
-  // Ids are unique within a run and a split.
+  // Ids are unique within a run, a step and a split.
   nameOf(place) {
-    const { index } = this, run = this.head.runs.length > 1 ? `${index.run[place]}:` : "";
-    return `${run}${index.step[place]}:${index.rollout_id[place]}`;
+    const { index } = this, run = this.head.runs.length > 1 ? [index.run[place]] : [];
+    return [...run, index.step[place], ...(index.split[place] === "train" ? [] : [index.split[place]]), index.rollout_id[place]].join(":");
   }
 
   filter() {
@@ -117,7 +117,7 @@ class RolloutList {
   }
 
   showProblem(problem) {
-    state.set({ problem, stepFrom: "", stepTo: "", split: "" }, { isVisit: true });
+    state.set({ problem, ...stepState(""), split: "" }, { isVisit: true });
     byId("rollouts").scrollIntoView();
   }
 

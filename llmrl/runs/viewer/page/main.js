@@ -53,7 +53,7 @@ function listenToKeys(list) {
 function goToStep(way) {
   const at = state.step === null ? (way > 0 ? -1 : allSteps.length) : allSteps.indexOf(state.step);
   const step = allSteps[Math.max(0, Math.min(allSteps.length - 1, at + way))];
-  if (step !== undefined) state.set({ stepFrom: step, stepTo: step });
+  if (step !== undefined) state.set(stepState(step));
 }
 
 async function main() {
@@ -62,9 +62,11 @@ async function main() {
   if (found.length) [rewards.low, rewards.high] = extent(found);
   showHead(head);
   showCurves(head.runs);
-  const list = new RolloutList(head), panel = new StepPanel(head, list), view = new RolloutView(head, list, panel);
+  const list = new RolloutList(head);
+  new HealthStrip(head, list);
+  const panel = new StepPanel(head, list), view = new RolloutView(head, list, panel);
   list.onFilter = (places) => panel.show(places);
-  byId("step-clear").addEventListener("click", () => state.set({ stepFrom: "", stepTo: "" }, { isVisit: true }));
+  byId("step-clear").addEventListener("click", () => state.set(stepState(""), { isVisit: true }));
   byId("step-back").addEventListener("click", () => goToStep(-1));
   byId("step-on").addEventListener("click", () => goToStep(1));
   byId("problem-filter").addEventListener("click", () => state.set({ problem: "" }, { isVisit: true }));

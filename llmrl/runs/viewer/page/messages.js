@@ -7,7 +7,7 @@ function textOf(content) {
   return content.map((part) => (part?.type === "text" ? part.text : `[${part?.type ?? "?"}]`)).join("");
 }
 
-const INLINE = /(`+)([^`][\s\S]*?)\1(?!`)|\*\*(\S(?:[\s\S]*?\S)?)\*\*|\*([^\s*](?:[^*\n]*[^\s*])?)\*/g;
+const INLINE = /(`+)([^`][\s\S]*?)\1(?!`)|\*\*(\S(?:[\s\S]*?\S)?)\*\*|(?<![\w*])\*([^\s*](?:[^*\n]*[^\s*])?)\*(?![\w*])/g;
 
 function inline(text) {
   const parts = [];

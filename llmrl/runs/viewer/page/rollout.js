@@ -46,6 +46,8 @@ class RolloutView {
           make("button", { class: "narrow", onclick: () => byId("found").scrollIntoView() }, "list"))),
       make("div", { class: "facts" }, facts.map(([name, value]) => make("span", {}, make("span", { class: "faint" }, `${name} `), String(value)))),
       this.parts(), this.columns(),
+      record.split === "train" && !record.rows.length && tab !== "tokens" && this.head.runs[index.run[place]].hasRows
+        ? make("p", { class: "faint" }, whyNoTokens(record)) : null,
       record.error ? make("details", { class: "failure", open: "" }, make("summary", { class: "error" }, record.error),
         record.traceback ? make("pre", {}, record.traceback) : null) : null,
       this.siblings(),

@@ -51,3 +51,5 @@ class PageState {
 }
 
 const state = new PageState();
+
+const stepState = (step) => ({ stepFrom: step, stepTo: step });
