@@ -64,7 +64,7 @@ class CollectorActor:
                 rollout.rows = [row.clone() for row in rollout_rows(rollout)]
             rollout.steps = [portable_turn(step) for step in rollout.steps]
             rollout.conversation = None  # it holds the renderer; its tokens are in the rows
-            rollout.columns = {}
+            rollout.columns, rollout.tool_states = {}, {}
         return rollouts
 
     async def process_id(self) -> int:

@@ -21,7 +21,7 @@ from llmrl.engines.stop_strings import StopStringWatch
 from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric, Score
-from llmrl.transforms import outcomes_of
+from llmrl.transforms import outcomes_of, states_of
 from llmrl.transforms.reward import dataset_columns, find_rubric_reward, write_score
 
 _SOLO_IDS = itertools.count()
@@ -85,7 +85,8 @@ class RolloutRunner:
         """Where judges run."""
         rubric_reward = find_rubric_reward(stepper.env)
         if rubric_reward is not None:
-            rubric_reward.check_inputs()  # the environment has all its transforms now
+            rubric_reward.check_order()  # the environment has all its transforms now
+            rubric_reward.check_inputs()
         self.rubric: Rubric | None = None if rubric_reward is None else rubric_reward.rubric
         self._is_scored_here = self.rubric is not None and self.rubric.is_async
         self.max_prompt_tokens = min(
@@ -109,14 +110,17 @@ class RolloutRunner:
                 self._end(rollout, StopReason.TIMEOUT)
             else:
                 self._end(rollout, StopReason.ENGINE_ERROR, as_exception(error))
+        try:
+            for element in held:
+                rollout.tool_calls, rollout.tool_states = outcomes_of(element), states_of(element)
+            if rollout.conversation is not None:
+                counts = rollout.conversation.count_turns()
+                rollout.num_forks = counts["num_forked_turns"]
+                rollout.num_realigned_tokens = counts["num_realigned_tokens"]
+            await self._score_unscored(rollout)  # a judge may read what tools keep
         finally:
             for element in held:
-                rollout.tool_calls = outcomes_of(element)
                 await self.stepper.release(element)
-        if rollout.conversation is not None:
-            counts = rollout.conversation.count_turns()
-            rollout.num_forks, rollout.num_realigned_tokens = counts["num_forked_turns"], counts["num_realigned_tokens"]
-        await self._score_unscored(rollout)
         _refuse_reward(rollout)
         rollout.seconds = asyncio.get_running_loop().time() - started
         return rollout
@@ -314,7 +318,7 @@ def _refuse_reward(rollout: Rollout) -> None:
 
 def as_scored(rollout: Rollout) -> RewardInput:
     """Return the rollout as reward functions see it."""
-    return RewardInput(rollout.messages, rollout.columns, rollout.status, rollout.reason)
+    return RewardInput(rollout.messages, rollout.columns, rollout.status, rollout.reason, rollout.tool_states)
 
 
 def _joined(parts: list[Completion]) -> Completion:

@@ -46,6 +46,8 @@ class Rollout:
     is_scored: bool = False
     tool_calls: dict[str, int] = field(default_factory=dict)
     """Its calls by outcome, see `llmrl.tools.session.OUTCOMES`."""
+    tool_states: dict[str, object] = field(default_factory=dict)
+    """What its tools with a memory kept, by name, for rewards; it does not leave the process."""
     info: dict[str, object] = field(default_factory=dict)
     """What its environment said beside its messages, later turns' last."""
     steps: list[TensorDictBase] = field(default_factory=list)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.torchrl_names import instead_of
@@ -114,3 +114,14 @@ def _unchecked(cls: type[Container], entries: Mapping[str, object], others: dict
 
 
 _NON_TENSOR_FIELDS = NonTensorData(data=None)._non_tensordict  # tensordict completes the class with the first one
+
+
+def dataset_columns(element: TensorDictBase) -> dict[str, object]:
+    """Return the dataset's columns of a conversation, by name: non-tensor entries at its root and in `"columns"`."""
+    columns = {
+        key: plain(value)
+        for key, value in element.items()
+        if is_non_tensor(value) and key not in ("conversation", "history", "text")
+    }
+    apart = element.get("columns", None)
+    return columns if apart is None else {**columns, **{key: plain(value) for key, value in apart.items()}}

@@ -23,6 +23,8 @@ class RewardInput:
     status: RolloutStatus = RolloutStatus.COMPLETED
     reason: str = StopReason.NONE
     """What ended the rollout before its environment said done, if anything."""
+    tools: Row = field(default_factory=dict)
+    """What the conversation's tools with a memory keep, by name; each is a parameter of its own."""
 
     @property
     def completion(self) -> str:
@@ -34,7 +36,7 @@ class RewardInput:
 
     def arguments(self) -> dict[str, object]:
         """Return all inputs by name; the record's own names win over columns of the same name."""
-        return {**self.columns, **{name: getattr(self, name) for name in ROLLOUT_INPUTS}}
+        return {**self.columns, **self.tools, **{name: getattr(self, name) for name in ROLLOUT_INPUTS}}
 
 
 ROLLOUT_INPUTS = ("completion", "messages", "status", "reason")

@@ -6,7 +6,7 @@ from llmrl.tools.browser import BrowserTransform
 from llmrl.tools.mcp import MCPToolTransform
 from llmrl.tools.python_interpreter import PythonInterpreter
 from llmrl.tools.search import SearchIndex
-from llmrl.tools.session import ToolSession, outcomes_of
+from llmrl.tools.session import ToolSession, outcomes_of, states_of
 from llmrl.tools.tool import Tool, ToolError, class_tools, function_tool
 from llmrl.tools.transform import ToolTransform
 
@@ -26,4 +26,5 @@ __all__ = [
     "class_tools",
     "function_tool",
     "outcomes_of",
+    "states_of",
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Literal, get_args
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+[^<>]*>")
 TruncateSide = Literal["start", "middle", "end"]
 
 
@@ -36,6 +38,9 @@ def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
 def as_text(value: object) -> str:
     """Text as it is, nothing as nothing, anything else as JSON, or else as Python prints it.
 
+    Raises:
+        TypeError: for an object, or one within, that Python prints as its place in memory.
+
     Example:
         >>> as_text({"celsius": 9}), as_text(None), as_text({1, 1})
         ('{"celsius": 9}', '', '{1}')
@@ -47,4 +52,9 @@ def as_text(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
-        return str(value)
+        text = str(value)
+    if _ADDRESS.search(text):
+        raise TypeError(
+            f"the tool gave {text:.100}, which says nothing to a model; a tool returns text, numbers, lists or dicts"
+        )
+    return text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, wait
 
 from tensordict import TensorDictBase
 
@@ -16,7 +18,9 @@ from llmrl.data.tensordicts import plain
 
 logger = logging.getLogger("llmrl")
 
-Release = Callable[[str], None]
+Release = Callable[[str], Future[None] | None]
+"""Told the id of a conversation that ends; what it gives is waited for where that blocks nobody."""
+CLOSE_SECONDS = 30.0
 
 STATE_KEY = "tool_state"
 SESSION = (STATE_KEY, "session")
@@ -46,6 +50,8 @@ class ToolSession:
         """Names of the tools of all transforms."""
         self.outcomes: Counter[str] = Counter()
         """Calls by outcome, see `OUTCOMES`."""
+        self.states: dict[str, object] = {}
+        """What tools with a memory keep for the conversation, by name."""
         self._releases: list[Release] = []
         self._finalizer = weakref.finalize(self, _release_all, self.id, self._releases)
         self._finalizer.atexit = False
@@ -58,8 +64,15 @@ class ToolSession:
         self._releases.append(release)
 
     def release(self) -> None:
-        """Tell the tools that the conversation has ended."""
-        self._finalizer()
+        """Tell the tools that the conversation has ended, and wait for what they close, 30 s at most.
+
+        In an event loop, which may be the one that closes, nothing is waited for.
+        """
+        closing = self._finalizer() or ()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            wait(closing, CLOSE_SECONDS)
 
     @property
     def is_released(self) -> bool:
@@ -109,9 +122,18 @@ def outcomes_of(element: TensorDictBase) -> dict[str, int]:
     return {} if session is None else dict(session.outcomes)
 
 
-def _release_all(conversation_id: str, releases: list[Release]) -> None:
+def states_of(element: TensorDictBase) -> dict[str, object]:
+    """Return what tools with a memory keep for a conversation, by name."""
+    session = plain(element.get(SESSION, None))
+    return {} if session is None else dict(session.states)
+
+
+def _release_all(conversation_id: str, releases: list[Release]) -> list[Future[None]]:
+    closing = []
     for release in releases:
         try:
-            release(conversation_id)
+            if (future := release(conversation_id)) is not None:
+                closing.append(future)
         except BaseException as error:  # the other tools are to be told, too
             logger.warning("a tool failed to let go of a conversation", exc_info=as_exception(error))
+    return closing

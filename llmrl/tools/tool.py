@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from llmrl._utils.failure import guarded
 from llmrl._utils.imports import require
 from llmrl._utils.threads import run_in_thread
+from llmrl._utils.types import Row
 from llmrl.data import ToolSchema
 
 if TYPE_CHECKING:
@@ -44,8 +47,12 @@ class Tool:
     """JSON schema of the arguments, an object."""
     run: Callable[[dict[str, object], str], Awaitable[object]]
     """Called with the arguments and the id of the conversation; what it returns is the answer."""
-    release: Callable[[str], None] | None = None
-    """Called with the id of a conversation that has ended, if the tool keeps anything for it."""
+    release: Callable[[str], Future[None] | None] | None = None
+    """Called with the id of a conversation that has ended, if the tool keeps anything for it; see `Release`."""
+    open: Callable[[str, Row], Coroutine[None, None, object]] | None = None
+    """Called with the id of a conversation and its row of the dataset, before its first call; gives what is kept."""
+    state_name: str = ""
+    """By which rewards read what is kept."""
     keeps_time: bool = False
     """Whether it ends by itself when it takes too long, and blocks no thread: it is awaited where it is called."""
 
@@ -91,8 +98,10 @@ def function_tool(function: Callable[..., object], *, name: str | None = None) -
 def class_tools(cls: type) -> list[Tool]:
     """Tools with a memory: each conversation has its own instance of a class, whose public methods are the tools.
 
-    The instance is made at the conversation's first call, without arguments. When the conversation ends, its method
-    `close` is called, if it has one; an `async` one on the loop that its other methods ran on.
+    The instance is made without arguments before the conversation's first answer is looked at, called or not. Then its
+    method `reset`, if it has one, is called with those columns of the conversation's row that it names. When the
+    conversation ends, and is scored, its method `close` is called; an `async` one on the loop that its other methods
+    ran on. Reward functions read the instance by the class's name, `class ShoppingBasket` as `shopping_basket`.
 
     Raises:
         TypeError: when the class has no public method, or one that is no tool.
@@ -112,20 +121,31 @@ def class_tools(cls: type) -> list[Tool]:
     functions = {
         name: function
         for name, function in inspect.getmembers(cls, inspect.isfunction)
-        if not name.startswith("_") and name != "close"
+        if not name.startswith("_") and name not in ("close", "reset")
     }
     if not functions:
         raise TypeError(f"{cls.__name__} has no public method that could be a tool.")
-    instances: dict[str, object] = {}
+    state_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    instances: dict[str, Any] = {}
     loops: dict[str, asyncio.AbstractEventLoop] = {}
 
-    def release(conversation_id: str) -> None:
+    async def open_instance(conversation_id: str, row: Row) -> object:
+        instance = instances[conversation_id] = cls()
+        loops[conversation_id] = asyncio.get_running_loop()
+        reset = getattr(instance, "reset", None)
+        if reset is not None:
+            parameters = inspect.signature(reset).parameters.values()
+            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+            names = [parameter.name for parameter in parameters]
+            await _call(reset, {name: value for name, value in row.items() if takes_all or name in names})
+        return instance
+
+    def release(conversation_id: str) -> Future[None] | None:
         instance, loop = instances.pop(conversation_id, None), loops.pop(conversation_id, None)
-        if not hasattr(instance, "close"):
-            return
-        closing = instance.close()
-        if inspect.iscoroutine(closing):  # where its other methods ran; nobody waits here, which may be that thread
-            asyncio.run_coroutine_threadsafe(_told(closing), loop)  # type: ignore[arg-type]
+        closing = instance.close() if hasattr(instance, "close") else None
+        if not inspect.iscoroutine(closing) or loop is None:
+            return None
+        return asyncio.run_coroutine_threadsafe(_told(closing), loop)  # where its other methods ran
 
     def make(name: str, function: Callable[..., object]) -> Tool:
         signature = Signature(function, is_method=True)
@@ -133,10 +153,10 @@ def class_tools(cls: type) -> list[Tool]:
         async def run(arguments: dict[str, object], conversation_id: str) -> object:
             valid = signature.validate(arguments)
             if conversation_id not in instances:
-                instances[conversation_id], loops[conversation_id] = cls(), asyncio.get_running_loop()
+                await open_instance(conversation_id, {})
             return await _call(getattr(instances[conversation_id], name), valid)
 
-        return Tool(name, signature.description, signature.schema, run, release=release)
+        return Tool(name, signature.description, signature.schema, run, release, open_instance, state_name)
 
     return [make(name, function) for name, function in functions.items()]
 

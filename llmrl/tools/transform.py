@@ -19,7 +19,7 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
 from llmrl.data.chats import flatten
 from llmrl.data.message import encodable
-from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
+from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser
 from llmrl.tools.output import TruncateSide, as_text, truncate
 from llmrl.tools.session import SESSION, STATE_KEY, ToolSession
@@ -119,6 +119,11 @@ class ToolTransform(KnownArguments, Transform):
         """Where tools run: one event loop, and another while something blocks its thread."""
         return self._home or self._loops.current
 
+    @property
+    def state_names(self) -> set[str]:
+        """Names by which rewards read what tools keep for a conversation."""
+        return {tool.state_name for tool in self.tools.values() if tool.state_name}
+
     def close(self) -> None:
         """End what tools hold. May be called twice."""
         self._loops.close()
@@ -199,6 +204,7 @@ class ToolTransform(KnownArguments, Transform):
     # The model's side
 
     async def _answer(self, element: TensorDictBase, session: ToolSession) -> list[Message]:
+        await self._open(element, session)
         messages = element.get(("history", "full")).chats
         reason = plain(element.get(("rollout", "reason"), ""))
         is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED)
@@ -208,6 +214,15 @@ class ToolTransform(KnownArguments, Transform):
         last = None if conversation is None else conversation.last
         malformed = () if last is None else last.malformed_tool_calls
         return await self.answer(messages[-1], malformed, session, turn=len(messages))
+
+    async def _open(self, element: TensorDictBase, session: ToolSession) -> None:
+        """Have each class's instance made for a conversation; what fails there is its author's mistake, and raised."""
+        row = dataset_columns(element)
+        for tool in self.tools.values():
+            if tool.open is not None and tool.state_name not in session.states:
+                async with asyncio.timeout(self.timeout):
+                    opening = tool.open(session.id, row)
+                    session.states[tool.state_name] = await self._loops.wait(opening, on=self._home)
 
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int

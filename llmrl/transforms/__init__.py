@@ -1,5 +1,6 @@
 """Transforms that extend a `ChatEnv`."""
 
+from llmrl.data.tensordicts import dataset_columns
 from llmrl.tools import (
     BrowserTransform,
     MCPToolTransform,
@@ -8,12 +9,13 @@ from llmrl.tools import (
     SearchIndex,
     ToolTransform,
     outcomes_of,
+    states_of,
 )
 from llmrl.transforms.incremental_tokenizer import IncrementalTokenizer
 from llmrl.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from llmrl.transforms.parts import environment_parts, is_ours, reads_turns
 from llmrl.transforms.policy_version import PolicyVersion
-from llmrl.transforms.reward import RubricReward, dataset_columns, find_rubric_reward, write_score
+from llmrl.transforms.reward import RubricReward, find_rubric_reward, write_score
 from llmrl.transforms.template import TemplateTransform
 from llmrl.transforms.thinking import AddThinkingPrompt
 from llmrl.transforms.tokenizer import Tokenizer
@@ -41,5 +43,6 @@ __all__ = [
     "is_ours",
     "outcomes_of",
     "reads_turns",
+    "states_of",
     "write_score",
 ]

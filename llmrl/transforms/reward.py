@@ -7,15 +7,16 @@ import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import torch
-from tensordict import TensorDictBase, is_non_tensor
+from tensordict import TensorDictBase
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, Transform
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.asynchronous import run_sync
 from llmrl.data import Message, StopReason, decide_status
-from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
+from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, restacked, tensordict_of
 from llmrl.rewards import ROLLOUT_INPUTS, RewardFn, RewardInput, Rubric, Score, UnknownRewardInput
+from llmrl.tools import ToolTransform, states_of
 from llmrl.transforms.parts import environment_around, environment_parts
 
 
@@ -74,10 +75,12 @@ class RubricReward(KnownArguments, Transform):
             UnknownRewardInput: naming the function, what it reads and what there is.
         """
         env = environment_around(self)
-        columns = [part.columns for part in ([] if env is None else environment_parts(env)) if hasattr(part, "columns")]
+        parts = [] if env is None else environment_parts(env)
+        columns = [part.columns for part in parts if hasattr(part, "columns")]
         if not columns:  # the columns are those that somebody resets with
             return
-        available = {*ROLLOUT_INPUTS, *itertools.chain.from_iterable(columns)}
+        states = [part.state_names for part in parts if isinstance(part, ToolTransform)]
+        available = {*ROLLOUT_INPUTS, *itertools.chain.from_iterable([*columns, *states])}
         try:
             self.rubric.check_inputs(available)
         except UnknownRewardInput:
@@ -86,6 +89,22 @@ class RubricReward(KnownArguments, Transform):
             for spec in (parent.state_spec, parent.observation_spec):
                 available |= {key for key, entry in spec.items() if isinstance(entry, NonTensor)}
             self.rubric.check_inputs(available)
+
+    def check_order(self) -> None:
+        """Refuse tools that would answer after this has ended the conversation.
+
+        Raises:
+            ValueError: naming them.
+        """
+        env = environment_around(self)
+        parts = [] if env is None else environment_parts(env)
+        place = next((number for number, part in enumerate(parts) if part is self), len(parts))
+        late = [name for part in parts[place:] if isinstance(part, ToolTransform) for name in part.tools]
+        if late and self.terminate_when_answered:
+            raise ValueError(
+                f"the tools {late} are appended after RubricReward, which ends a conversation before they answer: "
+                "append them before it."
+            )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict)
@@ -113,7 +132,9 @@ class RubricReward(KnownArguments, Transform):
         if plain(element.get(("rollout", "is_scored_later"), False)):
             return None
         status = decide_status(is_terminated=is_terminated, reason=reason)
-        return RewardInput(messages, dataset_columns(element), status, reason) if status.is_settled else None
+        if not status.is_settled:
+            return None
+        return RewardInput(messages, dataset_columns(element), status, reason, states_of(element))
 
     def _score(self, rollouts: Sequence[RewardInput]) -> Iterator[Score | None]:
         async def score_all() -> list[Score]:
@@ -148,17 +169,6 @@ def write_score(next_element: TensorDictBase, score: Score | None, names: Sequen
     next_element.set("reward_breakdown", tensordict_of(breakdown))
     next_element.set("is_scored", torch.tensor([score is not None and score.is_scored]))
     next_element.set("score_error", non_tensor("" if score is None else score.error))
-
-
-def dataset_columns(element: TensorDictBase) -> dict[str, object]:
-    """Return the dataset's columns of a conversation, by name: non-tensor entries at its root and in `"columns"`."""
-    columns = {
-        key: plain(value)
-        for key, value in element.items()
-        if is_non_tensor(value) and key not in ("conversation", "history", "text")
-    }
-    apart = element.get("columns", None)
-    return columns if apart is None else {**columns, **{key: plain(value) for key, value in apart.items()}}
 
 
 def find_rubric_reward(env: EnvBase) -> RubricReward | None:
