@@ -39,6 +39,8 @@ class RolloutLimits:
     """Completions a rollout may have."""
     max_prompt_tokens: int | None = None
     """Longest prompt; by default what leaves one token of the engine's context."""
+    end_at_length: bool = True
+    """Whether an answer that was cut by its budget of tokens ends its rollout, truncated. TorchRL plays on after it."""
     rollout_timeout_seconds: float | None = None
     """Wall time of a rollout, waiting included."""
     num_engine_retries: int = 2
@@ -225,7 +227,7 @@ class RolloutRunner:
         rollout.num_turns += 1
         rollout.conversation, rollout.messages = conversation, conversation.messages
         rollout.num_completion_tokens += len(completion.token_ids)
-        if completion.finish_reason == "length":
+        if completion.finish_reason == "length" and self.limits.end_at_length:
             rollout.reason = StopReason.LENGTH
         elif completion.finish_reason == "abort":
             rollout.reason = StopReason.ABORTED

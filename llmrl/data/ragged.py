@@ -95,7 +95,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
     shape = tensordict.batch_size
-    holder = None if isinstance(key, str) else tensordict.get(key[0], None)
+    holder = tensordict.get(key[0], None) if not isinstance(key, str) and len(key) > 1 else None
     if isinstance(tensordict, LazyStackedTensorDict):
         places = torch.arange(len(rows)).reshape(shape).unbind(tensordict.stack_dim)
         for element, within in zip(tensordict.tensordicts, places, strict=True):

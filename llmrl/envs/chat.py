@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
 from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
 from llmrl.data.chats import flatten
 from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_of
+from llmrl.transforms import IncrementalTokenizer
 
 InputMode = Literal["history", "text", "tokens"]
+
+
+_WRITTEN_BY_POLICIES = ("history", "text", "tokens", "log_probs", "masks", "policy_versions", "finish_reason")
 
 
 class ChatEnv(KnownArguments, EnvBase):
@@ -83,6 +87,24 @@ class ChatEnv(KnownArguments, EnvBase):
             self.data_key = data_key
         self._make_specs(shape)
 
+    @classmethod
+    def with_tokenizer(cls, tokenizer: Tokenizer, **kwargs: object) -> TransformedEnv:
+        """Return an environment whose prompts are there as tokens, too: with an `IncrementalTokenizer`.
+
+        Args:
+            tokenizer: of the model.
+            kwargs: see the class.
+        """
+        env = cls(tokenizer=tokenizer, **kwargs)  # type: ignore[arg-type]
+        return TransformedEnv(env, IncrementalTokenizer(tokenizer))
+
+    @classmethod
+    def from_dataloader(cls, dataloader: Iterable[object], **kwargs: object) -> EnvBase:
+        """Return a `DatasetChatEnv` over what a loader yields, see its `from_dataloader`."""
+        from llmrl.envs.dataset import DatasetChatEnv  # a ChatEnv itself
+
+        return DatasetChatEnv.from_dataloader(dataloader, **kwargs)
+
     def _make_specs(self, shape: torch.Size) -> None:
         container = self.input_mode
         state = NonTensor(shape=tuple(shape), example_data=None)
@@ -113,7 +135,10 @@ class ChatEnv(KnownArguments, EnvBase):
                 f"{None if tensordict is None else sorted(map(str, tensordict.keys()))}. "
                 "For queries from a dataset use DatasetChatEnv."
             )
-        return self._open(tensordict, tensordict.batch_size)
+        return self._moved(self._open(tensordict, tensordict.batch_size))
+
+    def _moved(self, written: TensorDictBase) -> TensorDictBase:
+        return written if self.device is None else written.to(self.device)
 
     def _open(self, tensordict: TensorDictBase, shape: torch.Size) -> TensorDictBase:
         """Turn the queries of a tensordict of batch shape `shape` into the first prompts."""
@@ -161,8 +186,11 @@ class ChatEnv(KnownArguments, EnvBase):
         return messages
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._moved(self._stepped(tensordict))
+
+    def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_size:
-            return lazy_stack([self._step(element) for element in tensordict.unbind(0)], 0)
+            return lazy_stack([self._stepped(element) for element in tensordict.unbind(0)], 0)
         full = tensordict.get((self.input_mode, "full"), None)
         if full is None:
             raise ValueError(
@@ -178,6 +206,19 @@ class ChatEnv(KnownArguments, EnvBase):
         return tensordict_of(
             {self.input_mode: turn, "conversation": conversation, "reward": torch.zeros(1, 1), **_flags(False)}
         )
+
+    def _post_step_mdp_hooks(
+        self, tensordict: TensorDictBase, tensordict_: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """Leave what the policy wrote out of what it reads next: a turn, or an episode, begins without it."""
+        following = tensordict.get("next")
+        for key in _WRITTEN_BY_POLICIES:
+            written = following.get(key, None)
+            if written is not None:
+                tensordict_.set(key, written.copy())
+            elif tensordict_.get(key, None) is not None:
+                tensordict_.pop(key)
+        return tensordict, tensordict_
 
     def release(self, element: TensorDictBase) -> None:
         """Let go of what a conversation held; a collector calls it once, however the conversation ended."""

@@ -6,11 +6,12 @@ import hashlib
 import itertools
 import json
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -19,7 +20,7 @@ from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from llmrl._utils.types import Row, StateDict, Tokenizer
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.chat import ChatEnv, InputMode
-from llmrl.envs.sources import load_rows, rows_of_batches
+from llmrl.envs.sources import StreamedRows, load_rows, rows_of_loader
 
 RESERVED_ENTRIES = frozenset((
     "_reset", "action", "columns", "conversation", "done", "env_answer", "env_error", "env_info", "env_traceback",
@@ -59,7 +60,7 @@ class PromptSampler:
         name: prefix of group ids; two samplers of a run need two names.
 
     Raises:
-        ValueError: for an empty dataset or a number below 1.
+        ValueError: for an empty dataset, a number below 1, or `shuffle` of rows that are read as they are drawn.
 
     Example:
         >>> sampler = PromptSampler([{"query": "a"}], num_samples=2)
@@ -84,7 +85,10 @@ class PromptSampler:
                 raise ValueError(f"{argument} must be at least 1, got {value}.")
         self.items, self.num_samples, self.shuffle = items, num_samples, shuffle
         self.seed, self.num_epochs, self.name = seed, num_epochs, name
+        if shuffle and isinstance(items, StreamedRows):
+            raise ValueError("shuffle needs all rows, and the loader has no length; let the loader shuffle.")
         self._position = 0
+        self._first_epoch = 0
         self._again: deque[int] = deque()
         self._order_epoch = -1
         self._order: list[int] = []
@@ -103,8 +107,10 @@ class PromptSampler:
         """Positions of the next `count` draws, fewer where the data ends; nothing is drawn."""
         again = list(itertools.islice(self._again, count))
         stop = self._position + count - len(again)
+        if isinstance(self.items, StreamedRows):
+            self.items.read(-(-stop // self.num_samples))
         if self.num_epochs is not None:
-            stop = min(stop, self.num_epochs * len(self.items) * self.num_samples)
+            stop = min(stop, (self._first_epoch + self.num_epochs) * len(self.items) * self.num_samples)
         return again + list(range(self._position, stop))
 
     def draw(self) -> Drawn:
@@ -137,12 +143,11 @@ class PromptSampler:
         """Return what a draw at a position gives; nothing is drawn."""
         group, sample_index = divmod(position, self.num_samples)
         epoch, place = divmod(group, len(self.items))
-        if epoch != self._order_epoch:
+        if self.shuffle and epoch != self._order_epoch:
             self._order = list(range(len(self.items)))
-            if self.shuffle:
-                random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
             self._order_epoch = epoch
-        index = self._order[place]
+        index = self._order[place] if self.shuffle else place
         return self.items[index], f"{self.name}/{epoch}/{index}", sample_index
 
     def skip_to_group(self) -> None:
@@ -162,6 +167,26 @@ class PromptSampler:
         num_left = Counter(position // self.num_samples for position in self._again)
         self._again = deque(one for one in self._again if num_left[one // self.num_samples] == self.num_samples)
 
+    def begin_anew(self) -> None:
+        """Go on with the beginning of the next epoch, and of `num_epochs` from there.
+
+        Raises:
+            ValueError: for rows of a loader without a length, before its end.
+
+        Example:
+            >>> sampler = PromptSampler([{"query": "a"}], num_epochs=1)
+            >>> sampler.draw()[1], sampler.begin_anew(), sampler.draw()[1]
+            ('train/0/0', None, 'train/1/0')
+        """
+        if isinstance(self.items, StreamedRows):
+            self.items.read(self._position // self.num_samples + 1)
+        size = len(self.items) * self.num_samples
+        if size > sys.maxsize // 2 and self._position:
+            raise ValueError("the loader has no length, and has not ended: there is no beginning to go back to.")
+        self._again.clear()
+        self._position += -self._position % size
+        self._first_epoch = self._position // size
+
     def draw_next(self, positions: Iterable[int]) -> None:
         """Let the draws at these positions be the next ones, in place of others that were to be drawn again."""
         self._again = deque(positions)
@@ -171,11 +196,13 @@ class PromptSampler:
 
         `unfinished` are positions that were drawn and whose rollouts will not outlive this process.
         """
-        return {"position": self._position, "again": [*unfinished, *self._again], "order": self._meaning()}
+        state = {"position": self._position, "again": [*unfinished, *self._again], "order": self._meaning()}
+        return {**state, "first_epoch": self._first_epoch}
 
     def _meaning(self) -> dict[str, object]:
         """Return what gives a position its prompt and its id: with another of these it would be another draw."""
-        order = {"num_prompts": len(self.items), "num_samples": self.num_samples, "shuffle": self.shuffle}
+        num_prompts = None if isinstance(self.items, StreamedRows) else len(self.items)
+        order = {"num_prompts": num_prompts, "num_samples": self.num_samples, "shuffle": self.shuffle}
         return {**order, "seed": self.seed, "name": self.name, "digest": self._digest}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -194,7 +221,7 @@ class PromptSampler:
                 f"the saved position is of other draws: {'; '.join(differing)} (num_samples are a dataset's repeats). "
                 "Build the environment as it was when the state was saved, or begin anew without the state."
             )
-        self._position = state["position"]
+        self._position, self._first_epoch = state["position"], state["first_epoch"]
         self._again = deque(state["again"])
 
 
@@ -308,8 +335,10 @@ class DatasetChatEnv(ChatEnv):
     def from_dataloader(cls, dataloader: Iterable[object], **kwargs: Any) -> DatasetChatEnv:
         """Return an environment over everything that a `DataLoader` yields in one pass, in its order.
 
+        A loader without a length may be endless: its batches are read when they are drawn.
+
         Args:
-            dataloader: finite; its batches are columns of equal length, rows, or TensorDicts.
+            dataloader: its batches are columns of equal length, rows, or TensorDicts.
             kwargs: see the class.
 
         Example:
@@ -318,7 +347,12 @@ class DatasetChatEnv(ChatEnv):
             >>> DatasetChatEnv.from_dataloader(loader, repeats=4).reset()["query"]
             '1 + 1 ='
         """
-        return cls(rows_of_batches(dataloader), **kwargs)
+        return cls(rows_of_loader(dataloader), **kwargs)
+
+    def reset_dataloader(self) -> Self:
+        """Begin the dataset anew, one that has ended, too; groups get new ids. Return the environment."""
+        self.prompts.begin_anew()
+        return self
 
     def _make_specs(self, shape: torch.Size) -> None:
         super()._make_specs(shape)
@@ -345,7 +379,7 @@ class DatasetChatEnv(ChatEnv):
         mask = None if tensordict is None else tensordict.get("_reset", None)
         is_drawn = [True] * shape.numel() if mask is None else mask.reshape(-1).tolist()
         drawn = iter(self.prompts.draw_many(sum(is_drawn)))
-        return restacked(self._open_all([next(drawn) if is_new else None for is_new in is_drawn]), shape)
+        return self._moved(restacked(self._open_all([next(drawn) if is_new else None for is_new in is_drawn]), shape))
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
         """Open a conversation for each draw; where there is none, the place of one that goes on."""

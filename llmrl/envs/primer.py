@@ -16,7 +16,7 @@ from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
 from llmrl.envs.dataset import RESERVED_ENTRIES, Drawn, EndOfData, PromptSampler, columns_of, with_columns
-from llmrl.envs.sources import Source, load_rows, rows_of_batches
+from llmrl.envs.sources import Source, load_rows, rows_of_loader
 
 _READ_BY_ENVIRONMENTS = {"text", "tokens"}
 _COUNTS = ("sample_index", "group_size")
@@ -43,7 +43,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
     A collector takes groups, the end of the data and the saved position from a primer as from a `DatasetChatEnv`.
 
     Args:
-        dataloader: finite: a `DataLoader`, or anything that `load_rows` reads. It is read once.
+        dataloader: a `DataLoader`, which may be endless, or anything that `load_rows` reads. It is read once.
         dataloader_factory: makes it; instead of `dataloader`.
         repeats: how often a row is drawn in a row; its draws form a group.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
@@ -105,6 +105,10 @@ class DataLoadingPrimer(KnownArguments, Transform):
             EndOfData: when there are fewer.
         """
         return self.prompts.draw_many(count)
+
+    def reset_dataloader(self) -> None:
+        """Begin the data anew, one that has ended, too; groups get new ids."""
+        self.prompts.begin_anew()
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         parent = self.parent
@@ -201,6 +205,10 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
             raise drawn
         return drawn
 
+    def reset_dataloader(self) -> None:
+        """Begin the data anew, for all that share it."""
+        self._ask("begin_anew")
+
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """Return the position in the data, of all that share it."""
         return {"prompts": self._ask("state_dict")}
@@ -225,6 +233,9 @@ class _SharedPrompts:
         except EndOfData as end:  # given back, for Ray would wrap what is raised
             return end
 
+    def begin_anew(self) -> None:
+        self._prompts.begin_anew()
+
     def state_dict(self) -> StateDict:
         return self._prompts.state_dict()
 
@@ -234,5 +245,5 @@ class _SharedPrompts:
 
 def _rows(source: Source) -> Sequence[Row]:
     """Return a loader's batches as rows; any other source through `load_rows`."""
-    rows = load_rows(rows_of_batches(source) if isinstance(source, DataLoader) else source)
+    rows = load_rows(rows_of_loader(source) if isinstance(source, DataLoader) else source)
     return [{"query": row} for row in rows] if isinstance(rows[0], str) else rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -69,6 +70,8 @@ def _rows_of(source: Any, split: str | None, subset: str | None, label: str) -> 
         return source.astype(object).where(source.notna(), None).to_dict("records")
     if hasattr(source, "to_dicts"):  # polars
         return source.to_dicts()
+    if isinstance(source, StreamedRows):
+        return source
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return source
     if isinstance(source, Iterable):
@@ -214,6 +217,52 @@ def rows_of_batches(batches: Iterable[object]) -> list[Row]:
         [{'query': 'a', 'answer': '1'}, {'query': 'b', 'answer': '2'}, {'query': 'c', 'answer': '3'}]
     """
     return [row for batch in batches for row in _rows_of_batch(batch)]
+
+
+def rows_of_loader(loader: Iterable[object]) -> Sequence[Row]:
+    """Return the rows of one pass over a loader; where it has no length, as they are asked for.
+
+    Example:
+        >>> import itertools
+        >>> rows_of_loader({"query": [str(number)]} for number in itertools.count())[2]
+        {'query': '2'}
+    """
+    try:
+        len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return StreamedRows(loader)
+    return rows_of_batches(loader)
+
+
+class StreamedRows(Sequence[Row]):
+    """Rows of an iterable of batches, read when they are asked for, and kept.
+
+    Its length is that of an endless one until its end has been read.
+
+    Args:
+        batches: as `rows_of_batches` takes them.
+    """
+
+    def __init__(self, batches: Iterable[object]) -> None:
+        self._batches = iter(batches)
+        self._rows: list[Row] = []
+        self._has_ended = False
+
+    def read(self, num_rows: int) -> None:
+        """Read until there are so many rows, or none is left."""
+        while len(self._rows) < num_rows and not self._has_ended:
+            try:
+                self._rows += _rows_of_batch(next(self._batches))
+            except StopIteration:
+                self._has_ended = True
+
+    def __len__(self) -> int:
+        self.read(1)
+        return len(self._rows) if self._has_ended else sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read(index + 1)
+        return self._rows[index]
 
 
 def _rows_of_batch(batch: object) -> list[Row]:
