@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
 from loss_batches import tiny_model
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm import TransformersWrapper as TorchRLTransformersWrapper
-from torchrl.modules.llm import vLLMWrapper as TorchRLvLLMWrapper
 from torchrl.modules.llm.policies import Tokens as TorchRLTokens
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
@@ -18,7 +16,7 @@ from llmrl.collectors import LLMCollector
 from llmrl.data import ChatHistory, History, Masks, Text, Tokens
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import GRPOLoss
-from llmrl.policies import LLMWrapperBase, sampling_from_kwargs, vLLMWrapper
+from llmrl.policies import LLMWrapperBase, sampling_from_kwargs
 from llmrl.testing import ScriptedEngine
 from llmrl.trainer import TransformersWrapper
 
@@ -207,21 +205,6 @@ def test_torchrls_loss_takes_our_policy_and_our_rows():
         model.zero_grad()
     for theirs, ours in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("theirs", [TorchRLTransformersWrapper, TorchRLvLLMWrapper])
-def test_every_argument_of_torchrls_policies_is_taken_or_refused_with_what_to_do(model, theirs, renderer):
-    policies = {
-        "TransformersWrapper": lambda **one: TransformersWrapper(model, renderer=renderer, generate=False, **one),
-        "vLLMWrapper": lambda **one: vLLMWrapper(ScriptedEngine(["a"]), renderer=renderer, **one),
-    }
-    taken = {
-        "tokenizer", "input_mode", "input_key", "attention_mask_key", "generate", "generate_kwargs", "pad_output",
-        "pad_model_input", "inplace", "num_samples", "chat_template", "return_log_probs", "log_probs_key",
-    }  # fmt: skip
-    for name in inspect.signature(theirs.__init__).parameters.keys() - {"self", "model"} - taken:
-        with pytest.raises(TypeError, match=rf"has no argument '{name}': [^?]+\.$"):
-            policies[theirs.__name__](**{name: None})
 
 
 def test_arguments_that_contradict_each_other_are_refused(renderer):

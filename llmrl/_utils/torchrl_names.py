@@ -16,6 +16,7 @@ _PARSERS = "GSM8KRewardParser MATHRewardParser CountdownRewardParser"
 _POLICY_LOSSES = "GRPOLoss DAPO CISPOLoss"
 _LOSSES = f"{_POLICY_LOSSES} SFTLoss DistillationLoss"
 _KL = "RetrieveLogProb RetrieveKL KLRewardTransform"
+_WRAPPERS = "TransformersWrapper vLLMWrapper"
 _COLLECTORS = "LLMCollector RayLLMCollector"
 _SCHEMES = "VLLMWeightSyncScheme VLLMDoubleBufferSyncScheme"
 
@@ -33,6 +34,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (_TASKS, "compute_reward", "take DatasetChatEnv for the prompts without the reward"),
     (_TASKS, "max_steps", "a question ends when it is answered; limit turns with RolloutLimits or StepCounter"),
     (_TASKS, ".from_dataloader", "pass the loader as dataset="),
+    (_TASKS, ".reset_dataloader", "base_env.reset_dataloader()"),
     ("make_gsm8k_env", "dataset", "pass it as data="),
     ("DataLoadingPrimer", "batch_size", "reset takes a tensordict of any batch shape"),
     ("DataLoadingPrimer", "stack_method", "batches are lazily stacked"),
@@ -46,11 +48,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("RayDataLoadingPrimer", ".primers .stack_method", "there are no such arguments, either"),
     ("DataLoadingPrimer RayDataLoadingPrimer", "device", "rows are no tensors"),
     ("DataLoadingPrimer", ".device", "rows are no tensors"),
-    (
-        f"DataLoadingPrimer RayDataLoadingPrimer {_DATASETS}",
-        ".reset_dataloader",
-        "load_state_dict() of a state_dict() taken at the start",
-    ),
     ("LLMEnv", "attention_key has_attention", "padding is told by length, there are no masks of it"),
     ("LLMEnv", "reward_key", "the reward is in ('next', 'reward')"),
     ("LLMEnv", "assign_reward assign_done", "a reward, 0 unless a transform gives one, and done flags always are"),
@@ -63,7 +60,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "reward_key stack_method tokenizer vocab_size",
         "as for LLMEnv and DataLoadingPrimer",
     ),
-    ("DatasetChatEnv.from_dataloader", "group_repeats primers", "as for DatasetChatEnv"),
+    ("ChatEnv.from_dataloader DatasetChatEnv.from_dataloader", "group_repeats primers", "as for DatasetChatEnv"),
     ("MLGymWrapper", ".set_env", "pass the environment to the constructor"),
     ("make_mlgym", "tokenizer device", "the policy renders, and messages are no tensors"),
     (f"{_PARSERS}", "tokenizer eos_token", "the text of the last message is judged, which has no end of turn"),
@@ -184,6 +181,39 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (_COLLECTORS, ".iterator", "iterate the collector itself"),
     (_COLLECTORS, ".rollout", "call next() for a batch, or play() for whole rollouts"),
     (_COLLECTORS, ".reset", "pass reset_at_each_iter=True, or make a new collector"),
+    (_WRAPPERS, "batching batching_timeout min_batch_size", "the engine batches the requests of all threads"),
+    (_WRAPPERS, "max_batch_size", "pass max_num_seqs= to the engine"),
+    (_WRAPPERS, "chat_template_name", "the tokenizer's own template needs no marks; another is chat_template="),
+    (_WRAPPERS, "device", "a policy computes where its model is: model.to(device)"),
+    (_WRAPPERS, "layout", "entries are ragged; .as_nested_tensor(key) of a container makes a nested tensor"),
+    (
+        _WRAPPERS,
+        "history_key masks_key text_key tokens_key",
+        "entries have the names that losses and environments read",
+    ),
+    (_WRAPPERS, "prefer_tokens", "tokens that are there are always preferred to their text"),
+    (_WRAPPERS, "tokenizer_kwargs", "pass renderer=make_renderer(tokenizer, template_kwargs=...), or pad_output="),
+    (
+        f"{_WRAPPERS} LLMWrapperBase",
+        ".batching .cleanup_batching .get_batching_state",
+        "the engine batches the requests of all threads",
+    ),
+    (f"{_WRAPPERS} LLMWrapperBase", ".collector .register_collector", "a collector knows its policy"),
+    (
+        f"{_WRAPPERS} LLMWrapperBase",
+        ".dist_params_keys .dist_sample_keys .log_prob_keys",
+        "log_probs_key is the container of what is written",
+    ),
+    ("vLLMWrapper LLMWrapperBase", ".get_dist .log_prob", "TransformersWrapper(model, generate=False) has them"),
+    ("vLLMWrapper", ".get_dist_with_prompt_mask", "TransformersWrapper(model, generate=False) has get_dist"),
+    ("vLLMWrapper", ".CompletionOutput_tc", "engines return a Completion"),
+    ("vLLMWrapper", ".set_tokenizer", "pass tokenizer= to the constructor"),
+    ("TransformersWrapper", ".repeat_interleave_causal", "prompts that rows share are computed once by themselves"),
+    (
+        "TransformersWrapper.get_dist",
+        "as_nested_tensor as_padded_tensor layout padding_side padding_value tensordict_out",
+        "rows are padded on the left, as losses pad what they compare with",
+    ),
     (
         _COLLECTORS,
         ".set_seed",

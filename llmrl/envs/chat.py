@@ -99,11 +99,11 @@ class ChatEnv(KnownArguments, EnvBase):
         return TransformedEnv(env, IncrementalTokenizer(tokenizer))
 
     @classmethod
-    def from_dataloader(cls, dataloader: Iterable[object], **kwargs: object) -> EnvBase:
+    def from_dataloader(cls, dataloader: Iterable[object], *, repeats: int = 1, **kwargs: object) -> EnvBase:
         """Return a `DatasetChatEnv` over what a loader yields, see its `from_dataloader`."""
         from llmrl.envs.dataset import DatasetChatEnv  # a ChatEnv itself
 
-        return DatasetChatEnv.from_dataloader(dataloader, **kwargs)
+        return DatasetChatEnv.from_dataloader(dataloader, repeats=repeats, **kwargs)
 
     def _make_specs(self, shape: torch.Size) -> None:
         container = self.input_mode

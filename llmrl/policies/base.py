@@ -19,7 +19,7 @@ from llmrl.data import CONTEXT_VERSION, ChatHistory, History, LogProbs, Masks, T
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
 from llmrl.engines.border import check_completion
-from llmrl.policies.arguments import WRAPPER_ARGUMENTS, InputMode
+from llmrl.policies.arguments import InputMode
 from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 
@@ -57,7 +57,6 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         TypeError: for an unknown argument, with what to do instead of one of TorchRL's.
     """
 
-    explained_arguments = WRAPPER_ARGUMENTS
     return_text = return_masks = return_tokens = True
     _can_score = False
 
