@@ -26,7 +26,7 @@ from llmrl.envs import (
     addition_problems,
     make_addition_env,
 )
-from llmrl.envs.dataset import RESERVED_ENTRIES
+from llmrl.envs.sampler import RESERVED_ENTRIES
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.testing import ScriptedEngine

@@ -25,7 +25,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from transformers import AutoTokenizer
 
 from llmrl.data import History, Rollout, RolloutStatus, Tokens
-from llmrl.envs.dataset import PromptSampler
+from llmrl.envs.sampler import PromptSampler
 from llmrl.rendering import TemplateRenderer
 from llmrl.runs.evaluation import BestEvaluation
 from llmrl.runs.folder_lock import FolderInUseError

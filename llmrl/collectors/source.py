@@ -16,7 +16,7 @@ from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout
 from llmrl.engines import Engine
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, EndOfData
-from llmrl.envs.dataset import Drawn
+from llmrl.envs.sampler import Drawn
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import environment_parts
 

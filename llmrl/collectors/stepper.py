@@ -15,7 +15,7 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import WorkerThread, run_in_thread
 from llmrl.data.tensordicts import tensordict_of
 from llmrl.envs import ChatEnv
-from llmrl.envs.dataset import Drawn
+from llmrl.envs.sampler import Drawn
 from llmrl.transforms import environment_parts, is_ours, reads_turns
 
 logger = logging.getLogger("llmrl")

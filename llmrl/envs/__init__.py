@@ -3,7 +3,7 @@
 from llmrl.envs.addition import AdditionEnv, addition_problems, make_addition_env
 from llmrl.envs.chat import ChatEnv
 from llmrl.envs.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
-from llmrl.envs.dataset import DatasetChatEnv, EndOfData, PromptSampler
+from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
 from llmrl.envs.gymnasium import GymnasiumTextEnv
 from llmrl.envs.hashing import LLMHashingEnv
@@ -15,6 +15,7 @@ from llmrl.envs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
 from llmrl.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems, make_reasoning_gym_env
 from llmrl.envs.registry import make_task_env, task_environments
+from llmrl.envs.sampler import EndOfData, PromptSampler
 from llmrl.envs.search import SearchEnv, make_search_env, search_corpus
 from llmrl.envs.sum_of_digits import SumOfDigitsEnv, make_sum_of_digits_env, sum_of_digits_problems
 from llmrl.envs.task import TaskEnv, TaskOptions

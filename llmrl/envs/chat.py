@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -55,6 +55,8 @@ class ChatEnv(KnownArguments, EnvBase):
     """
 
     data_key = "query"
+    dataset_class: ClassVar[type[ChatEnv]]
+    """`DatasetChatEnv`, which is a `ChatEnv`."""
 
     def __init__(
         self,
@@ -101,9 +103,7 @@ class ChatEnv(KnownArguments, EnvBase):
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], *, repeats: int = 1, **kwargs: object) -> EnvBase:
         """Return a `DatasetChatEnv` over what a loader yields, see its `from_dataloader`."""
-        from llmrl.envs.dataset import DatasetChatEnv  # a ChatEnv itself
-
-        return DatasetChatEnv.from_dataloader(dataloader, repeats=repeats, **kwargs)
+        return ChatEnv.dataset_class.from_dataloader(dataloader, repeats=repeats, **kwargs)
 
     def _make_specs(self, shape: torch.Size) -> None:
         container = self.input_mode

@@ -19,7 +19,8 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.types import Row
 from llmrl.data import ChatHistory, History, Message, check_messages
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
-from llmrl.envs.dataset import DatasetChatEnv, Drawn
+from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.sampler import Drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,7 @@ class StreamedRows(Sequence[Row]):
         self.read(1)
         return len(self._rows) if self._has_ended else sys.maxsize
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         self.read(index + 1)
         return self._rows[index]
 

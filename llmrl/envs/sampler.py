@@ -1,0 +1,249 @@
+"""`PromptSampler`: the order in which the prompts of a dataset are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from llmrl._utils.types import Row, StateDict
+from llmrl.envs.sources import StreamedRows
+
+RESERVED_ENTRIES = frozenset((
+    "_reset", "action", "columns", "conversation", "done", "env_answer", "env_error", "env_info", "env_traceback",
+    "finish_reason", "history", "log_probs", "masks", "message_env", "next", "policy_versions", "reward", "rollout",
+    "terminated", "text", "tokens", "tools", "truncated",
+))  # fmt: skip
+"""Entries of a conversation that have a meaning of their own; columns of these names are kept apart."""
+_MAX_HASHED = 1000
+Drawn = tuple[Row, str, int]
+"""An item, its group id and its index in the group."""
+
+
+class EndOfData(Exception):
+    """A dataset has fewer samples left than were to be drawn; none of them is drawn.
+
+    Args:
+        message: what has ended.
+        num_left: samples that can still be drawn.
+    """
+
+    def __init__(self, message: str, *, num_left: int = 0) -> None:
+        super().__init__(message)
+        self.num_left = num_left
+
+
+class PromptSampler:
+    """Draws prompts from a dataset, each `num_samples` times in a row, epoch after epoch.
+
+    The draws depend only on `seed` and the position, so that a saved position continues the very same sequence.
+
+    Args:
+        items: the dataset: a sequence of mappings.
+        num_samples: how often a prompt is drawn in a row; its draws form a group.
+        shuffle: whether each epoch has its own order.
+        seed: of the shuffling.
+        num_epochs: how often the dataset is gone through; None never ends.
+        name: prefix of group ids; two samplers of a run need two names.
+
+    Raises:
+        ValueError: for an empty dataset, a number below 1, or `shuffle` of rows that are read as they are drawn.
+
+    Example:
+        >>> sampler = PromptSampler([{"query": "a"}], num_samples=2)
+        >>> [sampler.draw()[1:] for _ in range(3)]
+        [('train/0/0', 0), ('train/0/0', 1), ('train/1/0', 0)]
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Row],
+        *,
+        num_samples: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        name: str = "train",
+    ) -> None:
+        if len(items) == 0:
+            raise ValueError("dataset is empty; at least one prompt is needed.")
+        for argument, value in (("num_samples", num_samples), ("num_epochs", num_epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{argument} must be at least 1, got {value}.")
+        self.items, self.num_samples, self.shuffle = items, num_samples, shuffle
+        self.seed, self.num_epochs, self.name = seed, num_epochs, name
+        if shuffle and isinstance(items, StreamedRows):
+            raise ValueError("shuffle needs all rows, and the loader has no length; let the loader shuffle.")
+        self._position = 0
+        self._first_epoch = 0
+        self._again: deque[int] = deque()
+        self._order_epoch = -1
+        self._order: list[int] = []
+
+    @cached_property
+    def _digest(self) -> str | None:
+        """Of up to a thousand rows, evenly spaced; None where rows are made when they are drawn."""
+        if not isinstance(self.items, list | tuple) and not hasattr(self.items, "features"):  # Hugging Face's
+            return None
+        rows = [self.items[index] for index in range(0, len(self.items), -(-len(self.items) // _MAX_HASHED))]
+        # What JSON has not is known by its type: texts of objects have addresses, which differ from run to run.
+        texts = (json.dumps(row, skipkeys=True, default=lambda value: type(value).__name__) for row in rows)
+        return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
+
+    def upcoming(self, count: int) -> list[int]:
+        """Positions of the next `count` draws, fewer where the data ends; nothing is drawn."""
+        again = list(itertools.islice(self._again, count))
+        stop = self._position + count - len(again)
+        if isinstance(self.items, StreamedRows):
+            self.items.read(-(-stop // self.num_samples))
+        if self.num_epochs is not None:
+            stop = min(stop, (self._first_epoch + self.num_epochs) * len(self.items) * self.num_samples)
+        return again + list(range(self._position, stop))
+
+    def draw(self) -> Drawn:
+        """Return the next item, its group id and its index in the group.
+
+        Raises:
+            EndOfData: after the last epoch.
+        """
+        return self.draw_many(1)[0]
+
+    def draw_many(self, count: int) -> list[Drawn]:
+        """Return the next `count` draws, all of them or none.
+
+        Raises:
+            EndOfData: when there are fewer.
+        """
+        positions = self.upcoming(count)
+        if len(positions) < count:
+            epochs = f"the {self.num_epochs} epochs of {len(self.items)} prompts"
+            raise EndOfData(
+                f"{epochs} have {len(positions)} draws left, {count} were asked for.", num_left=len(positions)
+            )
+        num_new = max(0, count - len(self._again))
+        for _ in range(count - num_new):
+            self._again.popleft()
+        self._position += num_new
+        return [self.at(position) for position in positions]
+
+    def at(self, position: int) -> Drawn:
+        """Return what a draw at a position gives; nothing is drawn."""
+        group, sample_index = divmod(position, self.num_samples)
+        epoch, place = divmod(group, len(self.items))
+        if self.shuffle and epoch != self._order_epoch:
+            self._order = list(range(len(self.items)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self._order_epoch = epoch
+        index = self._order[place] if self.shuffle else place
+        return self.items[index], f"{self.name}/{epoch}/{index}", sample_index
+
+    def skip_to_group(self) -> None:
+        """Leave out what remains of groups that were begun, so that the next draw is the first of its group.
+
+        Whoever draws groups calls it before: a single draw in between (a reset by hand, a check of specs) costs the
+        rest of its group, and moves no other.
+
+        Example:
+            >>> sampler = PromptSampler([{"query": "a"}, {"query": "b"}], num_samples=2)
+            >>> _ = sampler.draw()
+            >>> sampler.skip_to_group()
+            >>> sampler.draw()[1:]
+            ('train/0/1', 0)
+        """
+        self._position += -self._position % self.num_samples
+        num_left = Counter(position // self.num_samples for position in self._again)
+        self._again = deque(one for one in self._again if num_left[one // self.num_samples] == self.num_samples)
+
+    def begin_anew(self) -> None:
+        """Go on with the beginning of the next epoch, and of `num_epochs` from there.
+
+        Raises:
+            ValueError: for rows of a loader without a length, before its end.
+
+        Example:
+            >>> sampler = PromptSampler([{"query": "a"}], num_epochs=1)
+            >>> sampler.draw()[1], sampler.begin_anew(), sampler.draw()[1]
+            ('train/0/0', None, 'train/1/0')
+        """
+        if isinstance(self.items, StreamedRows):
+            self.items.read(self._position // self.num_samples + 1)
+        size = len(self.items) * self.num_samples
+        if size > sys.maxsize // 2 and self._position:
+            raise ValueError("the loader has no length, and has not ended: there is no beginning to go back to.")
+        self._again.clear()
+        self._position += -self._position % size
+        self._first_epoch = self._position // size
+
+    def draw_next(self, positions: Iterable[int]) -> None:
+        """Let the draws at these positions be the next ones, in place of others that were to be drawn again."""
+        self._again = deque(positions)
+
+    def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
+        """Return the position in samples drawn, the positions to be drawn again first, and what positions mean.
+
+        `unfinished` are positions that were drawn and whose rollouts will not outlive this process.
+        """
+        state = {"position": self._position, "again": [*unfinished, *self._again], "order": self._meaning()}
+        return {**state, "first_epoch": self._first_epoch}
+
+    def _meaning(self) -> dict[str, object]:
+        """Return what gives a position its prompt and its id: with another of these it would be another draw."""
+        num_prompts = None if isinstance(self.items, StreamedRows) else len(self.items)
+        order = {"num_prompts": num_prompts, "num_samples": self.num_samples, "shuffle": self.shuffle}
+        return {**order, "seed": self.seed, "name": self.name, "digest": self._digest}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Continue from a saved position.
+
+        Raises:
+            ValueError: when it was saved with other prompts or samples, order, seed or name, with which its positions
+                would be other draws.
+        """
+        saved, own = state.get("order", {}), self._meaning()
+        differing = [
+            f"{name}={saved.get(name)!r} there, {own[name]!r} here" for name in own if saved.get(name) != own[name]
+        ]
+        if differing:
+            raise ValueError(
+                f"the saved position is of other draws: {'; '.join(differing)} (num_samples are a dataset's repeats). "
+                "Build the environment as it was when the state was saved, or begin anew without the state."
+            )
+        self._position, self._first_epoch = state["position"], state["first_epoch"]
+        self._again = deque(state["again"])
+
+
+def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
+    """Names of all columns of a dataset's rows; where rows are made or read when drawn, those of the first.
+
+    Example:
+        >>> columns_of([{"query": "a"}, {"query": "b", "answer": "1"}])
+        ('query', 'answer')
+    """
+    rows = items if isinstance(items, list | tuple) else [items[0]]
+    return tuple(dict.fromkeys(name for row in rows for name in row))
+
+
+def with_columns(item: Row, columns: Sequence[str]) -> Row:
+    """Return a row with all columns, None for those it lacks: stacked conversations keep only what all have.
+
+    Raises:
+        ValueError: for a row with a further column.
+
+    Example:
+        >>> with_columns({"query": "a"}, ["query", "answer"])
+        {'query': 'a', 'answer': None}
+    """
+    if len(item) == len(columns) and all(name in item for name in columns):
+        return item
+    further = [name for name in item if name not in columns]
+    if further:
+        raise ValueError(
+            f"a row of the dataset has the columns {further}, and its first row only {list(columns)}; give every row "
+            "the same columns, None where there is nothing."
+        )
+    return {name: item.get(name) for name in columns}
