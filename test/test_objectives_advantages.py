@@ -176,6 +176,16 @@ def test_turns_have_torchrls_advantages(trajectory_return: Any) -> None:
             torch.testing.assert_close(ours, [value.reshape(ours[0].shape) for value in theirs])
 
 
+def test_the_group_of_turns_is_that_of_their_first() -> None:
+    transform = MCAdvantage(2)
+    for question in ("a", "b"):
+        turns = trajectory([0.0, 1.0])
+        for turn, query in zip(turns.unbind(0), ("start", question), strict=True):
+            turn["query"] = query
+        out = transform.inv(turns)
+    assert out.batch_size == (4,) and set(transform.queues) == set()
+
+
 def test_several_trajectories_of_turns_may_come_at_once() -> None:
     whole = lazy_stack([*trajectory([0.0, 0.0]).unbind(0), *trajectory([0.0, 1.0]).unbind(0)])
     transform = MCAdvantage(grpo_size=2, trajectory_return="sum")
@@ -208,6 +218,7 @@ def test_candidates_come_until_a_choice_is_within_bounds_as_in_torchrl(min_size:
     assert counted["written_groups"] > 0 and counted["queued_trajectories"] == expected["queued_trajectories"]
     transform = MCAdvantage(2)
     transform.inv(trajectory([0.0]))
+    assert [len(queue) for queue in transform.queues.values()] == [1]
     assert (transform.queued_groups, transform.max_queued_trajectories_per_group) == (1, 1)
     transform.clear_queues()
     transform.reset_stats()

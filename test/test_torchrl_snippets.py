@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from torchrl.data import Unbounded
+from torchrl.data import Composite, Unbounded
 from torchrl.envs import StepCounter, Transform
 
+from llmrl import engines
 from llmrl.collectors import LLMCollector
 from llmrl.data import History
-from llmrl.envs import ChatEnv, DatasetChatEnv
+from llmrl.envs import ChatEnv, DatasetChatEnv, GSM8KEnv
 from llmrl.objectives import k3_kl_token_estimate
 from llmrl.policies import LLMWrapperBase, vLLMWrapper
 from llmrl.testing import ScriptedEngine
-from llmrl.transforms import PythonInterpreter
+from llmrl.transforms import AddThinkingPrompt, PythonInterpreter
 from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
 
@@ -47,6 +48,37 @@ def test_a_version_is_tracked(renderer):
         data = next(iter(collector))
         assert collector.policy_version_tracker.version == 0
         assert data["policy_version"].flatten().tolist() == [0, 0]
+
+
+def test_engines_are_started_by_their_number(monkeypatch, renderer, tokenizer):
+    given = []
+
+    def start_engines(*arguments):
+        given.append(arguments)
+        return [ScriptedEngine(["15<|im_end|>"], encode=renderer.encode) for _ in range(arguments[1])], None
+
+    monkeypatch.setattr("llmrl.engines.replicas.start_engines", start_engines)
+    engine = engines.AsyncVLLM.from_pretrained("Qwen/Qwen2.5-3B", num_replicas=2)
+    policy = vLLMWrapper(engine, input_mode="history", tokenizer=tokenizer)
+    assert policy(ChatEnv().reset(TensorDict(query="7 + 8 =")))["history"].full.content[-1] == "15"
+    engines.AsyncVLLM.from_pretrained(
+        model_name="Qwen/Qwen2.5-3B",
+        num_devices=1,
+        num_replicas=3,
+        verbose=True,
+        compile=False,
+        enable_fp32_output=False,
+    )
+    (name, num_replicas, *_, options), (_, *more, said) = given
+    assert (name, num_replicas, more[0]) == ("Qwen/Qwen2.5-3B", 2, 3)
+    assert (options["enforce_eager"], options["log_level"], options["engine_args"]) == (None, "ERROR", None)
+    assert (said["enforce_eager"], said["log_level"], said["engine_args"]) == (
+        True,
+        "INFO",
+        {"tensor_parallel_size": 1},
+    )
+    with pytest.raises(ValueError, match="dtype='float32'"):
+        engines.AsyncVLLM.from_pretrained("Qwen/Qwen2.5-3B", enable_fp32_output=True)
 
 
 def test_weights_are_sent_with_the_sender_of_a_collector(trainable_engine, reference_model, tokenizer):
@@ -99,6 +131,59 @@ def test_a_reward_is_designed_as_a_transform(renderer):
         collector.next()
         assert sorted(rollout.reward for rollout in collector.rollouts) == [0.0, 1.0]
         assert all(rollout.num_turns == 1 for rollout in collector.rollouts)
+
+
+def test_a_reward_of_several_parts_reads_the_last_messages_of_a_batch():
+    class Parser(Transform):
+        def _step(self, tensordict, next_tensordict):
+            responses = tensordict["history", "full"]
+            responses = lazy_stack([r[..., -1] for r in responses.unbind(0)])
+            assert hasattr(responses, "content") and responses.is_complete == [True, True]
+            is_right = torch.tensor([text == "15" for text in responses.content]).reshape(2, 1, 1)
+            next_tensordict.set("reward_right", is_right.float())
+            next_tensordict.set("reward", is_right.float())
+            for key in ("done", "terminated"):
+                next_tensordict.set(key, torch.ones(2, 1, dtype=torch.bool))
+            return next_tensordict
+
+        def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+            shape = reward_spec.shape + (1, 1)
+            reward_spec.update(Composite(reward_right=Unbounded(shape), reward=Unbounded(shape)))
+            return reward_spec
+
+    env = ChatEnv(batch_size=(2,)).append_transform(Parser()).append_transform(StepCounter(max_steps=4))
+    data = env.reset(TensorDict(query=["7 + 8 =", "1 + 1 ="], batch_size=(2,)))
+    answers = lazy_stack([History(role="assistant", content=text) for text in ("15", "3")])
+    data["history"].full = data["history"].prompt.append(answers, inplace=False)
+    following = env.step(data)["next"]
+    assert following["reward"].flatten().tolist() == following["reward_right"].flatten().tolist() == [1.0, 0.0]
+    assert following["step_count"].flatten().tolist() == [1, 1] and bool(following["done"].all())
+    assert env.full_reward_spec["reward_right"].shape == (2, 1, 1)
+
+
+def test_a_task_is_made_as_torchrls_training_script_makes_it(tokenizer):
+    row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
+    env = GSM8KEnv(
+        dataset=[row], repeats=2, tokenizer=tokenizer, num_envs=2, max_steps=1, device=torch.device("cpu")
+    ).append_transform(
+        AddThinkingPrompt(
+            cond=lambda td: td["reward"] <= 0.1 and td["step_count"] < 2,
+            role="user",
+            edit_last_turn=False,
+            zero_reward=False,
+            undo_done=True,
+            random_prompt=True,
+        )
+    )
+    assert env.batch_size == (2,)
+    data = env.reset()
+    wrong = lazy_stack([History(role="assistant", content="<answer>11</answer>") for _ in range(2)])
+    data["history"].full = data["history"].prompt.append(wrong, inplace=False)
+    following = env.step(data)["next"]
+    assert following["step_count"].flatten().tolist() == [1, 1] and not following["done"].any()
+    assert following["history"].prompt[:, -1].role == ["user", "user"]
+    with pytest.raises(ValueError, match="leave it out"):
+        AddThinkingPrompt(cond=lambda td: True, edit_last_turn=True)
 
 
 @pytest.mark.parametrize("input_mode", ["text", "tokens"])

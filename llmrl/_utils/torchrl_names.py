@@ -21,18 +21,14 @@ _COLLECTORS = "LLMCollector RayLLMCollector"
 _SCHEMES = "VLLMWeightSyncScheme VLLMDoubleBufferSyncScheme"
 
 TABLE: tuple[tuple[str, str, str], ...] = (
-    (f"{_DATASETS} make_gsm8k_env", "num_envs", "pass batch_size, or nothing: one environment serves any number"),
     (f"{_DATASETS} make_gsm8k_env", "batch_size_dl", "a dataset is read once, for its rows"),
     (_DATASETS, "collate_fn", "a dataset is read once, for its rows"),
     (f"{_DATASETS} DataLoadingPrimer make_gsm8k_env", "group_repeats", "draws of a prompt always follow each other"),
     ("DatasetChatEnv DataLoadingPrimer", "primers", "the columns of a dataset travel with the conversation"),
     (_ON_RAY, "ray_backend dataloader_actor_name", "use a ChatEnv with a RayDataLoadingPrimer, or RayLLMCollector"),
     (_DATASETS, "apply_template", "the policy renders: give it the tokenizer and its template"),
-    (f"{_TASKS} make_gsm8k_env", "tokenizer", "the policy renders: give it the tokenizer and its template"),
-    (_TASKS, "template_kwargs", "the policy renders: give it the tokenizer and its template"),
     (_TASKS, "input_mode", "tasks are conversations; the policy may read text or tokens all the same"),
     (_TASKS, "compute_reward", "take DatasetChatEnv for the prompts without the reward"),
-    (_TASKS, "max_steps", "a question ends when it is answered; limit turns with RolloutLimits or StepCounter"),
     (_TASKS, ".from_dataloader", "pass the loader as dataset="),
     (_TASKS, ".reset_dataloader", "base_env.reset_dataloader()"),
     ("make_gsm8k_env", "dataset", "pass it as data="),
@@ -83,7 +79,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "inst_level_strict_acc and inst_level_loose_acc are booleans; the prompt's are made of them",
     ),
     ("IFEvalScoreData", ".default_spec .fields .from_tensordict", "it is a plain record, no tensorclass"),
-    ("AddThinkingPrompt", "edit_last_turn", "what was sampled is never edited: the prompt is a message of its own"),
     ("AddThinkingPrompt", "egocentric", "use role='assistant'"),
     ("AddThinkingPrompt", ".prompt", "prompts are those it chooses from"),
     ("BrowserTransform", "headless", "it never opens a window; screenshot_folder= shows what it sees"),
@@ -132,11 +127,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("TopKRewardSelector", "verbose", "len(batch) says how many rows it kept"),
     ("AsyncVLLM", "engine_args num_replicas actor_class enable_prefix_caching", "call AsyncVLLM.from_pretrained"),
     ("AsyncVLLM", ".launch", "call AsyncVLLM.from_pretrained"),
-    ("AsyncVLLM.from_pretrained", "model_name", "pass it first, or as model="),
-    ("AsyncVLLM.from_pretrained", "num_devices", "pass engine_args={'tensor_parallel_size': ...}"),
-    ("AsyncVLLM.from_pretrained", "verbose", "pass log_level='INFO'"),
-    ("AsyncVLLM.from_pretrained", "compile", "pass enforce_eager=False"),
-    ("AsyncVLLM.from_pretrained", "enable_fp32_output", "pass dtype='float32'; a trainer in bfloat16 is told apart"),
     (
         "AsyncVLLM.from_pretrained",
         "use_ray ray_options ray_init_config",
@@ -237,8 +227,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("LLMCollector.shutdown", "raise_on_error", "what fails is raised"),
     ("LLMCollector.update_policy_weights_ RayLLMCollector.update_policy_weights_", "worker_ids", "all have the same"),
     ("RayLLMCollector", ".init_random_frames", "a language model starts trained"),
-    (_SCHEMES, "strategy .strategy", "a model is read as it is: plain, sharded, or with LoRA adapters"),
-    ("VLLMWeightSyncScheme", "device", "weights are sent from the model's own device"),
     ("VLLMDoubleBufferSyncScheme", "num_threads", "one file is written, at the disk's speed"),
     (
         _SCHEMES,

@@ -109,7 +109,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
     @classmethod
     def from_pretrained(
         cls,
-        model: str | os.PathLike[str],
+        model_name: str | os.PathLike[str],
         num_replicas: int = 1,
         *,
         use_ray: bool = False,
@@ -121,7 +121,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         """Start vLLM engines (`AsyncVLLM`) of one model, and again where one dies.
 
         Args:
-            model: folder or hub name.
+            model_name: folder or hub name.
             num_replicas: local ones share the devices and the cores that this process sees.
             use_ray: start each in a Ray actor.
             ray_options: of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
@@ -133,7 +133,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
             ValueError: when `num_replicas` is below 1, or an option of Ray's is given without it.
             EngineError: when one of them does not start; the others are ended then.
         """
-        engines, start = start_engines(model, num_replicas, use_ray, ray_options, ray_init_config, options)
+        engines, start = start_engines(model_name, num_replicas, use_ray, ray_options, ray_init_config, options)
         return EngineReplicas(engines, restart=start, hang_timeout_seconds=hang_timeout_seconds)
 
     def __len__(self) -> int:

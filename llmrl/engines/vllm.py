@@ -11,7 +11,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, TypeVar, Unpack
 
 from llmrl._utils.arguments import KnownArguments, keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
@@ -26,7 +26,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
-from llmrl.engines.vllm_args import build_engine_args
+from llmrl.engines.vllm_args import TorchRLOptions, build_engine_args, in_own_words
 from llmrl.engines.vllm_private import forget_shutdown, num_unfinished_tokens, pause_at_once, processes_of, shut_down
 from llmrl.engines.vllm_requests import generate_one, sampling_params, unless_it_dies
 
@@ -85,7 +85,7 @@ class AsyncVLLM(KnownArguments):
     @classmethod
     def from_pretrained(
         cls,
-        model: str | os.PathLike[str],
+        model_name: str | os.PathLike[str],
         *,
         max_model_len: int | None = None,
         dtype: str | None = None,
@@ -102,12 +102,12 @@ class AsyncVLLM(KnownArguments):
         log_level: str = "ERROR",
         engine_args: Mapping[str, object] | None = None,
         num_replicas: int | None = None,
-        **unknown: Never,
+        **torchrl: Unpack[TorchRLOptions],
     ) -> Self:
         """Start an engine; `EngineReplicas.from_pretrained` starts several, or in Ray actors, with the same options.
 
         Args:
-            model: folder or hub name.
+            model_name: folder or hub name.
             max_model_len: prompt and completion together; the model's own limit when not given.
             dtype: of the weights in the engine; float32 on CPU and bfloat16 on GPU when not given, as the trainer's.
             max_num_seqs: requests decoded together; 128 on CPU when not given.
@@ -127,6 +127,7 @@ class AsyncVLLM(KnownArguments):
             log_level: of vLLM's logger, here and in its processes.
             engine_args: anything else that `vllm.AsyncEngineArgs` takes.
             num_replicas: start so many, as `EngineReplicas`.
+            torchrl: TorchRL's words for some of these, see `TorchRLOptions`.
 
         Raises:
             ImportError: when vLLM is not installed, naming the extra.
@@ -134,8 +135,10 @@ class AsyncVLLM(KnownArguments):
                 one or what to do instead.
             EngineError: when the engine does not start; its own log says why.
         """
-        given = {name: value for name, value in locals().items() if name not in ("cls", "unknown")}
-        refuse_unknown("AsyncVLLM.from_pretrained", unknown, keywords_of(cls.from_pretrained) or ())
+        given = {name: value for name, value in locals().items() if name not in ("cls", "torchrl")}
+        refuse_unknown("AsyncVLLM.from_pretrained", torchrl, keywords_of(cls.from_pretrained) or ())
+        if torchrl:
+            return cls.from_pretrained(**in_own_words(given, torchrl))
         if given.pop("num_replicas") is not None:
             return cls.start_several(**given, num_replicas=num_replicas)
         HangWatch(hang_timeout_seconds)  # refuses a wrong one before the engine starts
@@ -174,7 +177,7 @@ class AsyncVLLM(KnownArguments):
         try:
             with starting_environment(variables | transfer_variables(weight_transfer)):
                 arguments = build_engine_args(
-                    os.fspath(model),
+                    os.fspath(model_name),
                     is_cpu=is_cpu,
                     kv_cache_memory=kv_cache_memory,
                     weight_transfer=weight_transfer,
@@ -187,7 +190,7 @@ class AsyncVLLM(KnownArguments):
             raise
         except Exception as error:
             background.close()
-            raise EngineError(f"vLLM did not start with model {os.fspath(model)!r}: {error}") from error
+            raise EngineError(f"vLLM did not start with model {os.fspath(model_name)!r}: {error}") from error
         config = llm.vllm_config.weight_transfer_config
         backend = None if config is None else config.backend
         return cls(

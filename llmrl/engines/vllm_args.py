@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl.engines.base import EngineError
@@ -79,6 +79,41 @@ def default_kv_cache_memory() -> int:
     import psutil
 
     return min(2 * _GIB, psutil.virtual_memory().available // 4)
+
+
+class TorchRLOptions(TypedDict, total=False):
+    """TorchRL's words for options of `AsyncVLLM.from_pretrained`."""
+
+    num_devices: int
+    """`tensor_parallel_size` of `engine_args`."""
+    verbose: bool
+    """Whether `log_level` is `"INFO"`."""
+    compile: bool
+    """The reverse of `enforce_eager`."""
+    enable_fp32_output: bool
+    """Only false: `dtype="float32"` computes all of the model so."""
+
+
+def in_own_words(options: Mapping[str, Any], torchrl: TorchRLOptions) -> dict[str, Any]:
+    """Return options of `AsyncVLLM.from_pretrained` that say what TorchRL's do.
+
+    Raises:
+        ValueError: for `enable_fp32_output=True`, which there is not.
+
+    Example:
+        >>> in_own_words({"engine_args": None, "seed": 0}, {"num_devices": 2, "compile": False})
+        {'engine_args': {'tensor_parallel_size': 2}, 'seed': 0, 'enforce_eager': True}
+    """
+    if torchrl.get("enable_fp32_output"):
+        raise ValueError("enable_fp32_output=True cannot be had: pass dtype='float32', for all of the model.")
+    said = dict(options)
+    if "num_devices" in torchrl:
+        said["engine_args"] = {"tensor_parallel_size": torchrl["num_devices"], **(said["engine_args"] or {})}
+    if torchrl.get("verbose"):
+        said["log_level"] = "INFO"
+    if "compile" in torchrl and said.get("enforce_eager") is None:
+        said["enforce_eager"] = not torchrl["compile"]
+    return said
 
 
 def build_engine_args(

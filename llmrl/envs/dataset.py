@@ -32,6 +32,7 @@ class DatasetChatEnv(ChatEnv):
         repeats: conversations per prompt: the group size.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
         prepare: turns an item into the query (a string or messages) when the column is not one already.
+        num_envs: TorchRL's word for a batch size of one dimension.
         input_mode, batch_size, system_prompt, tokenizer, template_kwargs, device: see `ChatEnv`.
 
     Raises:
@@ -59,6 +60,7 @@ class DatasetChatEnv(ChatEnv):
         prepare: Callable[[Row], object] | None = None,
         input_mode: InputMode = "history",
         batch_size: Sequence[int] | int | None = None,
+        num_envs: int | None = None,
         system_prompt: str | None = None,
         tokenizer: Tokenizer | None = None,
         template_kwargs: Mapping[str, object] | None = None,
@@ -83,7 +85,7 @@ class DatasetChatEnv(ChatEnv):
         self._prepare, self._query_column = prepare, data_key
         super().__init__(
             input_mode=input_mode,
-            batch_size=batch_size,
+            batch_size=num_envs if batch_size is None else batch_size,
             system_prompt=system_prompt,
             tokenizer=tokenizer,
             template_kwargs=template_kwargs,

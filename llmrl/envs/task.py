@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
-from torchrl.envs import Transform, TransformedEnv
+from torchrl.envs import StepCounter, Transform, TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl._utils.types import Row, StateDict
+from llmrl._utils.types import Row, StateDict, Tokenizer
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.sources import load_rows
 
@@ -29,7 +29,7 @@ REASONING_PROMPT = (
 
 
 class TaskOptions(TypedDict, total=False):
-    """How a task's problems are drawn; see `DatasetChatEnv`."""
+    """How a task's problems are drawn; see `DatasetChatEnv`. With `max_steps` a `StepCounter` limits the turns."""
 
     repeats: int
     shuffle: bool
@@ -37,7 +37,11 @@ class TaskOptions(TypedDict, total=False):
     num_epochs: int | None
     name: str
     batch_size: Sequence[int] | int | None
+    num_envs: int | None
     device: torch.device | None
+    tokenizer: Tokenizer | None
+    template_kwargs: Mapping[str, object] | None
+    max_steps: int | None
 
 
 class TaskEnv(KnownArguments, TransformedEnv):
@@ -74,8 +78,11 @@ class TaskEnv(KnownArguments, TransformedEnv):
         chat_env: type[DatasetChatEnv] = DatasetChatEnv,
     ) -> None:
         prompts = [REASONING_PROMPT] * reasoning + [system_prompt] * (system_prompt is not None)
-        env = chat_env(problems, system_prompt=" ".join(map(str, prompts)) or None, **(options or {}))
-        super().__init__(env, reward)
+        drawn = {name: value for name, value in (options or {}).items() if name != "max_steps"}
+        prompt = " ".join(map(str, prompts)) or None
+        super().__init__(chat_env(problems, system_prompt=prompt, **drawn), reward)  # type: ignore[arg-type]
+        if options and options.get("max_steps") is not None:
+            self.append_transform(StepCounter(options["max_steps"]))
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """Return the position in the problems, and a curriculum where there is one."""

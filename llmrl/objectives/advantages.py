@@ -19,6 +19,7 @@ from llmrl.objectives.grouping import (
     GroupKeys,
     GroupQueue,
     TrajectoryReturn,
+    by_rollout,
     split_by_group,
     stack_rows,
 )
@@ -309,10 +310,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
             return range(len(returns))
         candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])
         if rows and self.candidate_selector.in_keys != ["return"]:
-            trajectories: dict[Hashable, list[TensorDictBase]] = {}
-            for row in rows:
-                trajectories.setdefault(self.keys.rollout_id(row), []).append(row)
-            candidates.set("trajectories", lazy_stack([lazy_stack(one, 0) for one in trajectories.values()], 0))
+            candidates.set("trajectories", lazy_stack(by_rollout(rows, self.keys), 0))
         return self.candidate_selector.select(
             candidates.select(*self.candidate_selector.in_keys),
             group_size=min(len(returns), self.grpo_size or len(returns)),

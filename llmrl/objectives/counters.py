@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import MutableMapping
+from collections.abc import Hashable, MutableMapping
 from typing import Any, Self
 
+from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
 from llmrl.objectives.grouping import GroupQueue, PickledRows
@@ -73,6 +74,11 @@ class GroupCounters(Transform):
             self._stats[name] += value
 
     @property
+    def queues(self) -> dict[Hashable, list[TensorDictBase]]:
+        """The rollouts that have come of each incomplete group."""
+        return {} if self.queue is None else self.queue.rollouts()
+
+    @property
     def queued_groups(self) -> int:
         """Groups that are incomplete so far."""
         return 0 if self.queue is None else len(self.queue.waiting)
@@ -80,12 +86,12 @@ class GroupCounters(Transform):
     @property
     def queued_trajectories(self) -> int:
         """Rollouts of incomplete groups."""
-        return 0 if self.queue is None else sum(self.queue.num_waiting_rollouts())
+        return sum(map(len, self.queues.values()))
 
     @property
     def max_queued_trajectories_per_group(self) -> int:
         """The most rollouts that have come of a group that is incomplete."""
-        return 0 if self.queue is None else max(self.queue.num_waiting_rollouts(), default=0)
+        return max(map(len, self.queues.values()), default=0)
 
     def clear_queues(self) -> None:
         """Forget incomplete groups."""

@@ -6,7 +6,7 @@ import math
 import pickle
 import uuid
 import warnings
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,9 @@ from llmrl.data.ragged import flat_batch, has_entry
 from llmrl.data.tensordicts import non_tensor, plain
 
 GROUP_KEY: NestedKey = ("rollout", "group_id")
-_TRAJECTORY: NestedKey = ("rollout", "trajectory")  # names the rollout of turns, which carry no id of it
+# Of turns, which carry no id of their rollout: its name, and its group, which is its first turn's.
+_TRAJECTORY: NestedKey = ("rollout", "trajectory")
+_TRAJECTORY_GROUP: NestedKey = ("rollout", "trajectory_group")
 _REDUCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sum": torch.sum, "max": torch.max, "mean": torch.mean}
 TrajectoryReturn = Literal["sum", "max", "mean"]
 
@@ -43,10 +45,12 @@ class GroupKeys:
         """
         rows = list(flat_batch(tensordict).unbind(0)) if tensordict.batch_size.numel() else []
         turns = [row for row in rows if not has_entry(row, self.rollout) and has_entry(row, self.done)]
-        name = ""
+        name, group = "", None
         for row in turns if not has_entry(tensordict, _TRAJECTORY) else ():
-            name = name or uuid.uuid4().hex
+            if not name:
+                name, group = uuid.uuid4().hex, self.group_id(row)
             row.set(_TRAJECTORY, non_tensor(name))
+            row.set(_TRAJECTORY_GROUP, non_tensor(group))
             if bool(row.get(self.done).any()):
                 name = ""
         if name:
@@ -68,6 +72,8 @@ class GroupKeys:
 
     def group_id(self, row: TensorDictBase) -> Hashable:
         """Return the id of the row's group."""
+        if has_entry(row, _TRAJECTORY_GROUP):
+            return _identifier(row, _TRAJECTORY_GROUP)
         default = GROUP_KEY if has_entry(row, GROUP_KEY) else "query"
         return _identifier(row, default if self.group is None else self.group)
 
@@ -124,6 +130,14 @@ def split_by_group(rows: list[TensorDictBase], keys: GroupKeys) -> list[list[Ten
     return list(groups.values())
 
 
+def by_rollout(rows: Sequence[TensorDictBase], keys: GroupKeys) -> list[TensorDictBase]:
+    """Return a batch of the rows of each rollout."""
+    found: dict[Hashable, list[TensorDictBase]] = {}
+    for row in rows:
+        found.setdefault(keys.rollout_id(row), []).append(row)
+    return [lazy_stack(one, 0) for one in found.values()]
+
+
 def stack_rows(rows: list[TensorDictBase]) -> TensorDictBase:
     """Return a ragged batch; of no row, an empty one."""
     return lazy_stack(rows, 0) if rows else TensorDict({}, batch_size=[0])
@@ -177,9 +191,9 @@ class GroupQueue:
         self.waiting: MutableMapping[Hashable, list[TensorDictBase]] = {}
         """Rows of each incomplete group, the oldest group first."""
 
-    def num_waiting_rollouts(self) -> list[int]:
-        """Rollouts that have come, of each group that is waited for."""
-        return [len(self._rollouts(rows)) for rows in self.waiting.values()]
+    def rollouts(self) -> dict[Hashable, list[TensorDictBase]]:
+        """Return the rollouts that have come of each group that is waited for, a batch of rows each."""
+        return {group: by_rollout(rows, self.keys) for group, rows in self.waiting.items()}
 
     def _rollouts(self, rows: list[TensorDictBase]) -> set[Hashable]:
         return {self.keys.rollout_id(row) for row in rows}

@@ -38,6 +38,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         prompt: what is said; one of its own by default.
         random_prompt: choose among several of its own.
         role: `user`, or `assistant` for a message in the first person.
+        edit_last_turn: TorchRL's, only false.
         zero_reward: take back the reward of the answer that is asked again.
         undo_done: let the conversation go on although it was over.
         seed: of the choice.
@@ -64,11 +65,14 @@ class AddThinkingPrompt(KnownArguments, Transform):
         *,
         random_prompt: bool = False,
         role: Literal["user", "assistant"] = "user",
+        edit_last_turn: bool = False,
         zero_reward: bool = True,
         undo_done: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if edit_last_turn:
+            raise ValueError("edit_last_turn=True cannot be had: sampled tokens stay as they were; leave it out.")
         if role not in ("user", "assistant"):
             raise ValueError(f"role must be 'user' or 'assistant', got {role!r}.")
         if prompt is not None and random_prompt:

@@ -33,7 +33,8 @@ class VLLMWeightSyncScheme(KnownArguments):
         reset_running_requests: drop the key-value blocks of kept requests too, so that no block of old weights is
             used; without it they go on from old blocks, faster and off by that.
         rank: of this trainer process; 0 sends, the others only help to gather sharded weights.
-        gpus_per_replica, num_replicas: TorchRL's, without effect: the engines say what they are.
+        gpus_per_replica, num_replicas, strategy, device: TorchRL's, without effect: the engines say what they are, and
+            a model is read as it is, where it is.
 
     Raises:
         ValueError: for an unknown `pause_mode` or a negative rank.
@@ -53,6 +54,8 @@ class VLLMWeightSyncScheme(KnownArguments):
     rank: int = 0
     gpus_per_replica: int | None = None
     num_replicas: int | None = None
+    strategy: str | None = None
+    device: object = None
     _needs_engine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
