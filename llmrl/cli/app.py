@@ -72,7 +72,7 @@ def doctor() -> None:
 def view(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(help="Folders of runs; the last one in `runs/` by default.", show_default=False),
+        typer.Argument(metavar="RUN", help="Folders of runs; the last one in `runs/` by default.", show_default=False),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; view.html in the first run by default.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Print the run here; write no page.")] = False,

@@ -136,7 +136,13 @@ def _policy(script: str) -> str:
 
 
 def _packed(value: object) -> str:
-    text = json.dumps(_readable(value), ensure_ascii=False, separators=(",", ":"))
+    def write(of: object) -> str:
+        return json.dumps(of, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    try:
+        text = write(value)
+    except ValueError:  # it holds NaN, or an infinity
+        text = write(_readable(value))
     # Lone surrogates are escaped as JSON does.
     return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), 6, mtime=0)).decode()
 

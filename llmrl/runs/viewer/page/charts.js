@@ -1,6 +1,6 @@
 // One chart: axes, lines of steps, a cursor. All charts have the same horizontal axis.
 
-const CHART = { height: 146, left: 46, right: 10, top: 8, bottom: 20 };
+const CHART = { height: isNarrow() ? 116 : 146, left: isNarrow() ? 38 : 46, right: 10, top: 8, bottom: 20 };
 const charts = new Set();  // those that stand in the page
 const horizontal = { first: 0, last: 1 };
 const sideways = (step, width) =>

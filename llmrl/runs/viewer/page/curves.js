@@ -64,6 +64,11 @@ function linesOf(runs, wanted) {
   return lines;
 }
 
+// Of several runs a chart has two metrics at most, or its lines could not be told apart.
+function apart([title, found]) {
+  return found.length <= 2 ? [[title, found]] : found.map(([name, label]) => [`${title}: ${label}`, [[name, ""]]]);
+}
+
 function showCurves(runs) {
   const names = [...new Set(runs.flatMap((run) => run.metrics.flatMap(Object.keys)))].filter((name) => name !== "step");
   allSteps = [...new Set(runs.flatMap((run) => run.metrics.map((row) => row.step)))].sort((a, b) => a - b);
@@ -75,12 +80,12 @@ function showCurves(runs) {
       .map((one) => [one, typeof pattern === "string" ? label : one.replace(pattern, label)]));
     found.forEach(([one]) => taken.add(one));
     return [name, found];
-  }).filter(([, found]) => found.length)]);
+  }).filter(([, found]) => found.length).flatMap((spec) => (runs.length > 1 ? apart(spec) : [spec]))]);
   sections.push(["All other metrics", names.filter((name) => !taken.has(name)).sort().map((name) => [name, [[name, ""]]])]);
   sections.forEach(([title, specs], place) => {
     if (!specs.length) return;
     const grid = make("div", { class: "charts" });
-    const box = make("details", { class: "section", open: place < 2 }, make("summary", {}, make("h2", {}, title), make("span", { class: "faint" }, count(specs.length, "chart"))), grid);
+    const box = make("details", { class: "section", open: place < (isNarrow() ? 1 : 2) }, make("summary", {}, make("h2", {}, title), make("span", { class: "faint" }, count(specs.length, "chart"))), grid);
     box.addEventListener("toggle", () => {  // charts that nobody sees are not made
       if (!box.open || grid.childElementCount) return;
       for (const [name, found] of specs) {

@@ -46,7 +46,7 @@ class HealthStrip {
       "aria-label": `health of ${steps.length} steps: ${pieces.map((piece) => `${piece.verdict} from step ${steps[piece.start].step}`).join(", ")}` },
     pieces.map(({ verdict, start, end }) => drawing("rect", { class: verdict, x: start, y: 0, width: end - start, height: 1 },
       drawing("title", {}, `${verdict}: steps ${steps[start].step} to ${steps[end - 1].step}`))),
-    state.step === null ? null : drawing("rect", { class: "at", x: selected, y: 0, width: 1, height: 1 }));
+    state.step === null ? null : drawing("rect", { class: "at", x: selected + 0.35, y: 0, width: 0.3, height: 1 }));
     bar.addEventListener("click", (event) => {
       const box = bar.getBoundingClientRect();
       state.set(stepState(steps[Math.min(steps.length - 1, Math.floor(((event.clientX - box.left) / box.width) * steps.length))].step), { isVisit: true });

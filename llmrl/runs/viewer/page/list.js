@@ -101,9 +101,8 @@ class RolloutList {
   }
 
   choose(place) {
+    this.isChosen = true;
     state.set({ rollout: this.nameOf(place), row: 0 }, { isVisit: true });
-    const { top } = byId("rollout").getBoundingClientRect();
-    if (isNarrow() || top < 0 || top > innerHeight * 0.6) byId("rollout").scrollIntoView();
   }
 
   // The one so many places on in the list.

@@ -66,6 +66,8 @@ async function main() {
   new HealthStrip(head, list);
   const panel = new StepPanel(head, list), view = new RolloutView(head, list, panel);
   list.onFilter = (places) => panel.show(places);
+  byId("to-step").addEventListener("click", () => byId("step").scrollIntoView());
+  byId("to-rollouts").addEventListener("click", () => byId("rollouts").scrollIntoView());
   byId("step-clear").addEventListener("click", () => state.set(stepState(""), { isVisit: true }));
   byId("step-back").addEventListener("click", () => goToStep(-1));
   byId("step-on").addEventListener("click", () => goToStep(1));

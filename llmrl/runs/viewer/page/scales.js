@@ -39,10 +39,10 @@ function tickText(value, ticks) {
   const size = Math.abs(value);
   if (size >= 1e6) return `${number(value / 1e6, 3)}M`;
   if (size >= 1e4) return `${number(value / 1e3, 4)}k`;
-  if (size && size < 1e-3) return value.toExponential(0).replace("e", "e");
   const gap = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : size || 1;
-  const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(gap) - 1e-9) + (Math.abs(gap / 10 ** Math.floor(Math.log10(gap)) - 2.5) < 1e-6 ? 1 : 0)));
-  return value.toFixed(digits);
+  const power = Math.floor(Math.log10(gap) + 1e-9), extra = Math.abs(gap / 10 ** power - 2.5) < 1e-6 ? 1 : 0;
+  if (power < -4) return size ? value.toExponential(Math.max(0, Math.floor(Math.log10(size)) - power + extra)) : "0";
+  return value.toFixed(Math.max(0, extra - power));
 }
 
 // An exponential mean with the bias of its start taken out, as TensorBoard draws it.
