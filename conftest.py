@@ -1,12 +1,19 @@
-"""Doctests of what is not installed are not collected."""
+"""Which files are searched for examples: to search one is to import it, and some import vLLM."""
 
 from __future__ import annotations
 
-import importlib.util
+from pathlib import Path
 
-# The set-up leaves reasoning-gym out where nothing can compile what it requires.
-NEEDS = {
-    "reasoning_gym": ["llmrl/envs/reasoning_gym.py", "llmrl/rewards/adapters.py"],
-    "vllm": ["llmrl/weight_sync/load_plan.py", "llmrl/weight_sync/worker.py"],
-}
-collect_ignore = [path for package, paths in NEEDS.items() if not importlib.util.find_spec(package) for path in paths]
+import pytest
+from _pytest.doctest import DoctestModule
+
+PACKAGE = Path(__file__).parent / "llmrl"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path):
+    """Search the package's files that have an example, and no others."""
+    collectors = yield
+    if PACKAGE in file_path.parents and ">>>" in file_path.read_text():
+        return collectors
+    return [collector for collector in collectors if not isinstance(collector, DoctestModule)]
