@@ -20,7 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core
 
 # A mark is set by what a test asks for, itself or through another fixture.
-MARKS = {"engine": "real_vllm", "ray": "ray_nodes", "slow": "own_programs"}
+MARKS = {"real_vllm": "engine", "ray_nodes": "ray", "own_programs": "slow", "takes_long": "slow"}
 # Files that share what takes long to start run in one process; the others go one by one.
 SHARED = {"the engine": ("vllm_engine", "trainable_engine"), "the cluster": ("ray_nodes", "ray_cluster")}
 # Of tests that start programs: on a machine that is busy with other things each start can take a minute.
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items):
     """Set marks; in one of several processes, put first what takes longest."""
     starting = set()
     for item in items:
-        for mark, fixture in MARKS.items():
+        for fixture, mark in MARKS.items():
             if fixture in item.fixturenames:
                 item.add_marker(mark)
                 item.add_marker(pytest.mark.timeout(TIMEOUT_S))
@@ -68,7 +68,12 @@ def real_vllm():
 
 @pytest.fixture(scope="session")
 def own_programs():
-    """Asked for by whatever starts programs that import torch, or compiles: ten seconds or more."""
+    """Asked for by whatever starts programs, or compiles."""
+
+
+@pytest.fixture(scope="session")
+def takes_long():
+    """Asked for by what takes seconds without them, such as importing vLLM, as TorchRL's LLM modules do."""
 
 
 @pytest.fixture(scope="session")
@@ -97,10 +102,12 @@ def renderer(tokenizer):
 
 @pytest.fixture(scope="session")
 def vllm_engine(model_path, real_vllm):
-    """One vLLM engine for the whole session, on all cores; a test that changes its weights puts them back."""
+    """One vLLM engine for the whole session; a test that changes its weights puts them back."""
     from llmrl.engines import AsyncVLLM
 
-    engine = AsyncVLLM.from_pretrained(model_path, max_model_len=2048, kv_cache_memory=1 << 30)
+    # On all cores, unless the other processes want theirs.
+    cpu_threads = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
+    engine = AsyncVLLM.from_pretrained(model_path, max_model_len=2048, kv_cache_memory=1 << 30, cpu_threads=cpu_threads)
     yield engine
     engine.shutdown()
 

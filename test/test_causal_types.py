@@ -20,7 +20,7 @@ def test_the_page_names_every_causal_type_of_the_installed_transformers() -> Non
 
 
 @pytest.mark.parametrize("model_type", COMPARED.values())
-def test_a_causal_type_is_as_exact_as_the_page_says(model_type: str) -> None:
+def test_a_causal_type_is_as_exact_as_the_page_says(model_type: str, takes_long: None) -> None:
     try:
         result = compare(model_type)
     except ImportError as error:

@@ -35,6 +35,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 GROUP_SIZE = 2
 PROMPT = list(range(500))
+NUM_TOKENS = 500
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -130,15 +131,15 @@ def processes_of(engine):
 
 
 def registry_policy(registry):
-    sampling = {"max_new_tokens": 1200, "ignore_eos": True}
+    sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     return lambda: LLMWrapperBase(registry.connect(), input_mode="tokens", generate_kwargs=sampling)
 
 
 def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_nodes, tiny_model_path, real_vllm):
     """The trainer's engines, in actors; collectors reach them by a registry; both get new weights, and both die."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).eval()
-    options = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "num_replicas": 1, "use_ray": True}
-    cluster = {"ray_options": {"num_cpus": 0}, "ray_init_config": {"address": ray_nodes.address}}
+    options = {"max_model_len": 1024, "kv_cache_memory": 1 << 26, "cpu_threads": 1, "num_replicas": 1}
+    cluster = {"use_ray": True, "ray_options": {"num_cpus": 0}, "ray_init_config": {"address": ray_nodes.address}}
     seen, pids = Counter(), set()
     with EngineReplicas.from_pretrained(tiny_model_path, **options, **cluster) as engines:
         [engine] = engines
@@ -171,7 +172,7 @@ def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_n
                 assert len(batch) == 8
                 assert collector.report.num_dropped_by_reason == {}
                 for turn in batch.unbind(0):
-                    assert turn["tokens", "response"].shape == (1200,)
+                    assert turn["tokens", "response"].shape == (NUM_TOKENS,)
                     versions = turn["policy_versions", "full"]
                     assert set(versions[versions >= 0].tolist()) == {1}  # the engine that was restarted has it, too
                     seen[f"{turn['rollout', 'group_id']}/{int(turn['rollout', 'sample_index'])}"] += 1

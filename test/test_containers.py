@@ -8,9 +8,6 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, set_list_to_stack
 from torchrl.data.llm import History as TorchRLHistory
-from torchrl.envs.llm.transforms import as_nested_tensor as torchrl_as_nested_tensor
-from torchrl.envs.llm.transforms import as_padded_tensor as torchrl_as_padded_tensor
-from torchrl.modules.llm.policies import ChatHistory as TorchRLChatHistory
 
 from llmrl.data import (
     ChatHistory,
@@ -38,7 +35,9 @@ def turns():
     return lazy_stack([ChatHistory(prompt=p, full=f) for p, f in zip(prompts, full, strict=True)], 0)
 
 
-def test_text_and_tokens_of_a_turn_are_torchrls(tokenizer):
+def test_text_and_tokens_of_a_turn_are_torchrls(tokenizer, takes_long):
+    from torchrl.modules.llm.policies import ChatHistory as TorchRLChatHistory
+
     text, tokens = turns().to_text(tokenizer), turns().to_tokens(tokenizer)
     with set_list_to_stack(True):
         for index, (chat, answer) in enumerate(zip(CHATS, ANSWERS, strict=True)):
@@ -87,7 +86,10 @@ def test_views_of_one_entry():
     assert batch.get("full", as_nested_tensor=True).is_nested
 
 
-def test_lists_of_tensordicts_are_padded_and_nested_as_torchrls():
+def test_lists_of_tensordicts_are_padded_and_nested_as_torchrls(takes_long):
+    from torchrl.envs.llm.transforms import as_nested_tensor as torchrl_as_nested_tensor
+    from torchrl.envs.llm.transforms import as_padded_tensor as torchrl_as_padded_tensor
+
     rows = [TensorDict(a=torch.arange(1, n), b={"c": torch.ones(n, 2)}) for n in (3, 5)]
     ours, theirs = as_padded_tensor(rows), torchrl_as_padded_tensor(rows)
     assert ours.batch_size == theirs.batch_size and (ours == theirs).all()

@@ -41,7 +41,14 @@ def source_of(page: Path) -> str:
 SOURCES = {page.name: (page, source) for page in PAGES if (source := source_of(page))}
 
 
-@pytest.mark.parametrize("name", [name for name, (_, source) in SOURCES.items() if "AsyncVLLM" not in source])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "train_step(" in source else [])
+        for name, (_, source) in SOURCES.items()
+        if "AsyncVLLM" not in source
+    ],
+)
 def test_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page, source = SOURCES[name]

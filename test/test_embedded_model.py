@@ -45,7 +45,7 @@ def start(home: Path, seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_the_converted_model_is_whole_and_speaks(model_path):
+def test_the_converted_model_is_whole_and_speaks(model_path, takes_long):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert is_intact(Path(model_path), check_content=True)

@@ -18,7 +18,7 @@ from llmrl.testing import ScriptedEngine
 pytest.importorskip("ray")
 
 RAY_OPTIONS = {"num_cpus": 0}
-VLLM_OPTIONS = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "weight_transfer": False}
+VLLM_OPTIONS = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "cpu_threads": 1, "weight_transfer": False}
 SAMPLING = SamplingConfig(max_new_tokens=20, ignore_eos=True)
 
 

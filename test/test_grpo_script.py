@@ -26,6 +26,7 @@ SMALL = (
     *("task=ifeval", "env.train_split=train", "env.eval_split=train", "eval.num_samples=1", "eval.num_problems=4"),
     *("model.max_model_len=256", "collect.groups_per_batch=2", "collect.group_size=2", "collect.max_new_tokens=32"),
     "run.checkpoint_every=2",
+    "engine.cpu_threads=1",
 )
 # What a random model does in half of its answers.
 PROBLEM = {

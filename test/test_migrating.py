@@ -15,6 +15,8 @@ from tensordict import TensorDict
 from llmrl._utils.arguments import keywords_of
 from llmrl._utils.torchrl_names import TABLE, instead_of
 
+pytestmark = pytest.mark.usefixtures("takes_long")
+
 PAGE = Path(__file__).parent.parent / "docs/migrating-from-torchrl.md"
 NAMESPACES = [
     "torchrl.data.llm",

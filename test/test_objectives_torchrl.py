@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from llmrl.objectives import DAPO, CISPOLoss, DistillationLoss, GRPOLoss, SFTLoss
 
-llm = pytest.importorskip("torchrl.objectives.llm")
+pytestmark = pytest.mark.usefixtures("takes_long")
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -23,6 +23,11 @@ def batch_and_policy(seed: int) -> tuple[TensorDictBase, Table]:
         row["history"] = TensorDict({"full": NonTensorData("not read")})
         row["next", "teacher_log_probs"] = row["next", "ref_log_probs"].clone()
     return batch, near_policy(batch)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    return pytest.importorskip("torchrl.objectives.llm")
 
 
 def rows_of(policy: Table, batch: TensorDictBase) -> list[torch.Tensor]:
@@ -72,7 +77,7 @@ def gradient(loss: torch.Tensor, policy: Table) -> torch.Tensor:
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
 @pytest.mark.parametrize("clip_epsilon", [0.2, (0.1, 0.28)])
 @pytest.mark.parametrize("name", ["GRPOLoss", "DAPO", "CISPOLoss"])
-def test_the_grpo_family(name: str, clip_epsilon: Any, aggregation: Any) -> None:
+def test_the_grpo_family(name: str, clip_epsilon: Any, aggregation: Any, llm: Any) -> None:
     mine: type[GRPOLoss] = {"GRPOLoss": GRPOLoss, "DAPO": DAPO, "CISPOLoss": CISPOLoss}[name]
     for seed in range(3):
         batch, policy = batch_and_policy(seed)
@@ -88,7 +93,7 @@ def test_the_grpo_family(name: str, clip_epsilon: Any, aggregation: Any) -> None
         torch.testing.assert_close(*gradients, **CLOSE)
 
 
-def test_cispo_agrees_where_nothing_is_clipped_and_keeps_its_gradient_where_theirs_is_lost() -> None:
+def test_cispo_agrees_where_nothing_is_clipped_and_keeps_its_gradient_where_theirs_is_lost(llm: Any) -> None:
     batch, policy = batch_and_policy(0)
     actor = DistributionActor(policy, batch)
     wide = (0.999, 1e6)
@@ -105,7 +110,7 @@ def test_cispo_agrees_where_nothing_is_clipped_and_keeps_its_gradient_where_thei
     assert (gradient(CISPOLoss(policy, clip_epsilon=narrow)(batch).loss_objective, policy)[lost] != 0).all()
 
 
-def test_the_kl_is_averaged_over_trained_tokens_only() -> None:
+def test_the_kl_is_averaged_over_trained_tokens_only(llm: Any) -> None:
     batch, policy = batch_and_policy(0)
     theirs = llm.GRPOLoss(
         DistributionActor(policy, batch), entropy_bonus=False, masking_strategy="rlhf", kl_to_ref_coeff=1.0
@@ -119,7 +124,7 @@ def test_the_kl_is_averaged_over_trained_tokens_only() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("is_normalized", [True, False])
-def test_sft(reduction: Any, is_normalized: bool) -> None:
+def test_sft(reduction: Any, is_normalized: bool, llm: Any) -> None:
     batch, policy = batch_and_policy(1)
     arguments: dict[str, Any] = {"reduction": reduction, "normalize_by_seq_length": is_normalized}
     ours = SFTLoss(policy, **arguments)(batch).loss_sft
@@ -129,7 +134,7 @@ def test_sft(reduction: Any, is_normalized: bool) -> None:
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
-def test_minor_sft_where_the_reference_is_scored_on_trained_tokens_only(is_normalized: bool) -> None:
+def test_minor_sft_where_the_reference_is_scored_on_trained_tokens_only(is_normalized: bool, llm: Any) -> None:
     batch, policy = batch_and_policy(1)
     for row in batch.unbind(0):
         row["next", "ref_log_probs", "full"] *= row["masks", "all_assistant_mask"]
@@ -146,7 +151,7 @@ def test_minor_sft_where_the_reference_is_scored_on_trained_tokens_only(is_norma
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_distillation(direction: Any, reduction: Any) -> None:
+def test_distillation(direction: Any, reduction: Any, llm: Any) -> None:
     batch, policy = batch_and_policy(2)
     arguments: dict[str, Any] = {"kl_direction": direction, "reduction": reduction}
     ours = DistillationLoss(policy, **arguments)(batch).loss_distill

@@ -144,7 +144,7 @@ def test_tensorboard_has_every_step_of_a_resumed_run(tmp_path):
     ]
 
 
-def test_wandb_continues_a_resumed_run(tmp_path, monkeypatch):
+def test_wandb_continues_a_resumed_run(tmp_path, monkeypatch, own_programs):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

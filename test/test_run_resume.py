@@ -27,7 +27,7 @@ NUM_KILLS = int(os.environ.get("LLMRL_NUM_KILLS", "10"))
 
 
 @pytest.mark.timeout(120 + 10 * NUM_KILLS)
-def test_whenever_a_run_is_killed_it_ends_with_the_weights_of_one_that_was_not(model_path, tmp_path):
+def test_whenever_a_run_is_killed_it_ends_with_the_weights_of_one_that_was_not(model_path, tmp_path, own_programs):
     script = Path(__file__).with_name("killed_runs.py")
     command = [sys.executable, str(script), str(tmp_path), str(NUM_KILLS), "0"]
     result = subprocess.run(command, capture_output=True, text=True)

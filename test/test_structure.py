@@ -288,7 +288,7 @@ def test_importing_llmrl_imports_no_engine():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_package_imports_without_vllm_ray_and_transformers():
+def test_every_package_imports_without_vllm_ray_and_transformers(own_programs):
     packages = sorted({f"llmrl.{path.parent.name}" for path in (ROOT / "llmrl").glob("*/__init__.py")})
     # torchrl's own parts are imported first: its `envs` imports ray where that is installed, which is not ours to mend.
     code = (

@@ -14,7 +14,10 @@ from llmrl.tools.browser import find_chromium
 from llmrl.transforms import BrowserTransform
 
 pytest.importorskip("playwright")
-pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed on this machine")
+pytestmark = [
+    pytest.mark.usefixtures("own_programs"),
+    pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed on this machine"),
+]
 
 HOME = """<title>Home</title><body><h1>Welcome</h1><a id=more href='/more'>More</a> <a id=off href='{other}/'>Off</a>
 <form action='/greet'><input name=who></form></body>"""
@@ -88,7 +91,7 @@ def sites():
 
 @pytest.fixture(scope="module")
 def browser(sites, tmp_path_factory):
-    transform = BrowserTransform([sites[0].address], timeout=10.0, screenshot_folder=tmp_path_factory.mktemp("shots"))
+    transform = BrowserTransform([sites[0].address], timeout=60.0, screenshot_folder=tmp_path_factory.mktemp("shots"))
     yield transform
     transform.close()
 

@@ -24,6 +24,7 @@ from llmrl.tools.mcp_transport import MAX_MESSAGE_BYTES, BoundedLines
 from llmrl.transforms import MCPToolTransform
 
 pytest.importorskip("mcp")
+pytestmark = pytest.mark.usefixtures("own_programs")
 SCRIPT = str(Path(__file__).parent / "mcp_server.py")
 STDIO = {"command": sys.executable, "args": [SCRIPT, "stdio"]}
 

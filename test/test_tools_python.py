@@ -22,7 +22,7 @@ def executor():
     executor.close()
 
 
-def test_the_documented_example_gives_the_conversation_that_torchrl_gives(executor):
+def test_the_documented_example_gives_the_conversation_that_torchrl_gives(executor, takes_long):
     env = ChatEnv(batch_size=(1,), system_prompt="I'm the system, do as I say")
     env = env.append_transform(PythonInterpreter(executor=executor))
     data = env.reset(TensorDict({"query": ["This is the user prompt"]}, batch_size=(1,)))

@@ -20,7 +20,9 @@ from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
 
 def make_policy(renderer, *answers):
-    return LLMWrapperBase(ScriptedEngine(list(answers), encode=renderer.encode), renderer=renderer)
+    # A conversation without an end goes on until its context is full.
+    engine = ScriptedEngine(list(answers), encode=renderer.encode, max_model_len=128)
+    return LLMWrapperBase(engine, renderer=renderer)
 
 
 def test_a_policy_by_position_and_an_environment_with_a_tokenizer(tokenizer, renderer):
@@ -199,7 +201,7 @@ def test_text_and_tokens_are_written_with_the_tokenizers_template(tokenizer, inp
     )
 
 
-def test_the_order_of_the_k3_estimate_is_theirs():
+def test_the_order_of_the_k3_estimate_is_theirs(takes_long):
     from torchrl.objectives.llm import k3_kl_token_estimate as theirs
 
     target, sampled = torch.randn(50), torch.randn(50)

@@ -70,7 +70,7 @@ def train_tiny(tiny_model_path, tmp_path):
     return train_it
 
 
-def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_model_path):
+def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_model_path, takes_long):
     from transformers import AutoModelForCausalLM
 
     held_out = {"sums": make_env(2, "sums"), "more": make_env(1, "more")}

@@ -7,7 +7,6 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule
 from torchrl.envs import check_env_specs
-from torchrl.envs.llm.transforms import KLRewardTransform as TorchRLKLRewardTransform
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmrl.collectors import LLMCollector, RolloutLimits
@@ -93,13 +92,14 @@ def test_a_kl_that_is_not_added_leaves_the_reward():
     assert step["next", "reward"].shape == (1, 1) and step["next", "kl"][1, 0] == 0.5
 
 
-class TorchRLKL(TorchRLKLRewardTransform):
-    """Theirs, without an environment around it."""
+def test_the_kl_in_the_reward_is_torchrls(takes_long):
+    from torchrl.envs.llm.transforms import KLRewardTransform as TorchRLKLRewardTransform
 
-    action_key = ("tokens", "full")
+    class TorchRLKL(TorchRLKLRewardTransform):
+        """Theirs, without an environment around it."""
 
+        action_key = ("tokens", "full")
 
-def test_the_kl_in_the_reward_is_torchrls():
     model = TensorDictModule(lambda ids: -0.1 * ids.float(), [("tokens", "full")], [("log_probs", "full")])
     turns = [turn([1, 2], [3, 4], [-1.0, -2.0]), turn([5], [6, 7, 8], [-0.5, -1.5, -2.5])]
     batch = torch.stack(turns, 0)

@@ -7,7 +7,6 @@ import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 from torchrl.envs import TransformedEnv, check_env_specs
-from torchrl.envs.llm.transforms import Tokenizer as TorchRLTokenizer
 
 from llmrl.data.tensordicts import batch_elements
 from llmrl.envs import ChatEnv, DatasetChatEnv, LLMEnv, MessageChatEnv, MessageEnv, MessageStep
@@ -27,7 +26,9 @@ class Again(MessageEnv):
 
 
 @pytest.mark.parametrize("add_special_tokens", [False, True])
-def test_tokens_are_those_of_torchrls_tokenizer(tokenizer, add_special_tokens):
+def test_tokens_are_those_of_torchrls_tokenizer(tokenizer, add_special_tokens, takes_long):
+    from torchrl.envs.llm.transforms import Tokenizer as TorchRLTokenizer
+
     options = {"tokenizer": tokenizer, "add_special_tokens": add_special_tokens}
     ours = Tokenizer(["text"], [("tokens", "prompt")], **options)
     theirs = TorchRLTokenizer(["text"], [("tokens", "prompt")], **options)
@@ -42,7 +43,9 @@ def test_tokens_are_those_of_torchrls_tokenizer(tokenizer, add_special_tokens):
         assert row["tokens", "attention_mask"].sum() == is_real.sum()
 
 
-def test_a_policys_tokens_are_the_text_that_torchrl_reads(tokenizer):
+def test_a_policys_tokens_are_the_text_that_torchrl_reads(tokenizer, takes_long):
+    from torchrl.envs.llm.transforms import Tokenizer as TorchRLTokenizer
+
     keys = {"in_keys_inv": ["text_response"], "out_keys_inv": ["tokens_response"], "tokenizer": tokenizer}
     for text in (" 15", "15<|im_end|>"):
         data = TensorDict(tokens_response=torch.tensor(tokenizer.encode(text)))

@@ -54,7 +54,7 @@ def test_a_layout_refuses_nothing_and_twice():
         PackedLayout.of([("a", torch.float32, (1,))] * 2)
 
 
-def test_another_process_reads_the_buffer_and_writes_only_its_own_copy():
+def test_another_process_reads_the_buffer_and_writes_only_its_own_copy(own_programs):
     shared = SharedBuffer(256)
     shared.tensor.copy_(torch.arange(256, dtype=torch.uint8))
     code = (

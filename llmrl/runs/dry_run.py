@@ -46,7 +46,7 @@ def as_dry_run(cfg: Config) -> Config:
     cfg.eval = replace(cfg.eval, num_problems=2, num_samples=1)
     for env in cfg.eval.envs.values():
         env.data = _ROWS.get(env.name)
-    cfg.engine, cfg.ray = EngineConfig(), RayConfig()
+    cfg.engine, cfg.ray = EngineConfig(cpu_threads=1), RayConfig()
     cfg.sync = replace(cfg.sync, transport="direct")
     cfg.collect = replace(cfg.collect, groups_per_batch=2, max_new_tokens=8, num_collectors=None)
     warmup_steps = min(cfg.train.warmup_steps, 1)
