@@ -143,7 +143,7 @@ def test_only_web_addresses_are_opened(chat, url):
 
 
 def test_failures_are_told_and_the_page_goes_on(sites):
-    transform = BrowserTransform([sites[0].address], timeout=8.0)
+    transform = BrowserTransform([sites[0].address], timeout=15.0)
     try:
         chat = Chat(transform)
         chat.call("navigate", url=f"http://{sites[0].address}/")
@@ -173,7 +173,7 @@ def test_conversations_share_no_cookies_and_their_pages_end_with_them(sites):
 
 def test_a_conversation_waits_for_a_page_until_another_ends(sites):
     url = f"http://{sites[0].address}/more"
-    transform = BrowserTransform([sites[0].address], max_pages=1, timeout=10.0)
+    transform = BrowserTransform([sites[0].address], max_pages=1, timeout=60.0)
     try:
         first, second = Chat(transform), Chat(transform)
         first.call("navigate", url=url)
@@ -186,7 +186,7 @@ def test_a_conversation_waits_for_a_page_until_another_ends(sites):
 
 def test_a_browser_that_crashed_is_started_again(sites):
     url = f"http://{sites[0].address}/more"
-    transform = BrowserTransform([sites[0].address], timeout=10.0)
+    transform = BrowserTransform([sites[0].address], timeout=60.0)
     try:
         chat = Chat(transform)
         chat.call("navigate", url=url)
@@ -198,7 +198,7 @@ def test_a_browser_that_crashed_is_started_again(sites):
 
 
 def test_a_page_that_never_ends_costs_its_call_and_not_the_next(sites):
-    transform = BrowserTransform([sites[0].address], timeout=4.0)
+    transform = BrowserTransform([sites[0].address], timeout=10.0)
     try:
         chat = Chat(transform)
         assert chat.call("navigate", url=f"http://{sites[0].address}/loop").startswith("Error: ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -69,7 +68,7 @@ def test_what_is_not_whole_is_refused(tmp_path):
 
 
 KILLS = """
-import json, os, random, signal, sys, time
+import itertools, os, random, signal, sys, time
 import torch
 from llmrl.weight_sync.double_buffer import DoubleBuffer, FileWeights
 
@@ -94,7 +93,10 @@ def read_whole():
         assert version == pointer.version
         return version
 
-for _ in range(num_kills):
+for kill in itertools.count():
+    # A busy machine writes less between two kills; some have to hit a write.
+    if kill >= num_kills and num_cut_short > num_kills / 10 and last > num_kills / 5:
+        break
     child = os.fork()
     if child == 0:
         while True:
@@ -116,7 +118,7 @@ for _ in range(num_kills):
         is_before = False
     num_cut_short += not is_before
 num_files = sum(len(files) for _, _, files in os.walk(folder))
-print(json.dumps({"num_cut_short": num_cut_short, "last": last, "num_files": num_files}))
+print(num_files)
 """
 
 
@@ -125,10 +127,7 @@ def test_a_writer_killed_100_times_never_shows_half_of_its_weights(tmp_path, own
     command = [sys.executable, "-c", KILLS, str(tmp_path), "100"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
-    result = json.loads(process.stdout.splitlines()[-1])
-    assert result["num_cut_short"] > 10, "hardly a kill hit a write"
-    assert result["last"] > 1, "no write was finished"  # how many is a matter of the machine
-    assert result["num_files"] <= 4  # two files of weights, the pointer, and a pointer that was not finished
+    assert int(process.stdout) <= 4  # two files of weights, the pointer, and a pointer that was not finished
 
 
 def test_a_sender_without_engines_only_writes(tmp_path):
