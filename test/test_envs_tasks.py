@@ -38,7 +38,7 @@ from llmrl.envs import (
     make_sum_of_digits_env,
 )
 from llmrl.policies import LLMWrapperBase
-from llmrl.rewards import RewardInput
+from llmrl.rewards import RewardInput, evaluate_expression, is_countdown_right
 from llmrl.testing import ScriptedEngine
 from llmrl.transforms import find_rubric_reward
 
@@ -193,8 +193,13 @@ def test_countdown_problems_can_be_solved_and_only_with_their_numbers():
         assert answered(env, str(target), data)["reward"].item() == float(target in data["numbers"])
 
 
+def test_an_expression_may_have_signs():
+    assert evaluate_expression("-(3 - 8) * 2") == (10, [3, 8, 2])
+    assert is_countdown_right("-3 + 8 = 5", 5, [3, 8]) and not is_countdown_right("--5", 5, [3])
+
+
 @pytest.mark.parametrize(
-    "expression", ["5 ** 2", "1 // 1", "1 / 0", "((" * 80, "1 1", "__import__('os')", "5(5)", "-5"]
+    "expression", ["5 ** 2", "1 // 1", "1 / 0", "((" * 80, "1 1", "__import__('os')", "5(5)", "+5"]
 )
 def test_what_is_no_expression_gets_the_format_reward_at_most(expression):
     assert answered(CountdownEnv(num_problems=1), f"<answer>{expression}</answer>")["reward"].item() < 0.11

@@ -15,10 +15,11 @@ from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from llmrl.collectors import LLMCollector
 from llmrl.data import ChatHistory, History, Masks, Text, Tokens
 from llmrl.envs import DatasetChatEnv
-from llmrl.objectives import GRPOLoss
+from llmrl.objectives import DistillationLoss, GRPOLoss, KLPenalty
 from llmrl.policies import LLMWrapperBase, sampling_from_kwargs
 from llmrl.testing import ScriptedEngine
-from llmrl.trainer import TransformersWrapper
+from llmrl.trainer import TransformersWrapper, write_log_probs
+from llmrl.transforms import RetrieveLogProb
 
 CHATS = [
     [{"role": "user", "content": "Are you happy?"}, {"role": "assistant", "content": "Yes."}],
@@ -240,3 +241,30 @@ def test_what_is_so_anyway_may_be_said():
     given = {"do_sample": False, "n": 1, "num_beams": 1, "early_stopping": False, "logprobs": True, "max_tokens": 3}
     sampling = sampling_from_kwargs({**given, "include_stop_str_in_output": True})
     assert (sampling.temperature, sampling.max_new_tokens) == (0.0, 3)
+
+
+@pytest.mark.parametrize("masking_strategy", ["rlhf", "generic"])
+def test_a_teacher_that_is_the_policy_teaches_nothing_or_is_refused(masking_strategy):
+    policy = TransformersWrapper(tiny_model(), generate=False)
+    key = ("next", "teacher_log_probs", "full")
+    loss = DistillationLoss(policy, masking_strategy=masking_strategy)
+    assert abs(float(loss(write_log_probs(policy, loss_rows(), key, assistant_only=False)).loss_distill)) < 1e-6
+    scorer = RetrieveLogProb(policy, log_probs_full_key=key[1:], assistant_only=False)
+    assert abs(float(loss(scorer(loss_rows())).loss_distill)) < 1e-6
+    trained_only = write_log_probs(policy, loss_rows(), key)
+    if masking_strategy == "rlhf":
+        assert abs(float(loss(trained_only).loss_distill)) < 1e-6
+    else:
+        with pytest.raises(ValueError, match="assistant_only=False"):
+            loss(trained_only)
+
+
+def test_what_a_batch_lacks_is_named():
+    rows = loss_rows()
+    for missing, read in (
+        ("('rollout', 'rollout_id')", KLPenalty(coeff=0.1, other_log_prob_key=("log_probs", "full"))),
+        ("('next', 'teacher_log_probs', 'full')", DistillationLoss()),
+    ):
+        with pytest.raises(KeyError) as error:
+            read(rows)
+        assert missing in str(error.value).replace("\\", "") and "it has" in str(error.value)

@@ -97,11 +97,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("Tokenizer", "missing_tolerance", "what is missing is an error; what only a reset has needs call_before_reset"),
     ("Tokenizer", ".call_tokenizer_fn .call_tokenizer_inv_fn", "call the tokenizer"),
     ("Tokenizer", ".device .out_device", "tokens are made on the CPU"),
-    (
-        _KL,
-        "assistant_only",
-        "the log-probs and the KL of sampled tokens are all there are",
-    ),
+    ("RetrieveKL KLRewardTransform", "assistant_only", "the KL of sampled tokens is all there is"),
     (_KL, "device", "move the model, and its answer is moved back"),
     (
         f"{_KL} KLComputation",

@@ -60,8 +60,7 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
         >>> [column.shape[0] for column in ragged_column(batch, "a")]
         [1, 3]
     """
-    if not has_entry(tensordict, key):
-        raise KeyError(f"The batch has no {key!r}; it has {sorted(map(str, tensordict.keys(True, True)))}.")
+    _check_entry(tensordict, key)
     column = tensordict.get(key, as_list=True)
     rows = list(column.unbind(0)) if isinstance(column, torch.Tensor) else list(column)
     if not has_entry(tensordict, ATTENTION_MASK_KEY) or key == ATTENTION_MASK_KEY:
@@ -71,6 +70,11 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
         row[is_real.bool()] if row.ndim and row.shape[0] == is_real.shape[0] and not is_real.all() else row
         for row, is_real in zip(rows, mask, strict=True)
     ]
+
+
+def _check_entry(tensordict: TensorDictBase, key: NestedKey) -> None:
+    if not has_entry(tensordict, key):
+        raise KeyError(f"The batch has no {key!r}; it has {sorted(map(str, tensordict.keys(True, True)))}.")
 
 
 def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torch.Tensor]) -> None:
@@ -121,7 +125,12 @@ def _is_padded(tensordict: TensorDictBase, length: int) -> bool:
 
 
 def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
-    """Return one Python value a row, of a non-tensor or a scalar tensor entry."""
+    """Return one Python value a row, of a non-tensor or a scalar tensor entry.
+
+    Raises:
+        KeyError: when the entry is missing, naming it and those that are there.
+    """
+    _check_entry(tensordict, key)
     column = tensordict.get(key)
     if isinstance(column, NonTensorData):
         return [column.data] * tensordict.batch_size[0]

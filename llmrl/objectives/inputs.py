@@ -108,7 +108,8 @@ def read_inputs(
 
     Raises:
         KeyError: when an entry is missing.
-        ValueError: when a column has not one entry a token.
+        ValueError: when a column has not one entry a token, or was scored on the loss mask's tokens alone while
+            others are trained on.
         NonFiniteColumnError: when a column is not finite at a trained token.
     """
     batch = flat_batch(tensordict)
@@ -126,6 +127,9 @@ def read_inputs(
         if is_broken.any():
             rows = torch.arange(len(lengths)).repeat_interleave(repeats)[is_broken].unique().tolist()
             raise NonFiniteColumnError(name, key, int(is_broken.sum()), rows)
+    if masking_strategy != "rlhf" and has_entry(batch, mask_key):
+        is_unmasked = is_scored & ~torch.cat([mask.bool() for mask in ragged_column(batch, mask_key)])
+        _check_scored(columns, token_columns, is_unmasked.cpu(), masking_strategy)
     sequence_of_row, num_sequences = _numbered(batch, ROLLOUT_ID_KEY)
     group_of_row, _ = _numbered(batch, GROUP_ID_KEY) if has_entry(batch, GROUP_ID_KEY) else (sequence_of_row, 0)
     return LossInputs(
@@ -149,6 +153,22 @@ def at_least_float32(values: torch.Tensor) -> torch.Tensor:
         torch.float32
     """
     return values.float() if values.dtype.itemsize < 4 and values.is_floating_point() else values
+
+
+def _check_scored(
+    columns: Mapping[str, torch.Tensor],
+    keys: Mapping[str, NestedKey],
+    is_unmasked: torch.Tensor,
+    masking_strategy: MaskingStrategy,
+) -> None:
+    """Refuse log-probs of the loss mask's tokens alone where others are trained on, too: they are 0 there."""
+    for name, key in keys.items():
+        outside = columns[name].cpu()[is_unmasked]
+        if name.endswith("log_probs") and len(outside) and not outside.any():
+            raise ValueError(
+                f"masking_strategy={masking_strategy!r} trains on tokens outside the mask, and {key!r} is 0 there; "
+                "they were not scored. Score all, write_log_probs(..., assistant_only=False), or take 'rlhf'."
+            )
 
 
 def _masks(

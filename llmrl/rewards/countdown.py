@@ -35,6 +35,8 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
             return Fraction(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](value_of(node.left), value_of(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value_of(node.operand)
         raise ValueError("expression has something other than whole numbers, + - * / and parentheses.")
 
     try:

@@ -26,6 +26,7 @@ def write_log_probs(
     key: NestedKey,
     *,
     disable_adapter: bool = False,
+    assistant_only: bool = True,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> TensorDictBase:
     """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 a row, without gradient.
@@ -40,6 +41,7 @@ def write_log_probs(
         batch: training rows, ragged; changed in place.
         key: entry written.
         disable_adapter: score with the adapters of a peft model disabled.
+        assistant_only: score trained tokens; False scores all, as losses with `masking_strategy="generic"` need.
         process_group: of the ranks that the model is sharded over: each computes its share and has all.
 
     Returns:
@@ -49,7 +51,7 @@ def write_log_probs(
         TypeError: for `disable_adapter` with a model that has no adapters.
     """
     with adapters_off(policy.model) if disable_adapter else contextlib.nullcontext():
-        scored = log_probs_of(policy, batch, process_group=process_group)
+        scored = log_probs_of(policy, batch, assistant_only=assistant_only, process_group=process_group)
     write_column(batch, key, scored)
     return batch
 

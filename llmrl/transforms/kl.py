@@ -13,7 +13,7 @@ from torchrl.envs import Compose, Transform
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl.data.ragged import write_column
-from llmrl.data.tensordicts import batch_elements, restacked
+from llmrl.data.tensordicts import batch_elements
 from llmrl.objectives.kl import masked_kl
 from llmrl.objectives.scoring import log_probs_of
 
@@ -34,6 +34,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         model_factory: builds it at first use, in the process that uses it; instead of `model`.
         log_probs_full_key: entry written under `next`.
         detach: score without gradients.
+        assistant_only: score the loss mask's tokens; False scores all, where the model is a `TransformersWrapper`.
 
     Raises:
         ValueError: unless exactly one of model and model_factory is given.
@@ -57,6 +58,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         model_factory: Callable[[], TensorDictModuleBase] | None = None,
         log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
         detach: bool = True,
+        assistant_only: bool = True,
     ) -> None:
         super().__init__()
         if (model is None) == (model_factory is None):
@@ -68,6 +70,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         self._model_factory = model_factory
         self.log_probs_full_key = log_probs_full_key
         self.detach = detach
+        self._options = {} if assistant_only else {"assistant_only": False}
 
     @property
     def model(self) -> TensorDictModuleBase:
@@ -79,7 +82,7 @@ class RetrieveLogProb(KnownArguments, Transform):
 
     def _log_probs(self, rows: TensorDictBase) -> list[torch.Tensor]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            return log_probs_of(self.model, rows)
+            return log_probs_of(self.model, rows, **self._options)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Score a batch of any shape, in place."""
@@ -87,10 +90,8 @@ class RetrieveLogProb(KnownArguments, Transform):
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        elements = batch_elements(next_tensordict)
-        for element, log_probs in zip(elements, self._log_probs(tensordict), strict=True):
-            element.set(self.log_probs_full_key, log_probs)
-        return restacked(elements, next_tensordict.batch_size)
+        write_column(next_tensordict, self.log_probs_full_key, self._log_probs(tensordict))
+        return next_tensordict
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return tensordict_reset
@@ -142,37 +143,36 @@ class KLComputation(KnownArguments, Transform):
         self.gen_log_probs_full_key, self.ref_log_probs_full_key = gen_log_probs_full_key, ref_log_probs_full_key
         self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
 
-    def _compute(self, element: TensorDictBase, next_element: TensorDictBase) -> None:
+    def _computed(self, element: TensorDictBase, next_element: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the KL of one row or turn, `[num_tokens, 1]`, and its reward."""
         mask = element.get(_MASK).bool()
         prompt = element.get(_PROMPT, None)
         if prompt is not None:
             mask = mask & (torch.arange(len(mask), device=mask.device) >= len(prompt))
         log_probs, others = element.get(self.gen_log_probs_full_key), next_element.get(self.ref_log_probs_full_key)
         divergence = masked_kl(log_probs, others, mask).unsqueeze(-1)
-        next_element.set(self.kl_key, divergence)
-        if self.add_to_reward:
-            reward = next_element.get("reward")
-            dense = 0.0 - self.coeff * divergence  # no negative zeros
-            if reward.shape == dense.shape:
-                dense = dense + reward
-            else:
-                sampled = mask.nonzero()
-                last = int(sampled[-1]) if len(sampled) else -1
-                dense = dense.index_add(0, torch.tensor([last % len(mask)]), reward.sum().reshape(1, 1))
-            next_element.set("reward", dense)
+        if not self.add_to_reward:
+            return divergence, divergence
+        reward = next_element.get("reward")
+        dense = 0.0 - self.coeff * divergence  # no negative zeros
+        if reward.shape == dense.shape:
+            return divergence, dense + reward
+        sampled = mask.nonzero()
+        last = int(sampled[-1]) if len(sampled) else -1
+        return divergence, dense.index_add(0, torch.tensor([last % len(mask)]), reward.sum().reshape(1, 1))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Compute over a batch of turns or rows, of any shape."""
-        elements = batch_elements(tensordict)
-        for element in elements:
-            self._compute(element, element.get("next"))
-        return restacked(elements, tensordict.batch_size)
+        """Compute over a batch of turns or rows, of any shape, in place."""
+        self._step(tensordict, tensordict.get("next"))
+        return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        elements = batch_elements(next_tensordict)
-        for element, next_element in zip(batch_elements(tensordict), elements, strict=True):
-            self._compute(element, next_element)
-        return restacked(elements, next_tensordict.batch_size)
+        pairs = zip(batch_elements(tensordict), batch_elements(next_tensordict), strict=True)
+        divergences, rewards = zip(*(self._computed(*pair) for pair in pairs), strict=True)
+        write_column(next_tensordict, self.kl_key, divergences)
+        if self.add_to_reward:
+            write_column(next_tensordict, "reward", rewards)
+        return next_tensordict
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return tensordict_reset
