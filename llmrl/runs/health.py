@@ -124,7 +124,9 @@ def _mismatch(history: _History) -> Iterator[Finding]:
     difference, bound = history.now("on_policy_difference"), history.now("on_policy_difference_bound")
     if difference is None or bound is None or difference <= bound:
         return
-    has_agreed = any(earlier <= bound for earlier in history.values("on_policy_difference"))
+    # Before the first update what is on-policy is not known, and the difference of all tokens tells it.
+    known = [*history.values("on_policy_difference"), *history.values("log_prob_difference_mean")]
+    has_agreed = any(earlier <= bound for earlier in known)
     causes = (
         "stale weights: an update did not reach the engine, or key-value blocks of old weights are in use",
         "engine and trainer compute in different dtypes",
@@ -282,29 +284,34 @@ def _reward(history: _History) -> Iterator[Finding]:
 
 def _held_out(history: _History) -> Iterator[Finding]:
     """The reward of training rises while that of problems held out falls."""
-    names = {name for step in history.steps for name in step if name.startswith("eval/")}
-    for name in sorted(name for name in names if name.endswith(("/pass@1", "/reward")) and name.count("/") == 2):
-        *earlier, last = [place for place, step in enumerate(history.steps) if name in step]
-        if not earlier:
-            continue
-        best = max(earlier, key=lambda place: history.steps[place][name])
-        before, after = history.around(best, "reward_mean"), history.around(last, "reward_mean")
-        was, now = history.steps[best][name], history.steps[last][name]
-        if before is None or after is None or after <= before or now >= was - 0.05 * max(abs(was), 1e-9):
-            continue
-        is_certain = history.steps[last].get(f"{name}_high", now) < history.steps[best].get(f"{name}_low", now)
-        yield Finding(
-            "reward_hacking",
-            "broken" if is_certain else "look",
-            f"{name} fell from {was:.2g} to {now:.2g} while the reward of training rose from {before:.2g} to "
-            f"{after:.2g}.",
-            (
-                "the reward can be had without solving the task: read the best rollouts",
-                "the problems of training are learned by heart: more of them, fewer epochs",
-                "the two environments differ: prompt, reward, limits, temperature",
-            ),
-            "best",
-        )
+    names = {name for step in history.steps for name in step if name.startswith("eval/") and name.count("/") == 2}
+    for env in sorted({name.split("/")[1] for name in names}):
+        found = (_fell(history, f"eval/{env}/{metric}") for metric in ("pass@1", "reward"))
+        yield from [finding for finding in found if finding is not None][:1]
+
+
+def _fell(history: _History, name: str) -> Finding | None:
+    """What a metric of an evaluation says that is now below its best, although the reward of training is higher."""
+    *earlier, last = [place for place, step in enumerate(history.steps) if name in step] or [0]
+    if not earlier:
+        return None
+    best = max(earlier, key=lambda place: history.steps[place][name])
+    before, after = history.around(best, "reward_mean"), history.around(last, "reward_mean")
+    was, now = history.steps[best][name], history.steps[last][name]
+    if before is None or after is None or after <= before or now >= was - 0.05 * max(abs(was), 1e-9):
+        return None
+    is_certain = history.steps[last].get(f"{name}_high", now) < history.steps[best].get(f"{name}_low", now)
+    return Finding(
+        "reward_hacking",
+        "broken" if is_certain else "look",
+        f"{name} fell from {was:.2g} to {now:.2g} while the reward of training rose from {before:.2g} to {after:.2g}.",
+        (
+            "the reward can be had without solving the task: read the best rollouts",
+            "the problems of training are learned by heart: more of them, fewer epochs",
+            "the two environments differ: prompt, reward, limits, temperature",
+        ),
+        "best",
+    )
 
 
 def _staleness(history: _History, max_staleness: int | None) -> Iterator[Finding]:

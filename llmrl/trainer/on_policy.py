@@ -36,7 +36,7 @@ class SamplerKeys(Protocol):
 
 
 def on_policy_difference(
-    batch: TensorDictBase, log_probs: list[torch.Tensor], keys: SamplerKeys, version: int
+    batch: TensorDictBase, log_probs: list[torch.Tensor], keys: SamplerKeys, version: int | None
 ) -> torch.Tensor:
     """`|log pi_trainer - log pi_sampler|` of the trained tokens that `version` sampled, `[num_tokens]`.
 
@@ -44,7 +44,7 @@ def on_policy_difference(
         batch: training rows.
         log_probs: the policy's, `[num_tokens]` a row, NaN where nothing is trained.
         keys: a loss's names of the entries: `sample_log_prob` and `policy_version` are read.
-        version: of the weights that gave `log_probs`.
+        version: of the weights that gave `log_probs`; None takes all trained tokens.
     """
     rows = flat_batch(batch)
     ours = torch.cat(log_probs)
@@ -52,7 +52,8 @@ def on_policy_difference(
         torch.cat([column.reshape(-1) for column in ragged_column(rows, key)]).cpu()
         for key in (keys.sample_log_prob, keys.policy_version)
     )
-    return (ours - sampler).abs()[~ours.isnan() & (versions == version)]
+    is_trained = ~ours.isnan()
+    return (ours - sampler).abs()[is_trained if version is None else is_trained & (versions == version)]
 
 
 def check_difference(
@@ -69,7 +70,7 @@ def check_difference(
         batch, log_probs, keys: see `on_policy_difference`.
     """
     version = record.engine_version
-    if version is None or record.num_updates or not has_entry(batch, keys.policy_version):
+    if record.num_updates or not has_entry(batch, keys.policy_version):
         return {}
     difference = on_policy_difference(batch, log_probs, keys, version)
     if difference.numel() < 2:
@@ -77,6 +78,9 @@ def check_difference(
     dtype = record.coarsest_dtype
     bound = _FLOAT32_BOUND if dtype is None else _BOUNDS.get(dtype, _FLOAT32_BOUND)
     mean = float(difference.mean())
+    if version is None:  # the engine began with these weights, or with others, as where a trainer was resumed
+        record.has_agreed |= mean <= bound
+        return {}
     measured = {"on_policy_difference": mean, "on_policy_difference_bound": bound}
     # Of a few tokens only what is certain.
     if mean - 2 * float(difference.std()) / math.sqrt(difference.numel()) <= bound:
