@@ -1,13 +1,37 @@
-"""Specs are right whatever transforms an environment has, in whatever order they may stand."""
+"""Environments with transforms, beside each other and with TensorDict's lists as stacks: what goes together."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-from torchrl.envs import StepCounter, check_env_specs
+from tensordict import lazy_stack, set_list_to_stack
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import (
+    AsyncEnvPool,
+    Compose,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TensorDictPrimer,
+    TransformedEnv,
+    check_env_specs,
+)
 
-from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv
+from llmrl.data import ChatHistory
+from llmrl.data.tensordicts import batch_elements
+from llmrl.envs import (
+    ChatEnv,
+    CountdownEnv,
+    DataLoadingPrimer,
+    DatasetChatEnv,
+    MATHEnv,
+    MessageChatEnv,
+    MessageEnv,
+    MessageStep,
+    make_addition_env,
+    make_sum_of_digits_env,
+)
 from llmrl.transforms import AddThinkingPrompt, IncrementalTokenizer, PolicyVersion, RubricReward, TemplateTransform
 
 ROWS = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]
@@ -40,3 +64,56 @@ def test_specs_hold(renderer, names, is_primed):
     for name in names:
         env = env.append_transform(TRANSFORMS[name](renderer))
     check_env_specs(env)
+
+
+class Game(MessageEnv):
+    def __init__(self, item):
+        self.num_turns = 0
+
+    async def init(self):
+        return [{"role": "user", "content": "Go on."}]
+
+    async def step(self, message):
+        self.num_turns += 1
+        return MessageStep([{"role": "user", "content": "And?"}], reward=1.0, is_done=self.num_turns >= 2)
+
+
+ENVIRONMENTS = {
+    "chat": lambda **shape: ChatEnv(**shape).append_transform(DataLoadingPrimer(ROWS)),
+    "dataset": lambda **shape: DatasetChatEnv(ROWS, **shape),
+    "addition": lambda **shape: make_addition_env("train", **shape),
+    "sum of digits": lambda **shape: make_sum_of_digits_env("train", **shape),
+    "countdown": lambda **shape: CountdownEnv(num_problems=4, **shape),
+    "math": lambda **shape: MATHEnv([{"problem": "1 + 1", "solution": r"\boxed{2}"}], **shape),
+    "message": lambda: MessageChatEnv(Game),  # of any shape
+}
+
+
+def answer(tensordict):
+    elements = batch_elements(tensordict)
+    for element in elements:
+        prompt = element["history"].prompt
+        full = prompt.append({"role": "assistant", "content": "5"})
+        element["history"] = ChatHistory(prompt=prompt, full=full)
+    return lazy_stack(elements, 0) if tensordict.batch_size else elements[0]
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_torchrls_transforms_and_batches_of_environments_go_with_each(name):
+    make, shape = ENVIRONMENTS[name], () if name == "message" else (2,)
+    with set_list_to_stack(True):
+        memory = TensorDictPrimer(Composite({"memory": Unbounded((*shape, 4))}, shape=shape))
+        env = make(batch_size=shape) if shape else make()
+        env = TransformedEnv(env, Compose(StepCounter(3), RewardSum(), memory))
+        check_env_specs(env)
+        played = env.rollout(4, answer, break_when_any_done=False)
+        assert played["memory"].shape == (*shape, 4, 4) and played["next", "step_count"].max() <= 3
+        reward, so_far = played["next", "reward"].flatten(), played["next", "episode_reward"].flatten()
+        assert so_far[0] == reward[0] and len(so_far) == len(reward)
+        for together in (SerialEnv(2, make), AsyncEnvPool([make, make], backend="threading")):
+            try:
+                stepped = together.step(answer(together.reset()))
+                for chat in stepped["next", "history"].prompt.chats:
+                    assert "5" in [message["content"] for message in chat]
+            finally:
+                together.close()
