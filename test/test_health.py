@@ -39,7 +39,9 @@ BOUNDS = {
     "clipping": [[{"clip_fraction": value}] for value in (0.19, 0.21, 0.51)],
     "skipped": [[{"is_skipped": a}, {"is_skipped": b}] for a, b in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))],
     "no_signal": [[{"groups_all_equal": value, "groups_all_wrong": value}] for value in (0.49, 0.51, 0.91)],
-    "entropy_collapse": [series({"entropy": 1.0}, {"entropy": value}) for value in (0.11, 0.09, 0.019)],
+    "entropy_collapse": [
+        [{"entropy": value} for value in (1.0, 1.0, 1.0, 0.6, 0.4, 0.2, last)] for last in (0.11, 0.09, 0.019)
+    ],
     "entropy_explosion": [series({"entropy": 1.0}, {"entropy": value}) for value in (2.9, 3.1, 6.1)],
     "answers_cut": [[{"cut_share": value}] for value in (0.19, 0.21, 0.51)],
     "length_explosion": [
@@ -101,6 +103,17 @@ def test_one_noisy_step_is_none_and_a_run_that_began_so_has_not_changed():
     assert verdicts([*steps, {"reward_mean": 0.3, "cut_share": 0.3}]) == {}
     always = {"common_answer_share": 0.95, "entropy": 0.01, "completion_tokens_mean": 1.0}
     assert verdicts(series(always, always)) == {}  # yes or no, answered by one token
+
+
+def test_an_entropy_that_halves_in_one_step_is_looked_at_before_it_is_gone():
+    steps = [{"entropy": value} for value in (10.79, 10.77, 10.67, 4.29, 1.81, 0.5)]  # of a learning rate of 0.1
+    assert [verdicts(steps[:end]).get("entropy_collapse") for end in range(1, 7)] == [None] * 3 + [
+        "look",
+        "look",
+        "look",
+    ]
+    assert "in one step" in diagnose(steps[:4])[0].says
+    assert verdicts([{"entropy": value} for value in (1.0, 0.4, 0.2)]) == {}  # too early to say
 
 
 def test_held_out_may_fall_with_the_reward_and_noise_is_no_fall():

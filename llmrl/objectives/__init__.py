@@ -2,10 +2,11 @@
 
 from llmrl.objectives.advantages import MCAdvantage
 from llmrl.objectives.aggregation import aggregation_weights
-from llmrl.objectives.base import LLMLoss
+from llmrl.objectives.base import LLMLoss, MicroLoss
 from llmrl.objectives.clipping import clipped_importance, clipped_surrogate
 from llmrl.objectives.distillation import DistillationLoss
 from llmrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
+from llmrl.objectives.inputs import LossInputs, TokenInputs, read_inputs
 from llmrl.objectives.kl import k3_kl_token_estimate, kl_estimate
 from llmrl.objectives.kl_penalty import KLPenalty
 from llmrl.objectives.normalization import batch_normalized, group_advantages
@@ -41,11 +42,14 @@ __all__ = [
     "KLPenalty",
     "LLMLoss",
     "LLMLossOutput",
+    "LossInputs",
     "MCAdvantage",
     "MCAdvantageSelector",
+    "MicroLoss",
     "RLOOLoss",
     "SFTLoss",
     "SFTLossOutput",
+    "TokenInputs",
     "TopKRewardSelector",
     "aggregation_weights",
     "batch_normalized",
@@ -56,6 +60,7 @@ __all__ = [
     "importance_weights",
     "k3_kl_token_estimate",
     "kl_estimate",
+    "read_inputs",
     "sequence_log_ratio",
     "token_log_ratio",
 ]

@@ -260,7 +260,7 @@ class GRPOLoss(LLMLoss):
             # Not only times nothing: what is not finite would stay so.
             log_ratio = torch.where(is_kept, log_ratio, 0.0)
         kept_log_probs = torch.where(is_kept, log_probs, 0.0)
-        loss = self._policy_loss(log_ratio, kept_log_probs, tokens["advantage"]) * weight * is_kept
+        loss = self.policy_loss(log_ratio, kept_log_probs, tokens["advantage"]) * weight * is_kept
         losses = {"loss_objective": loss * tokens.weight}
         if self.entropy_bonus:
             assert entropy is not None
@@ -277,7 +277,14 @@ class GRPOLoss(LLMLoss):
         measured |= {"log_weight": log_weight, "num_clamped_tokens": is_clamped.to(current.dtype)}
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
-    def _policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        """Return what each trained token costs, `[num_tokens]`; override it for another objective.
+
+        Args:
+            log_ratio: `[num_tokens]` of the policy to that before the step's first update, with gradient.
+            log_probs: `[num_tokens]` of the policy, with gradient.
+            advantage: `[num_tokens]`.
+        """
         return clipped_surrogate(
             log_ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high, dual_clip=self.dual_clip
         )
@@ -335,5 +342,6 @@ class CISPOLoss(GRPOLoss):
     ) -> None:
         super().__init__(actor_network, clip_epsilon=clip_epsilon, **arguments)
 
-    def _policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        """Return what each trained token costs, `[num_tokens]`."""
         return clipped_importance(log_ratio, log_probs, advantage, self.clip_epsilon_low, self.clip_epsilon_high)

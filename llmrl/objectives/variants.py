@@ -68,5 +68,6 @@ class RLOOLoss(GRPOLoss):
                 raise TypeError(f"RLOOLoss has no argument {name!r}: it has no ratio to clip; use importance_cap.")
         super().__init__(actor_network, aggregation=aggregation, clip_epsilon=(1.0, float("inf")), **arguments)
 
-    def _policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        """Return what each trained token costs, `[num_tokens]`."""
         return -advantage * log_probs

@@ -79,9 +79,9 @@ class _History:
         return None if self.now(name) is None else fmean(self.values(name)[-_NUM_SMOOTHED:])
 
     def began(self, name: str) -> float | None:
-        """Mean of the first few steps, once they are not also the last few."""
+        """Mean of the first few steps, once there are more."""
         values = self.values(name)
-        return fmean(values[:_NUM_SMOOTHED]) if len(values) >= 2 * _NUM_SMOOTHED else None
+        return fmean(values[:_NUM_SMOOTHED]) if len(values) > _NUM_SMOOTHED else None
 
     def around(self, place: int, name: str) -> float | None:
         """Mean of the few steps that end at a place; of the first few, where there were none before."""
@@ -165,14 +165,17 @@ def _weights_of_tokens(history: _History) -> Iterator[Finding]:
 
 
 def _entropy(history: _History) -> Iterator[Finding]:
-    now, began = history.recent("entropy"), history.began("entropy")
+    now, began = history.now("entropy"), history.began("entropy")  # a mean over tokens, which is not noisy
     if now is None or not began:
         return
-    if now < 0.1 * began and (history.recent("groups_all_right") or 0.0) < 0.5:
+    before = history.values("entropy")[-2]
+    is_falling_fast = now < 0.5 * before and before > 0.25 * began
+    if (now < 0.1 * began or is_falling_fast) and (history.recent("groups_all_right") or 0.0) < 0.5:
+        since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
         yield Finding(
             "entropy_collapse",
             "look" if now >= 0.02 * began else "broken",
-            f"The entropy fell from {began:.2g} to {now:.2g} nats a token, and the task is not learned.",
+            f"The entropy fell from {since} to {now:.2g} nats a token, and the task is not learned.",
             (
                 "the learning rate is too high",
                 "the reward pays for one kind of answer: read the best rollouts",

@@ -31,7 +31,7 @@ class Tracker(Protocol):
         ...
 
 
-_PERFORMANCE = ("seconds", "_per_second", "_gib", "kv_cache_usage", "cached_prompt_share")
+_PERFORMANCE = ("seconds", "_per_second", "_gib")
 """How metrics end that say how fast something was, and what it took."""
 
 
