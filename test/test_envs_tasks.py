@@ -371,7 +371,7 @@ def test_an_unknown_option_is_refused_before_anything_is_loaded():
         with pytest.raises(TypeError, match=f"{make.__name__} has no argument 'repeat'; did you mean 'repeats'"):
             make("no-such-data", repeat=2)
     with pytest.raises(TypeError, match="read once"):
-        make_gsm8k_env(data="no-such-data", collate_fn=list)
+        make_gsm8k_env(data="no-such-data", batch_size_dl=4)
     with pytest.raises(TypeError, match="did you mean 'repeats'"):
         DatasetChatEnv("no-such-data", repeat=2)
 

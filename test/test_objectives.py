@@ -403,6 +403,12 @@ def test_a_step_reports_the_log_probs_that_it_was_taken_at() -> None:
     assert "log_probs" not in report.to_metrics()
 
 
+def test_a_kl_of_coefficient_zero_needs_no_reference():
+    loss = GRPOLoss(kl_to_ref_coeff=0.0)
+    assert ("next", "ref_log_probs", "full") not in loss.in_keys
+    assert ("next", "ref_log_probs", "full") in GRPOLoss(kl_to_ref_coeff=0.1).in_keys
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_says_so() -> None:
     policy = _tiny_policy()
     batch = ragged_batch()

@@ -177,8 +177,8 @@ def test_a_task_is_made_as_torchrls_training_script_makes_it(tokenizer):
             random_prompt=True,
         )
     )
-    assert env.batch_size == (2,)
     data = env.reset()
+    assert data.batch_size == (2,)
     wrong = lazy_stack([History(role="assistant", content="<answer>11</answer>") for _ in range(2)])
     data["history"].full = data["history"].prompt.append(wrong, inplace=False)
     following = env.step(data)["next"]

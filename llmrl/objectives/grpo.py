@@ -60,7 +60,7 @@ class GRPOLoss(LLMLoss):
             out of the objective still count in the denominator, so that micro-batches stay exact.
         fixed_length: for `aggregation="fixed_length"`.
         entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`.
-        kl_to_ref_coeff: add the KL to the reference, whose log-probs are read from `ref_log_probs`.
+        kl_to_ref_coeff: add the KL to the reference, whose log-probs are read from `ref_log_probs`, unless it is 0.
         kl_to_inference_coeff: add the KL to the sampler.
         kl_estimator: `k1`, `k2` or `k3`, see `kl_estimate`; `KLPenalty` puts the KL into the reward instead.
         ratio: `token`, or `sequence` (GSPO), a sequence being a row.
@@ -137,7 +137,7 @@ class GRPOLoss(LLMLoss):
         self.aggregation, self.fixed_length = aggregation, fixed_length
         self.entropy_bonus = self.needs_entropy = entropy_bonus
         self.entropy_coeff = entropy_coeff
-        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
+        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff or None, kl_to_inference_coeff
         self.kl_estimator: KLEstimator = kl_estimator
         self.ratio, self.importance_cap, self.importance_floor = ratio, importance_cap, importance_floor
         self.importance_mode: ImportanceMode = importance_mode
