@@ -26,7 +26,7 @@ PYTEST := "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadscope -
 test: lint ## lint, types, then every test and example: 12 to 25 minutes on two cores
 	@$(PYTEST) $(ARGS)
 
-test-fast: setup ## the tests that start neither vLLM nor Ray nor other programs: 2 to 6 minutes on two cores
+test-fast: setup ## the tests that start neither vLLM nor Ray nor other programs and are quick: 2 to 4 minutes on two cores
 	@$(PYTEST) -m "not engine and not ray and not slow" $(ARGS)
 
 lint: setup ## ruff and mypy: half a minute

@@ -36,7 +36,7 @@ def llmrl(*arguments, **environment):
     )
 
 
-def test_the_doctor_finds_nothing_wrong_where_the_tests_run():
+def test_the_doctor_finds_nothing_wrong_where_the_tests_run(own_programs):
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     assert "All is well." in result.output and "vllm" in result.output

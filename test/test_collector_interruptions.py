@@ -106,7 +106,11 @@ def test_a_conversation_that_ends_between_two_steps_is_done(renderer, script, li
     env = MessageChatEnv(Chatter, [{"query": "go"}] * 2)
     policy = LLMWrapperBase(engine, renderer=renderer)
     with LLMCollector(
-        env, policy=policy, yield_completed_trajectories=True, limits=RolloutLimits(**limits)
+        env,
+        policy=policy,
+        yield_completed_trajectories=True,
+        max_concurrent_rollouts=1,
+        limits=RolloutLimits(**limits),
     ) as collector:
         trajectory = next(iter(collector))
         (rollout,) = collector.rollouts

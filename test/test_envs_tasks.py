@@ -121,7 +121,7 @@ def test_an_answer_that_cannot_be_read_gets_nothing_and_ends_the_conversation(na
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("piece", ["(", "[", "<<", "<answer>", "1", "1,", "a b. ", "\\boxed{", "-"])
-def test_a_200_kb_completion_costs_little(name, piece):
+def test_a_200_kb_completion_costs_little(name, piece, takes_long):
     text = piece * (200_000 // len(piece))
     for wrapped in (text, f"<answer>{text}</answer>"):
         started = time.process_time()

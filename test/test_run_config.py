@@ -12,6 +12,8 @@ from llmrl.runs.config import GRPOConfig
 from llmrl.runs.launch import register_schemas, typed
 from llmrl.runs.resumed_config import resumed_config, save_config
 
+pytestmark = pytest.mark.usefixtures("takes_long")  # hydra composes configurations
+
 FOLDER = Path(__file__).resolve().parent.parent / "sota-implementations" / "config"
 
 

@@ -13,6 +13,8 @@ import pytest
 from llmrl.sandbox.launch import LEVELS, IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService
 
+pytestmark = pytest.mark.usefixtures("own_programs")
+
 LIMITS = PythonLimits(memory_bytes=512 << 20, file_bytes=1 << 20, num_processes=24, output_bytes=20_000)
 
 

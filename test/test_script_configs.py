@@ -39,6 +39,8 @@ from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TrainStepReport, train_step
 from llmrl.transforms import RubricReward
 
+pytestmark = pytest.mark.usefixtures("takes_long")  # hydra composes configurations
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "sota-implementations"
 FOLDER = SCRIPTS / "config"

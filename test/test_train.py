@@ -96,7 +96,7 @@ def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_
         train_tiny(make_env(name="other"), resume=True, num_steps=4)
 
 
-def test_adapters_are_trained_and_the_model_is_saved_whole(train_tiny, tiny_model_path):
+def test_adapters_are_trained_and_the_model_is_saved_whole(takes_long, train_tiny, tiny_model_path):
     pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 

@@ -138,7 +138,7 @@ def page(page_of_run):
 
 
 @pytest.fixture(scope="module")
-def page_of_run(run_path, tmp_path_factory):
+def page_of_run(run_path, tmp_path_factory, own_programs):
     """The page in headless Chromium."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
@@ -519,7 +519,7 @@ def test_a_terminal_obeys_nothing_that_a_run_says(tmp_path, run_path):
     assert not set(text) & set("\x1b\x07\x9b\u202e\u2066")
 
 
-def test_ten_thousand_rollouts_open_fast_and_draw_few(tmp_path, run_path, page):
+def test_ten_thousand_rollouts_open_fast_and_draw_few(tmp_path, run_path, page, takes_long):
     shutil.copytree(run_path, tmp_path / "run")
     lines = (run_path / "rollouts.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
