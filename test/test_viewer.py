@@ -237,22 +237,19 @@ def test_charts_have_axes_and_share_a_cursor(page):
     assert page.inner_text("#at-step") == "step 1" and reward.locator(".reading").first.inner_text() == "0.5"
 
 
-@pytest.mark.parametrize(
-    ("values", "note", "inside"),
-    [([0.0, 4.0], "", [0.0, 4.0]), ([0.97, 0.99], "not from 0", [0.97, 0.99]), ([-1.0, 2.0], "", [-1.0, 2.0]),
-     ([3.0, 3.0], "", [0.0, 3.0]), ([0.0, 0.0], "", [0.0]), ([1e-9, 1e9], "", [0.0, 1e9])],
-)  # fmt: skip
-def test_a_chart_begins_at_zero_where_that_is_honest(page, values, note, inside):
-    script = "([v, i]) => { const s = verticalScale(v, false); return [s.note, i.map(s.place), s.place(0), s.ticks]; }"
-    said, places, zero, ticks = page.evaluate(script, [values, inside])
-    assert said == note and all(0 <= place <= 1 for place in places)
-    assert (zero == 0) == (min(values) >= 0 and note == "") and 2 <= len(ticks) <= 6
-    said, places, _, ticks = page.evaluate(script.replace("false", "true"), [values, values])
-    if min(values) > 0:
-        assert said == "log" and all(0 <= place <= 1 for place in places)
-        assert all(math.log10(tick) == pytest.approx(round(math.log10(tick))) for tick in ticks)
-    else:
-        assert said == "has values ≤ 0: linear"
+def test_a_chart_begins_at_zero_where_that_is_honest(page):
+    script = "([v, i]) => { const s = verticalScale(v, %s); return [s.note, i.map(s.place), s.place(0), s.ticks]; }"
+    cases = [([0.0, 4.0], ""), ([0.97, 0.99], "not from 0"), ([-1.0, 2.0], ""), ([3.0, 3.0], ""), ([0.0, 0.0], "")]
+    for values, note in [*cases, ([1e-9, 1e9], "")]:
+        said, places, zero, ticks = page.evaluate(script % "false", [values, values])
+        assert said == note and all(0 <= place <= 1 for place in places)
+        assert (zero == 0) == (min(values) >= 0 and note == "") and 2 <= len(ticks) <= 6
+        said, places, _, ticks = page.evaluate(script % "true", [values, values])
+        if min(values) > 0:
+            assert said == "log" and all(0 <= place <= 1 for place in places)
+            assert all(math.log10(tick) == pytest.approx(round(math.log10(tick))) for tick in ticks)
+        else:
+            assert said == "has values ≤ 0: linear"
 
 
 def test_smoothing_is_a_mean_with_weights_that_fall(page):
@@ -288,6 +285,14 @@ def test_every_state_has_a_link(page):
     page.wait_for_selector("text=Choose a rollout")
     page.evaluate("location.hash = '#rollout=no%20such&stepFrom=%E0%A4%A&nothing=1&tab=nowhere'")
     page.wait_for_selector("text=not in this page")
+    page.evaluate(
+        "location.hash = '#stepFrom=x&stepTo=x&order=__proto__&smooth=x&problem=99'"
+    )  # what nobody has linked to
+    page.wait_for_function("document.querySelector('#found').innerText.startsWith('None found')")
+    page.click("#clear")
+    page.evaluate("location.hash = '#order=__proto__&tab=tokens&shade=constructor&row=-1.5'")
+    page.click(".item >> nth=0")
+    page.wait_for_selector(".tokens")
 
 
 def test_one_problem_is_followed_over_time(page):
@@ -378,6 +383,7 @@ def test_messages_are_rendered_with_calls_and_errors(hand_made):
     assert answer.locator("strong").inner_text() == "3 * 4" and "a*b*c, _d_" in answer.inner_text().replace(
         "\u200b", ""
     )
+    assert hand_made.evaluate("markdown('**a** '.repeat(9000)).querySelector('strong')") is None  # long: as it is
     hand_made.click("#rollout >> text=plain")
     assert answer.locator(".text").inner_text() == MESSAGES[-1]["content"]
 
@@ -419,6 +425,24 @@ def test_a_page_follows_its_run_until_it_ends(tmp_path):
     assert is_live and next(pages) == (path, True) and path.read_text() != first
     folder.close()
     assert list(pages) == [(path, False)]
+
+
+def test_a_live_page_loads_what_is_new_and_stays_where_it_was(tmp_path, page_of_run):
+    folder = write_hand_made(tmp_path / "run")
+    path = write_page([read_run(tmp_path / "run")], tmp_path / "page.html")
+    other = page_of_run.context.new_page()
+    other.clock.install()
+    other.goto(f"{path.as_uri()}#rollout=1%3Aone&tab=record")
+    other.wait_for_selector("#live:visible")
+    assert "2 steps" in other.inner_text("#counts")
+    folder.log_metrics(3, {"reward_mean": 0.5})
+    folder.close()
+    write_page([read_run(tmp_path / "run")], path)
+    other.clock.run_for(6000)
+    other.wait_for_selector("text=3 steps")
+    other.wait_for_selector("#rollout pre")
+    assert '"rollout_id": "one"' in other.inner_text("#rollout pre") and not other.is_visible("#live")
+    other.close()
 
 
 def test_the_last_run_is_viewed_where_none_is_named(tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
 "use strict";
 // What every part of the page uses: elements, numbers, colours.
 
+// A table whose names come from a run or an address: it has no others than its own.
+const table = (entries) => Object.assign(Object.create(null), entries);
+
 const byId = (id) => document.getElementById(id);
 
 async function unpack(id) {

@@ -69,7 +69,7 @@ class StepPanel {
       make("span", { class: "mean" }, number(row.mean, 3)), this.cells(row.places),
       make("button", {
         class: "question", title: "the same problem in all steps", onclick: () => this.list.showProblem(index.problem[row.places[0]]),
-      }, index.split[row.places[0]] === "train" ? null : make("em", {}, `${index.split[row.places[0]]} `), index.question[row.places[0]] || "(no question)"))),
+      }, make("em", {}, this.list.whereOf(row.places[0]).replace(/step \d+$/, "")), index.question[row.places[0]] || "(no question)"))),
     ...(rows.length > shown.length ? [make("button", { onclick: () => { this.isWhole = true; this.grid(step, split); } }, `all ${rows.length} groups`)] : []));
     this.list.markCells();
   }
@@ -86,4 +86,4 @@ class StepPanel {
 }
 
 // What a status adds to a colour.
-const STATUS_MARKS = { truncated: "…", error: "!", aborted: "×", ongoing: "·" };
+const STATUS_MARKS = table({ truncated: "…", error: "!", aborted: "×", ongoing: "·" });

@@ -1,6 +1,6 @@
 // How healthy a run is: its findings at a step, with their likely causes and the rollouts that show them, over all steps.
 
-const VERDICTS = { fine: "fine", look: "look", broken: "broken" };
+const VERDICTS = table({ fine: "fine", look: "look", broken: "broken" });
 
 class HealthStrip {
   constructor(head, list) {

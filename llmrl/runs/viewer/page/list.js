@@ -63,7 +63,7 @@ class RolloutList {
       if (within.every(([column, low, high]) => column[place] >= low && column[place] <= high) &&
         equal.every(([column, value]) => String(column[place]) === value) && (!text || this.texts[place].includes(text))) this.shown.push(place);
     }
-    const keys = { best: (p) => -index.reward[p], worst: (p) => index.reward[p], long: (p) => -index.num_completion_tokens[p], last: (p) => -index.step[p] };
+    const keys = table({ best: (p) => -index.reward[p], worst: (p) => index.reward[p], long: (p) => -index.num_completion_tokens[p], last: (p) => -index.step[p] });
     const key = keys[values.order];
     if (key) this.shown.sort((a, b) => key(a) - key(b) || a - b);
     const found = this.shown.map((place) => index.reward[place]).filter(isNumber);
@@ -92,7 +92,7 @@ class RolloutList {
       rewardChip(index.reward[place], index.is_scored[place]),
       make("div", { class: "lines" },
         make("div", {}, make("span", { class: "question" }, index.question[place] || index.rollout_id[place]),
-          make("span", { class: "faint" }, `${index.split[place] === "train" ? "" : `${index.split[place]} `}step ${index.step[place]}`)),
+          make("span", { class: "faint" }, this.whereOf(place))),
         make("div", {}, make("span", { class: "preview" }, make("bdi", {}, index.answer[place] || "(no answer)")),
           isDone ? make("span", { class: "faint" }, `${number(index.num_completion_tokens[place])} tok`)
             : make("span", { class: index.status[place] }, index.reason[place] || index.status[place])))));
@@ -118,6 +118,12 @@ class RolloutList {
   showProblem(problem) {
     state.set({ problem, ...stepState(""), split: "" }, { isVisit: true });
     byId("rollouts").scrollIntoView();
+  }
+
+  // A rollout's run and split, where they are not the usual ones, and its step.
+  whereOf(place) {
+    const { index } = this, split = index.split[place];
+    return [this.head.runs.length > 1 && this.head.runs[index.run[place]].name, split !== "train" && split, `step ${index.step[place]}`].filter(Boolean).join(" ");
   }
 
   markCells() {

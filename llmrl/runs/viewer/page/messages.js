@@ -9,7 +9,12 @@ function textOf(content) {
 
 const INLINE = /(`+)([^`][\s\S]*?)\1(?!`)|\*\*(\S(?:[\s\S]*?\S)?)\*\*|(?<![\w*])\*([^\s*](?:[^*\n]*[^\s*])?)\*(?![\w*])/g;
 
+// What looks for its end in all that follows takes time with the square of its length, and a model that repeats itself
+// writes much of it: a long paragraph is text.
+const MOST_INLINE = 4000;
+
 function inline(text) {
+  if (text.length > MOST_INLINE) return [text];
   const parts = [];
   let from = 0;
   for (const match of text.matchAll(INLINE)) {

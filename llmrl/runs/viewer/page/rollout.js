@@ -111,8 +111,7 @@ class RolloutView {
       make("p", { class: "legend" }, `${count(places.length, "rollout")} of this problem, in ${count(steps.length, "step")}. Each square is one, coloured by its reward.`),
       make("div", { class: "history" }, steps.map((group) => make("div", { class: "group" },
         make("span", { class: "mean" }, number(mean(group.map((at) => Number(index.reward[at]) || 0)), 3)),
-        make("span", { class: "faint" }, [this.head.runs.length > 1 && this.head.runs[index.run[group[0]]].name,
-          index.split[group[0]] !== "train" && index.split[group[0]], `step ${index.step[group[0]]}`].filter(Boolean).join(" ")),
+        make("span", { class: "faint" }, this.list.whereOf(group[0])),
         this.panel.cells(group)))),
       make("button", { onclick: () => this.list.showProblem(index.problem[this.place]) }, "list them"));
   }

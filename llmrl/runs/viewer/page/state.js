@@ -24,7 +24,7 @@ class PageState {
 
   get step() {  // the one that is selected, null where none or several are
     const { stepFrom, stepTo } = this.values;
-    return stepFrom !== "" && stepFrom === stepTo ? Number(stepFrom) : null;
+    return stepFrom !== "" && stepFrom === stepTo && isNumber(Number(stepFrom)) ? Number(stepFrom) : null;
   }
 
   // A change that one would go back from is an entry of the browser's history.

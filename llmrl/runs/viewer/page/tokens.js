@@ -1,6 +1,6 @@
 // Every token of a row, with what is known of it; of several rows, which one keeps how much of which.
 
-const SHADES = {
+const SHADES = table({
   "trained or context": [null, "Underlined tokens were sampled and are trained; faint ones are context."],
   "log-prob": [(row, at) => (row.trained[at] ? Math.min(1, -row.logProbs[at] / 5) : null),
     "The darker, the less likely the sampler found the token (full colour: −5 and below)."],
@@ -12,7 +12,7 @@ const SHADES = {
     "Blue: made likelier; red: made less likely. It is the rollout's, the same on every trained token."],
   "policy version": [(row, at, versions) => (row.trained[at] ? (versions.indexOf(row.versions[at]) + 1) / versions.length : null),
     "The darker, the newer the weights that sampled the token."],
-};
+});
 
 function ratioOf(row, at) {
   const trainer = row.trainerLogProbs[at];
@@ -28,7 +28,7 @@ function shadeStyle(shade) {
 // Of an evaluation the tokens were sampled, and not trained.
 function tokenView(record, tokenTexts) {
   if (!record.rows.length) return make("p", { class: "hint" }, whyNoTokens(record));
-  const place = Math.min(Number(state.values.row) || 0, record.rows.length - 1), row = record.rows[place];
+  const place = Math.max(0, Math.min(Math.floor(Number(state.values.row)) || 0, record.rows.length - 1)), row = record.rows[place];
   const mode = state.values.shade in SHADES ? state.values.shade : "trained or context";
   const [shade, legend] = SHADES[mode];
   const versions = [...new Set(row.versions.filter((version, at) => row.trained[at]))].sort((a, b) => a - b);
