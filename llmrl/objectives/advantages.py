@@ -117,7 +117,9 @@ class MCAdvantage(KnownArguments, GroupCounters):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         if trajectory_return not in (None, *get_args(TrajectoryReturn)):
-            raise ValueError(f"trajectory_return must be 'sum', 'max', 'mean' or None, got {trajectory_return!r}.")
+            raise ValueError(
+                f"trajectory_return must be one of 'sum', 'max', 'mean' or None, got {trajectory_return!r}."
+            )
         if candidate_group_size is not None and (grpo_size is None or candidate_group_size < grpo_size):
             raise ValueError(
                 f"candidate_group_size must be at least grpo_size, got {candidate_group_size} with "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Hashable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any, Self
 
 from tensordict import TensorDictBase
@@ -74,9 +75,9 @@ class GroupCounters(Transform):
             self._stats[name] += value
 
     @property
-    def queues(self) -> dict[Hashable, list[TensorDictBase]]:
-        """The rollouts that have come of each incomplete group."""
-        return {} if self.queue is None else self.queue.rollouts()
+    def queues(self) -> Mapping[Hashable, list[TensorDictBase]]:
+        """The rollouts that have come of each incomplete group, to read; `clear_queues` forgets them."""
+        return MappingProxyType({} if self.queue is None else self.queue.rollouts())
 
     @property
     def queued_groups(self) -> int:

@@ -54,7 +54,10 @@ class GroupKeys:
             if bool(row.get(self.done).any()):
                 name = ""
         if name:
-            raise RuntimeError(f"the last turn is not done ({self.done!r}): groups are made of whole trajectories.")
+            raise RuntimeError(
+                f"the last turn is not done ({self.done!r}), and groups are made of whole trajectories: collect them "
+                "with yield_completed_trajectories=True."
+            )
         return rows
 
     def are_turns(self, rows: list[TensorDictBase]) -> bool:
