@@ -76,6 +76,7 @@ def test_what_is_generated_is_what_the_model_would_say(model, tokenizer, expecte
     batch, ids = prompts(mode, tokenizer)
     assert policy(batch) is batch and policy.generate and policy.model is model
     assert policy.in_keys == [(mode, "prompt")] and all(key in batch for key in policy.out_keys if key != "text")
+    assert set(batch["tokens"].padded) == {is_padded} == set(batch["masks"].padded)
     width, num_response = max(map(len, ids)), max(len(one) for one in batch["tokens"].as_list("response"))
     for row, prompt in zip(batch.unbind(0), ids, strict=True):
         left = width - len(prompt) if is_padded else 0

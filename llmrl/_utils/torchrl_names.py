@@ -119,7 +119,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("as_padded_tensor", "dim stack_dim", "dimension 0 is padded, and dimension 0 is the new one"),
     ("Text.to_tokens", "padding truncation return_tensors", "ids are tensors, ragged"),
     ("Tokens.to_history", "skip_special_tokens", "messages are told by their special tokens"),
-    ("LogProbs Masks Tokens", "padded", "what is padded is a plain tensor: get(key, as_padded_tensor=True)"),
     ("TopKRewardSelector", "verbose", "len(batch) says how many rows it kept"),
     ("AsyncVLLM", "engine_args num_replicas actor_class enable_prefix_caching", "call AsyncVLLM.from_pretrained"),
     ("AsyncVLLM", ".launch", "call AsyncVLLM.from_pretrained"),

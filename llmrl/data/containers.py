@@ -195,6 +195,8 @@ class Tokens(_Ragged):
     prompt: torch.Tensor | None = None
     response: torch.Tensor | None = None
     full: torch.Tensor | None = None
+    padded: bool | None = None
+    """Whether a policy padded them; None where they are no policy's answer to its caller."""
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
@@ -235,6 +237,7 @@ class LogProbs(_Ragged):
     prompt: torch.Tensor | None = None
     response: torch.Tensor | None = None
     full: torch.Tensor | None = None
+    padded: bool | None = None
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
@@ -257,6 +260,7 @@ class Masks(_Ragged):
     """True for every real token."""
     all_assistant_mask: torch.Tensor | None = None
     """True for tokens that the policy sampled: the loss mask."""
+    padded: bool | None = None
 
     @staticmethod
     def default_spec(

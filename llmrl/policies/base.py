@@ -164,6 +164,9 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
                 element.set("text", Text(prompt=prompt, response=response, full=prompt + response))
         if self.pad_output:
             _pad_turns(elements, self.log_probs_key, getattr(self.tokenizer, "pad_token_id", None) or 0)
+        for element in elements:
+            for key in {"tokens", "masks", self.log_probs_key} & element.keys():
+                element.set((key, "padded"), non_tensor(self.pad_output))
         return self._returned(tensordict, restacked(elements, shape), _BESIDE)
 
     def _returned(self, tensordict: TensorDictBase, result: TensorDictBase, beside: Sequence[str]) -> TensorDictBase:

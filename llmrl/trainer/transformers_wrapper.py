@@ -355,10 +355,12 @@ class TransformersWrapper(LLMWrapperBase):
             }
         shape = tensordict.batch_size
         if not has_entry(tensordict, key):
-            is_dense = has_padding_mask(tensordict)
-            tensordict.set(
-                key, cls(batch_size=shape) if is_dense else restacked([cls() for _ in range(shape.numel())], shape)
-            )
+            if has_padding_mask(tensordict):
+                is_padded = self.pad_output or not bool(tensordict.get(ATTENTION_MASK_KEY).all())
+                made = cls(padded=is_padded, batch_size=shape)
+            else:
+                made = restacked([cls(padded=self.pad_output) for _ in range(shape.numel())], shape)
+            tensordict.set(key, made)
         for name, rows in columns.items():
             write_column(tensordict, (key, name), rows)
 
