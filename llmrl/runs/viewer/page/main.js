@@ -75,6 +75,8 @@ async function main() {
   listenToKeys(list);
   byId("rollouts").hidden = byId("step").hidden = !index.step.length;
   list.filter();
+  const row = list.shown.indexOf(list.selected);  // of a link
+  if (row > 0) byId("list").scrollTop = row * ITEM_HEIGHT;
   await view.open();
   returnToPlace();
   document.body.dataset.ready = "true";
