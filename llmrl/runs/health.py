@@ -301,7 +301,7 @@ def _fell(history: _History, name: str) -> Finding | None:
     best = max(earlier, key=lambda place: history.steps[place][name])
     before, after = history.around(best, "reward_mean"), history.around(last, "reward_mean")
     was, now = history.steps[best][name], history.steps[last][name]
-    if before is None or after is None or after <= before or now >= was - 0.05 * max(abs(was), 1e-9):
+    if before is None or after is None or after < before + 0.02 or now >= was - 0.05 * max(abs(was), 1e-9):
         return None
     is_certain = history.steps[last].get(f"{name}_high", now) < history.steps[best].get(f"{name}_low", now)
     return Finding(
