@@ -103,16 +103,16 @@ class RolloutRunner:
         started = asyncio.get_running_loop().time()
         held: list[TensorDictBase] = []
         try:
-            async with asyncio.timeout(self.limits.rollout_timeout_seconds) as limit:
-                await self._open_and_play(opening, rollout, held)
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException as error:
-            if isinstance(error, TimeoutError) and limit.expired():
-                self._end(rollout, StopReason.TIMEOUT)
-            else:
-                self._end(rollout, StopReason.ENGINE_ERROR, as_exception(error))
-        try:
+            try:
+                async with asyncio.timeout(self.limits.rollout_timeout_seconds) as limit:
+                    await self._open_and_play(opening, rollout, held)
+            except (asyncio.CancelledError, GeneratorExit):
+                raise
+            except BaseException as error:
+                if isinstance(error, TimeoutError) and limit.expired():
+                    self._end(rollout, StopReason.TIMEOUT)
+                else:
+                    self._end(rollout, StopReason.ENGINE_ERROR, as_exception(error))
             for element in held:
                 rollout.tool_calls, rollout.tool_states = outcomes_of(element), states_of(element)
             if rollout.conversation is not None:
