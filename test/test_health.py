@@ -116,6 +116,15 @@ def test_an_entropy_that_halves_in_one_step_is_looked_at_before_it_is_gone():
     assert verdicts([{"entropy": value} for value in (1.0, 0.4, 0.2)]) == {}  # too early to say
 
 
+def test_a_model_that_learns_fast_may_become_sure_fast():
+    """The demo's own steps 1 to 6."""
+    rewards, entropies = (0.008, 0.117, 0.211, 0.562, 0.758, 0.859), (3.14, 2.30, 1.65, 0.95, 0.37, 0.19)
+    steps = [{"reward_mean": r, "entropy": e} for r, e in zip(rewards, entropies, strict=True)]
+    assert not any(diagnose(steps[:number]) for number in range(1, 7))
+    without_gain = [{**step, "reward_mean": 0.5} for step in steps]
+    assert [finding.name for finding in diagnose(without_gain[:5])] == ["entropy_collapse"]
+
+
 def test_held_out_may_fall_with_the_reward_and_noise_is_no_fall():
     def run(rewards, passes):
         return [{"reward_mean": a, "eval/a/pass@1": b} for a, b in zip(rewards, passes, strict=True)]

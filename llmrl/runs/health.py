@@ -169,12 +169,16 @@ def _entropy(history: _History) -> Iterator[Finding]:
     if now is None or not began:
         return
     before = history.values("entropy")[-2]
+    *earlier, reward = history.values("reward_mean") or [0.0]
+    is_learning = reward > max(earlier, default=reward)  # whoever learns becomes surer, too
     is_falling_fast = now < 0.5 * before and before > 0.25 * began
-    if (now < 0.1 * began or is_falling_fast) and (history.recent("groups_all_right") or 0.0) < 0.5:
+    is_gone = now < 0.02 * began
+    is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not is_learning)
+    if is_low and (history.recent("groups_all_right") or 0.0) < 0.5:
         since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
         yield Finding(
             "entropy_collapse",
-            "look" if now >= 0.02 * began else "broken",
+            "broken" if is_gone else "look",
             f"The entropy fell from {since} to {now:.2g} nats a token, and the task is not learned.",
             (
                 "the learning rate is too high",
