@@ -66,8 +66,9 @@ def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
         if not isinstance(value, Mapping) or "interval" in value:
             by_name.setdefault(" ".join(names), {})[when] = _number(value)
             return
-        for name, part in value.items():  # of environments, rewards by name, rollouts by status
-            add(when, names if name in ("reward_breakdown", "num_by_status") else (*names, name), part)
+        for name, part in value.items():  # of environments, rewards by name
+            if not name.startswith("num_"):
+                add(when, names if name == "reward_breakdown" else (*names, name), part)
 
     for when, results in summary.items():
         add(when, (), results)

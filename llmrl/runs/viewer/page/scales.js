@@ -25,7 +25,9 @@ function verticalScale(values, isLog) {
   if (isFromZero) low = 0;
   if (high === low) [low, high] = high === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
   if (!isFromZero) {
-    const room = (high - low) * 0.06;
+    // A hundredth of the value at least: what is smaller is rounding, and its numbers at the axis would all look alike.
+    const missing = 0.01 * Math.max(Math.abs(low), Math.abs(high)) - (high - low);
+    const room = missing > 0 ? missing / 2 : (high - low) * 0.06;
     [low, high] = [low - room, high + room];
   }
   if (low === 0 && high > 0.5 && high <= 1) high = 1;  // shares and most rewards end there
