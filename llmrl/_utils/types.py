@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 Item = TypeVar("Item")
 
@@ -14,6 +14,8 @@ JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JS
 Nested: TypeAlias = Item | list["Nested[Item]"]
 """One item, or lists of items that are nested as a batch is."""
 
+InputMode: TypeAlias = Literal["history", "text", "tokens"]
+"""What a policy reads."""
 
 StateDict: TypeAlias = dict[str, Any]
 """What `state_dict` gives and `load_state_dict` takes: values of whoever made it."""

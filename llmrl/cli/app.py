@@ -155,10 +155,8 @@ def evaluate(
             seed=seed,
             out=out,
         )
-        environment, renderer = (
-            make_task_env(env, split, data=data, repeats=samples),
-            make_chat_renderer(path, chat_template),
-        )
+        environment = make_task_env(env, split, data=data, repeats=samples)
+        renderer = make_chat_renderer(path, chat_template)
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
     try:

@@ -95,8 +95,8 @@ class BatchCollector:
         self.report: CollectionReport | None = None
         """What the collection of the last batch did."""
         self.rollouts: list[Rollout] = []
-        self.num_played = 0  # of `play`, while it plays
         """Records of the last batch's rollouts, those dropped since the batch before included."""
+        self.num_played = 0  # of `play`, while it plays
 
     def __getattr__(self, name: str) -> NoReturn:
         raise missing_attribute(self, name)

@@ -15,14 +15,14 @@ from llmrl._utils.numbers import finite_number
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.collectors.stepper import EnvStepper, Opening
 from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
-from llmrl.data.tensordicts import non_tensor, plain
+from llmrl.data.tensordicts import dataset_columns, non_tensor, plain
 from llmrl.engines import Completion, EngineError, completion_budget
 from llmrl.engines.stop_strings import StopStringWatch
 from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric, Score
 from llmrl.transforms import outcomes_of, states_of
-from llmrl.transforms.reward import dataset_columns, find_rubric_reward, write_score
+from llmrl.transforms.reward import find_rubric_reward, write_score
 
 _SOLO_IDS = itertools.count()
 

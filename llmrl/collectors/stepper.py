@@ -15,6 +15,7 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import WorkerThread, run_in_thread
 from llmrl.data.tensordicts import tensordict_of
 from llmrl.envs import ChatEnv
+from llmrl.envs.chat import WRITTEN_BY_POLICIES
 from llmrl.envs.sampler import Drawn
 from llmrl.transforms import environment_parts, is_ours, reads_turns
 
@@ -32,8 +33,7 @@ _RELEASE_SECONDS = 30.0
 Opening: TypeAlias = TensorDictBase | Drawn | Exception
 """How a conversation begins: reset already, to be opened, or what its reset raised."""
 
-# What the policy wrote for a turn; the next turn's root is without it.
-_TURN_KEYS = frozenset(("next", "tokens", "log_probs", "masks", "policy_versions", "finish_reason"))
+_TURN_KEYS = frozenset(("next", *WRITTEN_BY_POLICIES))
 
 
 class EnvStepper:

@@ -60,7 +60,7 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
         >>> [column.shape[0] for column in ragged_column(batch, "a")]
         [1, 3]
     """
-    _check_entry(tensordict, key)
+    check_entry(tensordict, key)
     column = tensordict.get(key, as_list=True)
     rows = list(column.unbind(0)) if isinstance(column, torch.Tensor) else list(column)
     if not has_entry(tensordict, ATTENTION_MASK_KEY) or key == ATTENTION_MASK_KEY:
@@ -72,9 +72,10 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
     ]
 
 
-def _check_entry(tensordict: TensorDictBase, key: NestedKey) -> None:
+def check_entry(tensordict: TensorDictBase, key: NestedKey, *, owner: str = "The batch") -> None:
+    """Refuse a TensorDict without an entry, by a `KeyError` that names those that are there."""
     if not has_entry(tensordict, key):
-        raise KeyError(f"The batch has no {key!r}; it has {sorted(map(str, tensordict.keys(True, True)))}.")
+        raise KeyError(f"{owner} has no {key!r}; it has {sorted(map(str, tensordict.keys(True, True)))}.")
 
 
 def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torch.Tensor]) -> None:
@@ -130,7 +131,7 @@ def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
     Raises:
         KeyError: when the entry is missing, naming it and those that are there.
     """
-    _check_entry(tensordict, key)
+    check_entry(tensordict, key)
     column = tensordict.get(key)
     if isinstance(column, NonTensorData):
         return [column.data] * tensordict.batch_size[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -11,16 +11,14 @@ from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl._utils.types import Tokenizer
+from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
 from llmrl.data.chats import flatten
 from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_of
 from llmrl.transforms import IncrementalTokenizer
 
-InputMode = Literal["history", "text", "tokens"]
-
-
-_WRITTEN_BY_POLICIES = ("history", "text", "tokens", "log_probs", "masks", "policy_versions", "finish_reason")
+WRITTEN_BY_POLICIES = ("history", "text", "tokens", "log_probs", "masks", "policy_versions", "finish_reason")
+"""Entries of a turn that a policy writes; what it reads next is without them, but for those that a step writes."""
 
 
 class ChatEnv(KnownArguments, EnvBase):
@@ -212,7 +210,7 @@ class ChatEnv(KnownArguments, EnvBase):
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """Leave what the policy wrote out of what it reads next: a turn, or an episode, begins without it."""
         following = tensordict.get("next")
-        for key in _WRITTEN_BY_POLICIES:
+        for key in WRITTEN_BY_POLICIES:
             written = following.get(key, None)
             if written is not None:
                 tensordict_.set(key, written.copy())

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -172,9 +171,9 @@ class PromptSampler:
         """
         if isinstance(self.items, StreamedRows):
             self.items.read(self._position // self.num_samples + 1)
+            if self._position and not self.items.has_ended:
+                raise ValueError("the loader has no length, and has not ended: there is no beginning to go back to.")
         size = len(self.items) * self.num_samples
-        if size > sys.maxsize // 2 and self._position:
-            raise ValueError("the loader has no length, and has not ended: there is no beginning to go back to.")
         self._again.clear()
         self._position += -self._position % size
         self._first_epoch = self._position // size

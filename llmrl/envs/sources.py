@@ -70,8 +70,6 @@ def _rows_of(source: Any, split: str | None, subset: str | None, label: str) -> 
         return source.astype(object).where(source.notna(), None).to_dict("records")
     if hasattr(source, "to_dicts"):  # polars
         return source.to_dicts()
-    if isinstance(source, StreamedRows):
-        return source
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return source
     if isinstance(source, Iterable):
@@ -246,19 +244,20 @@ class StreamedRows(Sequence[Row]):
     def __init__(self, batches: Iterable[object]) -> None:
         self._batches = iter(batches)
         self._rows: list[Row] = []
-        self._has_ended = False
+        self.has_ended = False
+        """Whether there are no more rows than those that were read."""
 
     def read(self, num_rows: int) -> None:
         """Read until there are so many rows, or none is left."""
-        while len(self._rows) < num_rows and not self._has_ended:
+        while len(self._rows) < num_rows and not self.has_ended:
             try:
                 self._rows += _rows_of_batch(next(self._batches))
             except StopIteration:
-                self._has_ended = True
+                self.has_ended = True
 
     def __len__(self) -> int:
         self.read(1)
-        return len(self._rows) if self._has_ended else sys.maxsize
+        return len(self._rows) if self.has_ended else sys.maxsize
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         self.read(index + 1)

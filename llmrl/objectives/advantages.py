@@ -25,7 +25,7 @@ from llmrl.objectives.grouping import (
 )
 from llmrl.objectives.kl_penalty import KLPenalty
 from llmrl.objectives.normalization import Normalization, batch_normalized, group_advantages
-from llmrl.objectives.selectors import MCAdvantageSelector
+from llmrl.objectives.selectors import MCAdvantageSelector, is_within
 
 
 class MCAdvantage(KnownArguments, GroupCounters):
@@ -269,7 +269,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
             return {}, True
         self._count(selected_trajectories=len(chosen), unselected_trajectories=len(names) - len(chosen))
         if len(chosen) < len(names):
-            self._count(rescued_groups=not self._is_within(list(rewards.values())[: len(chosen)]))
+            first = list(rewards.values())[: len(chosen)]
+            self._count(rescued_groups=not is_within(first, self.keep_return_bounds))
         names = [names[index] for index in chosen]
         columns: dict[NestedKey, float] = {self.keys.rewards: 1.0}
         if self.component_weights is not None:
@@ -318,10 +319,6 @@ class MCAdvantage(KnownArguments, GroupCounters):
             group_size=min(len(returns), self.grpo_size or len(returns)),
             keep_return_bounds=self.keep_return_bounds,
         )
-
-    def _is_within(self, returns: Sequence[float]) -> bool:
-        low, high = self.keep_return_bounds or (-math.inf, math.inf)
-        return low < sum(returns) / len(returns) < high
 
     def _is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
         """Return whether every advantage would be zero, from the values of each component."""

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from llmrl.data.ragged import flat_batch, has_entry
+from llmrl.data.ragged import check_entry, flat_batch, has_entry
 from llmrl.data.tensordicts import non_tensor, plain
 
 GROUP_KEY: NestedKey = ("rollout", "group_id")
@@ -101,8 +101,7 @@ class GroupKeys:
         values: dict[Hashable, float] = {}
         numbers: dict[Hashable, list[torch.Tensor]] = {}
         for row in rows:
-            if not has_entry(row, key):
-                raise KeyError(f"A row has no {key!r}; it has {sorted(map(str, row.keys(True, True)))}.")
+            check_entry(row, key, owner="A row")
             rollout_id, value = self.rollout_id(row), float(row.get(key).sum())
             if not math.isfinite(value):
                 raise ValueError(f"rollout {rollout_id!r} has {value} under {key!r}, which is no finite number.")
@@ -117,8 +116,7 @@ class GroupKeys:
 
 
 def _identifier(row: TensorDictBase, key: NestedKey) -> Hashable:
-    if not has_entry(row, key):
-        raise KeyError(f"A row has no {key!r}; it has {sorted(map(str, row.keys(True, True)))}.")
+    check_entry(row, key, owner="A row")
     value = plain(row.get(key))
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else tuple(value.flatten().tolist())

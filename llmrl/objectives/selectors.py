@@ -17,6 +17,16 @@ from llmrl.objectives.grouping import GroupKeys, GroupQueue, split_by_group, sta
 SelectionStrategy = Literal["first", "uniform", "balanced", "max_variance"]
 
 
+def is_within(returns: Sequence[float], bounds: tuple[float, float] | None) -> bool:
+    """Return whether the mean of returns is strictly within bounds; without bounds it always is.
+
+    Example:
+        >>> is_within([0.0, 1.0], (0.1, 0.9)), is_within([1.0, 1.0], (0.0, 1.0)), is_within([1.0], None)
+        (True, False, True)
+    """
+    return bounds is None or bounds[0] < sum(returns) / len(returns) < bounds[1]
+
+
 class MCAdvantageSelector(KnownArguments):
     """Chooses `group_size` of a group's more numerous candidates, by their returns.
 
@@ -83,11 +93,7 @@ class MCAdvantageSelector(KnownArguments):
         if not len(returns):
             return None
         chosen = self._choose(list(returns), group_size, keep_return_bounds)
-        if keep_return_bounds is not None:
-            low, high = keep_return_bounds
-            if not low < sum(returns[index] for index in chosen) / len(chosen) < high:
-                return None
-        return chosen
+        return chosen if is_within([returns[index] for index in chosen], keep_return_bounds) else None
 
     def _choose(self, returns: list[float], size: int, bounds: tuple[float, float] | None) -> list[int]:
         num = len(returns)

@@ -7,11 +7,9 @@ from typing import Literal, TypedDict
 
 from tensordict.utils import NestedKey
 
-from llmrl._utils.types import Tokenizer
+from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.engines import SamplingConfig
 from llmrl.rendering import Renderer
-
-InputMode = Literal["history", "text", "tokens"]
 
 
 class WrapperOptions(TypedDict, total=False):

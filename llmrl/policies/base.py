@@ -14,12 +14,11 @@ from tensordict.utils import NestedKey
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.asynchronous import run_sync
-from llmrl._utils.types import Tokenizer
+from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import CONTEXT_VERSION, ChatHistory, History, LogProbs, Masks, Text, Tokens
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
 from llmrl.engines.border import check_completion
-from llmrl.policies.arguments import InputMode
 from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 

@@ -50,10 +50,7 @@ class ContentMarks:
 
     def find(self, text: str) -> list[int]:
         """Return where special tokens begin."""
-        for beginning in self._tokens_of:
-            if beginning in text:
-                break
-        else:
+        if not any(beginning in text for beginning in self._tokens_of):
             return []
         found = self._pattern.finditer(text)
         return [match.start() for match in found if text.startswith(self._tokens_of[match[1]], match.start())]

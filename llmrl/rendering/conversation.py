@@ -117,10 +117,7 @@ class Conversation:
         raise AttributeError("a Conversation does not change; with_prompt and with_completion return the next one.")
 
     def _with(self, **changes: object) -> Conversation:
-        conversation = object.__new__(type(self))
-        for name in self.__slots__:
-            object.__setattr__(conversation, name, changes[name] if name in changes else getattr(self, name))
-        return conversation
+        return self._make(**{**{name: getattr(self, name) for name in self.__slots__}, **changes})
 
     # Prompts
 

@@ -37,7 +37,7 @@ from llmrl.runs.run_folder import (
     save_model,
     seed_all,
 )
-from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of
+from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
 from llmrl.runs.tracked import Stateful, restore_tracked
 from llmrl.trainer.trained_model import trained_model
 
@@ -282,7 +282,7 @@ class Run:
             raise ValueError(f"step {step} is not being made; run.steps is at {self._step}. Log within the loop.")
         collected = self._collected
         logged = {**collected["metrics"], **metrics_of(learned), **metrics, "policy_version": float(version)}
-        self._metrics = logged = {name: float(value) for name, value in logged.items() if math.isfinite(value)}
+        self._metrics = logged = only_finite(logged)
         logged |= self._meter.metrics(logged)
         if not is_logged(self._logged, step, "train"):
             self.folder.log_rollouts(step, "train", collected["rollouts"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from llmrl.engines import EngineError
 from llmrl.runs.findings import HealthLog
 from llmrl.runs.folder_lock import FolderLock
 from llmrl.runs.state_file import DamagedFileError, load_state, save_state
-from llmrl.runs.step_metrics import is_logged
+from llmrl.runs.step_metrics import is_logged, only_finite
 from llmrl.runs.token_log import TokenLog
 from llmrl.runs.tracking import CSVTracker, Tracker, grouped_name, open_trackers
 
@@ -117,7 +116,7 @@ class RunFolder:
 
         What is not finite is left out: an absent value is absent.
         """
-        numbers = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        numbers = only_finite(metrics)
         self._table.log_metrics(numbers, step)
         grouped = {grouped_name(name): value for name, value in numbers.items()}
         for tracker in self._trackers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 import time
@@ -47,6 +48,16 @@ def metrics_of(learned: Learned) -> dict[str, float]:
         else:
             merged[name] = sum(values) / len(values)
     return merged or {"is_skipped": 1.0}
+
+
+def only_finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that have a number; an absent value is absent.
+
+    Example:
+        >>> only_finite({"loss": float("nan"), "num_rows": 3})
+        {'num_rows': 3.0}
+    """
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 class StepMeter:

@@ -68,14 +68,17 @@ class RubricReward(KnownArguments, Transform):
         super().set_container(container)
         self.check_inputs()
 
+    def _environment_parts(self) -> list[EnvBase | Transform]:
+        env = environment_around(self)
+        return [] if env is None else environment_parts(env)
+
     def check_inputs(self) -> None:
         """Refuse reward functions that read what the environment does not have, where that is known before a reset.
 
         Raises:
             UnknownRewardInput: naming the function, what it reads and what there is.
         """
-        env = environment_around(self)
-        parts = [] if env is None else environment_parts(env)
+        parts = self._environment_parts()
         columns = [part.columns for part in parts if hasattr(part, "columns")]
         if not columns:  # the columns are those that somebody resets with
             return
@@ -96,8 +99,7 @@ class RubricReward(KnownArguments, Transform):
         Raises:
             ValueError: naming them.
         """
-        env = environment_around(self)
-        parts = [] if env is None else environment_parts(env)
+        parts = self._environment_parts()
         place = next((number for number, part in enumerate(parts) if part is self), len(parts))
         late = [name for part in parts[place:] if isinstance(part, ToolTransform) for name in part.tools]
         if late and self.terminate_when_answered:
