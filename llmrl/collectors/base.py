@@ -378,8 +378,6 @@ class BatchCollector:
         Environments and engines are their owner's to end. `timeout`: seconds to wait for a batch that is being written.
         """
         if not self._background.is_closed:
-            if self._pending_batch is not None:
-                self._pending_batch.cancel()
             self._run(self._scheduler.stop())
             if isinstance(self.replay_buffer, QueueBuffer):
                 self.replay_buffer.close()

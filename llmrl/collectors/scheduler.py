@@ -163,12 +163,12 @@ class RolloutScheduler:
             Exception: whatever the source raised when it opened a group, or what an update of the weights failed of.
             CancelledError: after `stop`.
         """
-        if self._is_stopped:
-            raise asyncio.CancelledError
-        if self._admitting is None:
+        if self._admitting is None and not self._is_stopped:
             self._admitting = asyncio.create_task(self._admit())
         self.gate.request_batch()
         while True:
+            if self._is_stopped:
+                await _cancel_this()
             if self._errors:
                 raise self._errors.popleft()
             if self._update_error is not None:
@@ -247,9 +247,9 @@ class RolloutScheduler:
         tasks += [self._admitting] if self._admitting is not None else []
         for task in tasks:
             task.cancel()
+        self._changed.set()  # whoever waits for a batch is told
         if tasks:
             await asyncio.wait(tasks, timeout=_STOP_SECONDS)
-        self._admitting = None
 
     # The source's side
 
@@ -371,6 +371,14 @@ class RolloutScheduler:
                 self._failure_detector.dropped(dropped)
             except CollectionStalled as error:
                 self._errors.append(error)
+
+
+async def _cancel_this() -> None:
+    """Cancel the running task, which alone may raise a `CancelledError`: any other is taken for one that escaped."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
 
 
 def _positions(groups: Iterable[_Group]) -> list[int]:
