@@ -22,16 +22,13 @@ def make_policy(kind: str):
     return TransformersWrapper(model, generate=False, token_budget=24)
 
 
-def step(policy, process_group=None):
+def step(policy):
     """Two steps; what they report, and the parameters after them."""
     model = policy.model
     # Every loss term, so that each needs the right denominator; SGD, so that a wrong scale shows.
     loss = GRPOLoss(policy, clip_epsilon=(1.0, 1e4), kl_to_ref_coeff=0.1, aggregation="sequence_mean")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    reports = [
-        train_step(loss, ragged_batch(seed, num_rows=9), optimizer, max_grad_norm=1.0, process_group=process_group)
-        for seed in (0, 1)
-    ]
+    reports = [train_step(loss, ragged_batch(seed, num_rows=9), optimizer, max_grad_norm=1.0) for seed in (0, 1)]
     parameters = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
@@ -60,7 +57,7 @@ def sharded_gradients(precision: str, *, is_tied: bool, token_budget: int) -> di
     )
     shard_model(model, compute_dtype=torch.bfloat16 if precision == "compute_dtype" else None)
     loss, optimizer = GRPOLoss(policy, clip_epsilon=(1.0, 1e4)), torch.optim.SGD(model.parameters(), lr=1.0)
-    train_step(loss, gradient_batch(), optimizer, max_grad_norm=None, process_group=dist.group.WORLD)
+    train_step(loss, gradient_batch(), optimizer, max_grad_norm=None)
     return {name: before[name] - p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
@@ -92,25 +89,9 @@ def scored_together(key: Any) -> dict[str, Any]:
         return score(packed, **arguments)
 
     policy.packed_log_probs = counted
-    write_log_probs(policy, batch, key, process_group=dist.group.WORLD)
+    write_log_probs(policy, batch, key)
     columns = ([row[name] for row in batch.unbind(0)] for name in (("tokens", "full"), ("masks", "all_assistant_mask")))
     return {"rows": [row[key] for row in batch.unbind(0)], "own": num_passes, "all": len(policy.pack(*columns))}
-
-
-def refusals() -> list[str]:
-    """What is said of a sharded model without its process group, and of a process group without a sharded model."""
-    messages = []
-    for is_sharded in (True, False):
-        policy = TransformersWrapper(tiny_model(), generate=False)
-        if is_sharded:
-            shard_model(policy.model)
-        optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
-        group = None if is_sharded else dist.group.WORLD
-        try:
-            train_step(GRPOLoss(policy), gradient_batch(), optimizer, process_group=group)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
 
 
 def main() -> None:
@@ -130,12 +111,12 @@ def main() -> None:
         for precision in (None, "compute_dtype")
         for is_tied in (False, True)
     }
-    results["scored"], results["refusals"] = scored_together(OLD_LOG_PROBS), refusals()
+    results["scored"] = scored_together(OLD_LOG_PROBS)
     for one in kinds.split(","):
         policy = make_policy(one)
         shard_model(policy.model)
         num_held = sum(p.to_local().numel() for p in policy.model.parameters())
-        reports, parameters = step(policy, dist.group.WORLD)
+        reports, parameters = step(policy)
         results[one] = {
             "reports": [report.to_metrics() for report in reports],
             "parameters": parameters,

@@ -14,6 +14,8 @@ from tensordict.utils import NestedKey
 
 from llmrl._utils.imports import require
 from llmrl.trainer.scoring import write_log_probs
+from llmrl.trainer.sharding import shard_model
+from llmrl.trainer.trained_model import trained_model
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
     """Return what writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
 
     The reference is the model that the policy was before training. A policy with adapters is that itself, while they
-    are off, at no memory; of any other the model at `path` is loaded a second time, frozen. Call it on a batch before
+    are off, at no memory; of any other the model at `path` is loaded a second time, frozen, and sharded where the
+    policy's is (shard that before). Call it on a batch before
     that is trained on with `kl_to_ref_coeff`, and not while the policy is being trained in another thread.
 
     Args:
@@ -109,4 +112,7 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
         return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)
     frozen = load_model(path, device=policy.device).requires_grad_(False)
     scorer = policy.get_new_version(model=frozen)
+    trained = trained_model(policy.model)
+    if trained.mesh is not None:
+        shard_model(frozen, trained.mesh, compute_dtype=trained.sharded_dtype)
     return partial(write_log_probs, scorer, key=REF_LOG_PROBS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterator
 
-import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.ragged import flat_batch
@@ -21,7 +20,6 @@ def minibatches(
     num_epochs: int = 1,
     num_minibatches: int = 1,
     seed: int,
-    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Iterator[TensorDictBase]:
     """Yield the batches of `num_epochs * num_minibatches` updates on one batch; for one update, the batch itself.
 
@@ -38,7 +36,6 @@ def minibatches(
         num_epochs: how often each rollout is learned from.
         num_minibatches: updates an epoch; fewer where there are fewer rollouts.
         seed: of the order; the same seed gives the same mini-batches, whatever other random numbers were drawn.
-        process_group: of the ranks that the model is sharded over, see `write_log_probs`.
 
     Raises:
         ValueError: for a number below 1.
@@ -59,7 +56,7 @@ def minibatches(
         return iter([batch])
     old_log_probs = getattr(loss_module.tensor_keys, "old_log_prob", None)
     if old_log_probs is not None:
-        write_log_probs(loss_module.actor_network, rows, old_log_probs, process_group=process_group)
+        write_log_probs(loss_module.actor_network, rows, old_log_probs)
     return _parts(rows, num_epochs, num_minibatches, seed)
 
 

@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey
 
 from llmrl.data.ragged import write_column
 from llmrl.objectives.scoring import log_probs_of
+from llmrl.trainer.trained_model import trained_model
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ def write_log_probs(
     *,
     disable_adapter: bool = False,
     assistant_only: bool = True,
-    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> TensorDictBase:
     """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 a row, without gradient.
+
+    Where its model is sharded, every rank calls this with the same batch, computes its share and has all.
 
     - `("old_log_probs", "full")`: the trainer's own, before the first of several updates on a batch;
     - `("next", "ref_log_probs", "full")`: a reference's, a model of its own, or the trained one with its LoRA adapters
@@ -42,7 +44,6 @@ def write_log_probs(
         key: entry written.
         disable_adapter: score with the adapters of a peft model disabled.
         assistant_only: score trained tokens; False scores all, as losses with `masking_strategy="generic"` need.
-        process_group: of the ranks that the model is sharded over: each computes its share and has all.
 
     Returns:
         The batch.
@@ -51,7 +52,8 @@ def write_log_probs(
         TypeError: for `disable_adapter` with a model that has no adapters.
     """
     with adapters_off(policy.model) if disable_adapter else contextlib.nullcontext():
-        scored = log_probs_of(policy, batch, assistant_only=assistant_only, process_group=process_group)
+        group = trained_model(policy.model).process_group
+        scored = log_probs_of(policy, batch, assistant_only=assistant_only, process_group=group)
     write_column(batch, key, scored)
     return batch
 

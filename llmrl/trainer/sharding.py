@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from llmrl.trainer.trained_model import trained_model
 
@@ -20,12 +21,14 @@ def shard_model(
     """Shard a transformers model in place by PyTorch's `fully_shard`, layer by layer.
 
     Gradients are summed over ranks, not averaged: the token weights of a loss are those of the whole batch, of which
-    each rank computes a part (`train_step(..., process_group=...)`). Give the model to `TransformersWrapper` before,
-    whose checks run it whole, and make the optimizer afterwards. Every rank starts from the same weights.
+    each rank computes a part: from here on every rank calls `train_step`, `write_log_probs` and weight sync with the
+    same batches, and each does its share. Give the model to `TransformersWrapper` before, whose checks run it whole,
+    and make the optimizer afterwards. Every rank starts from the same weights.
 
     Args:
         model: a causal language model, with or without peft adapters.
-        mesh: the ranks; default, all of them.
+        mesh: the ranks; default, all of them. One of two dimensions replicates over the first and shards over the
+            second, and has all ranks.
         compute_dtype: for example `torch.bfloat16` over float32 weights, in place of the wrapper's autocast, which
             would gather them in float32: the output head's, too. Gradients are summed in float32.
 
@@ -53,8 +56,9 @@ def shard_model(
         head.weight = embedding.weight
     else:
         fully_shard(head, mesh=mesh, mp_policy=policy)
+    record = trained_model(model)
+    record.mesh = mesh or cast(DTensor, next(model.parameters())).device_mesh
     if compute_dtype is not None:
-        record = trained_model(model)
         record.compute_dtype = record.sharded_dtype = compute_dtype
     for module in base.modules():
         if isinstance(module, FSDPModule):

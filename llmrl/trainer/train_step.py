@@ -60,7 +60,6 @@ def train_step(
     *,
     token_budget: int | None = None,
     max_grad_norm: float | None = 1.0,
-    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> TrainStepReport:
     """Do one update: micro-batches by token budget, gradients of the whole batch's loss, clipping, a step.
 
@@ -70,24 +69,22 @@ def train_step(
     Gradients are cleared before and after. Where the policy's log-probs differ from those that the same weights gave in
     the engine by more than rounding, a warning names the likely causes.
 
-    With a process group the policy's model is sharded over it (`shard_model`) and every rank calls this with the same
-    batch. The micro-batches are dealt out, gradients are summed, and every rank has the report of the whole batch.
+    Where the policy's model is sharded (`shard_model`) every rank calls this with the same batch. The micro-batches are
+    dealt out, gradients are summed, and every rank has the report of the whole batch.
 
     Args:
         loss_module: its `actor_network` should be a `TransformersWrapper` for micro-batches.
         batch: training rows with advantages.
         token_budget: computed tokens in a micro-batch; default, the policy's.
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
-        process_group: of the ranks that the model is sharded over.
 
     Raises:
-        ValueError: when the loss is left per token or per sequence: there is no scalar to train on; or when the model
-            is not sharded over as many ranks as the process group has.
+        ValueError: when the loss is left per token or per sequence: there is no scalar to train on.
     """
     if not loss_module.is_scalar:
         raise ValueError("train_step needs one number; the loss has aggregation or reduction 'none'.")
-    rank, num_ranks = rank_and_size(process_group)
-    _check_sharding(loss_module, num_ranks)
+    record = trained_model(getattr(loss_module.actor_network, "model", loss_module.actor_network))
+    rank, num_ranks = rank_and_size(record.process_group)
     started = time.perf_counter()
     report = TrainStepReport(num_rows=batch.batch_size.numel())
     try:
@@ -109,14 +106,13 @@ def train_step(
         micro.total().backward()
         if not micro.is_repeated:
             done.append(micro.detached())
-    if process_group is not None:
-        done = _gathered(done, process_group)
+    if record.process_group is not None:
+        done = _gathered(done, record.process_group)
     report.num_micro_batches = len(done)
     output = loss_module.collect(done)
     report.loss = float(output.total_loss())
     report.measurements = output.measurements()
     report.log_probs = _rows_of([(micro.flat_index, micro.log_probs) for micro in done], inputs)
-    record = trained_model(getattr(loss_module.actor_network, "model", loss_module.actor_network))
     if hasattr(loss_module.tensor_keys, "policy_version"):
         report.measurements |= check_difference(record, batch, report.log_probs, loss_module.tensor_keys)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -134,17 +130,6 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _check_sharding(loss_module: LLMLoss, num_ranks: int) -> None:
-    """Gradients are summed over the ranks that hold the model, and batches dealt out to those of the group."""
-    parameter = next(iter(loss_module.parameters()), None)
-    num_holders = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-    if num_holders != num_ranks:
-        raise ValueError(
-            f"The model is sharded over {num_holders} ranks and process_group has {num_ranks}: gradients would not be "
-            "those of the whole batch. Shard the model by shard_model, and pass its process_group."
-        )
 
 
 def _rows_of(parts: Iterable[tuple[torch.Tensor, torch.Tensor | None]], inputs: LossInputs) -> list[torch.Tensor]:

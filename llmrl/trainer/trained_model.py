@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(slots=True)
@@ -17,6 +21,8 @@ class TrainedModel:
     """dtype of its forward pass: its policy's autocast, its sharding's, or that of its weights."""
     sharded_dtype: torch.dtype | None = None
     """dtype to which sharding casts gathered parameters; None leaves them as they are."""
+    mesh: DeviceMesh | None = None
+    """The ranks that it is sharded over."""
     engine_dtype: torch.dtype | None = None
     """dtype of the engines that its weights are sent to."""
     engine_version: int | None = None
@@ -27,6 +33,13 @@ class TrainedModel:
     """Whether its log-probs were ever those of the engines, up to rounding."""
     warned_difference: float = 0.0
     """The log-prob difference that was warned of last."""
+
+    @property
+    def process_group(self) -> torch.distributed.ProcessGroup | None:
+        """Of the ranks that it is sharded over: they share the work on a batch. None where it is whole."""
+        if self.mesh is None:
+            return None
+        return self.mesh.get_group() if self.mesh.ndim == 1 else torch.distributed.group.WORLD
 
     @property
     def coarsest_dtype(self) -> torch.dtype | None:
