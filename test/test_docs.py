@@ -108,6 +108,7 @@ def test_every_make_target_that_is_named_exists():
 def test_every_metric_that_a_run_logs_is_in_the_table():
     from llmrl.collectors import CollectionReport
     from llmrl.data import Rollout
+    from llmrl.engines import EngineLoad
     from llmrl.objectives import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
     from llmrl.runs.evaluation import EvaluationReport, metrics_of_evaluation
     from llmrl.runs.rollout_metrics import rollout_metrics
@@ -128,7 +129,7 @@ def test_every_metric_that_a_run_logs_is_in_the_table():
         for group in "ab" for reward in (0.0, 1.0)
     ]  # fmt: skip
     logged = {*CollectionReport.of(rollouts, seconds=1.0).to_metrics(), *rollout_metrics(rollouts)}
-    logged |= {*StepMeter({}).metrics({"num_trained_tokens": 1.0})}
+    logged |= {*StepMeter({}).metrics({"num_trained_tokens": 1.0}), *EngineLoad(num_prompt_tokens=1).to_metrics()}
     logged |= {*TrainStepReport(loss=0.0, grad_norm=0.0).to_metrics()}
     of_evaluation = metrics_of_evaluation({"NAME": EvaluationReport.of(rollouts[::2])})
     logged |= {name for name in of_evaluation if name.removeprefix("eval/NAME/") not in documented}

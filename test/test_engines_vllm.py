@@ -201,6 +201,24 @@ def test_the_prefix_cache_serves_shared_prompts_until_it_is_reset(vllm_engine):
     assert vllm_engine.generate_batch([prompt_ids], sampling)[0].metrics["num_cached_tokens"] == 0
 
 
+def test_the_load_is_what_its_requests_say_of_themselves(vllm_engine, prompt_ids):
+    vllm_engine.reset_prefix_cache()
+    vllm_engine.take_load()
+    prompt, sampling = prompt_ids * 8, SamplingConfig(max_new_tokens=24, ignore_eos=True)
+    first = vllm_engine.generate_batch([prompt], sampling)
+    later = vllm_engine.generate_batch([prompt] * 6, sampling)
+    load = vllm_engine.take_load()
+    assert load.num_prompt_tokens == 7 * len(prompt)
+    assert load.num_cached_tokens == sum(one.metrics["num_cached_tokens"] for one in first + later) > 0
+    cache = vllm_engine._llm.vllm_config.cache_config
+    blocks = 6 * (24 // cache.block_size)  # that six answers fill on their own
+    assert blocks / cache.num_gpu_blocks <= load.kv_use_max < 1
+    assert load.num_preemptions == 0
+    assert vllm_engine.take_load().to_metrics() == {
+        "engine_kv_use_max": 0, "engine_waiting_max": 0, "engine_preemptions": 0
+    }  # fmt: skip
+
+
 def test_pause_keeps_requests_and_resume_finishes_them(vllm_engine, prompt_ids):
     async def run():
         sampling = SamplingConfig(max_new_tokens=64, ignore_eos=True)

@@ -11,6 +11,7 @@ from llmrl.engines.base import (
     SamplingConfig,
     completion_budget,
 )
+from llmrl.engines.load import EngineLoad
 from llmrl.engines.ray_engine import RayEngine
 from llmrl.engines.ray_registry import EngineRegistry
 from llmrl.engines.replicas import EngineReplicas
@@ -24,6 +25,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineError",
+    "EngineLoad",
     "EngineRegistry",
     "EngineReplicas",
     "FinishReason",

@@ -25,6 +25,7 @@ from llmrl.engines.base import (
     UpdatableEngine,
     check_request,
 )
+from llmrl.engines.load import EngineLoad, take_load
 from llmrl.engines.ray_cluster import connect
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_IN_FLIGHT = 1 << 16
 """Calls that an actor works on at once; Ray holds back what comes beyond."""
+_LOAD_SECONDS = 5.0
+"""A metric is not waited for any longer."""
 
 
 class EngineDiedError(EngineError):
@@ -86,6 +89,10 @@ class EngineActor:
     async def progress(self) -> int | None:
         """As the engine's, which may have none."""
         return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
+
+    async def take_load(self) -> EngineLoad | None:
+        """As the engine's, which may tell none."""
+        return take_load(self._engine)
 
     async def call(self, method: str, *arguments: object, **options: object) -> tuple[object, int]:
         """A blocking method of the engine, with the version it has afterwards."""
@@ -268,6 +275,14 @@ class RayEngine:
             return await self._actor.progress.remote()
         except Exception as error:
             raise self._translated(error) from error
+
+    def take_load(self) -> EngineLoad | None:
+        """As `AsyncVLLM.take_load`; None where the engine tells none, or the actor does not answer."""
+        ray = require("ray", extra="ray")
+        try:
+            return ray.get(self._actor.take_load.remote(), timeout=_LOAD_SECONDS)
+        except ray.exceptions.RayError:
+            return None
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """As `AsyncVLLM.pause`."""

@@ -26,14 +26,15 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
+from llmrl.engines.load import EngineLoad, LoadMeter
 from llmrl.engines.vllm_args import TorchRLOptions, build_engine_args, in_own_words
-from llmrl.engines.vllm_private import forget_shutdown, num_unfinished_tokens, pause_at_once, processes_of, shut_down
+from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once, start_llm
 from llmrl.engines.vllm_requests import generate_one, sampling_params, unless_it_dies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from llmrl.engines.vllm_private import AsyncEngineArgs, AsyncLLM
+    from llmrl.engines.vllm_private import AsyncLLM
 
 
 T = TypeVar("T")
@@ -54,12 +55,13 @@ class AsyncVLLM(KnownArguments):
         self,
         llm: AsyncLLM,
         background: BackgroundLoop,
+        load: LoadMeter,
         *,
         weight_transfer: str | None,
         start_s: float,
         hang_timeout_seconds: float | None = None,
     ):
-        self._llm, self._background = llm, background
+        self._llm, self._background, self._load = llm, background, load
         self._weight_transfer_backend = weight_transfer
         self.start_s = start_s
         """Seconds from the call to an engine that takes requests."""
@@ -80,7 +82,7 @@ class AsyncVLLM(KnownArguments):
         self._num_tokens = 0
         self._is_paused = False
         self._watch = HangWatch(hang_timeout_seconds)
-        self._finalizer = weakref.finalize(self, _close, llm, background)
+        self._finalizer = weakref.finalize(self, close_llm, llm, background)
 
     @classmethod
     def from_pretrained(
@@ -173,7 +175,7 @@ class AsyncVLLM(KnownArguments):
             variables = engine_variables(
                 num_cpu_threads=cpu_threads or available_cores(), log_level=log_level, compile_model=not is_eager
             )
-        background = BackgroundLoop("llmrl-vllm")
+        background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
         try:
             with starting_environment(variables | transfer_variables(weight_transfer)):
                 arguments = build_engine_args(
@@ -184,7 +186,7 @@ class AsyncVLLM(KnownArguments):
                     options=options,
                     engine_args=engine_args or {},
                 )
-                llm = background.run(_start(arguments))
+                llm = background.run(start_llm(arguments, load))
         except (TypeError, EngineError):
             background.close()
             raise
@@ -196,6 +198,7 @@ class AsyncVLLM(KnownArguments):
         return cls(
             llm,
             background,
+            load,
             weight_transfer=backend,
             start_s=time.perf_counter() - start,
             hang_timeout_seconds=hang_timeout_seconds,
@@ -282,6 +285,10 @@ class AsyncVLLM(KnownArguments):
         if self._is_paused or not self._in_flight:
             return None
         return self._num_tokens + num_unfinished_tokens(self._llm)
+
+    def take_load(self) -> EngineLoad:
+        """Return how hard it worked since the last call."""
+        return self._load.take()
 
     def _check_alive(self) -> None:
         if not self.is_alive:
@@ -379,22 +386,3 @@ class AsyncVLLM(KnownArguments):
             raise
         except Exception as error:
             raise EngineError(f"vLLM refused: {error}") from error
-
-
-async def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
-    from llmrl.engines.vllm_private import AsyncLLM
-
-    return AsyncLLM.from_engine_args(arguments)
-
-
-def _close(llm: AsyncLLM, background: BackgroundLoop) -> None:
-    """End the engine. Holds no reference to `AsyncVLLM`, so that it also runs when that is collected."""
-    if not background.is_closed:
-        processes = processes_of(llm)
-        try:
-            background.run(shut_down(llm), timeout=30)
-        finally:
-            background.close()
-            for process in processes:  # vLLM kills one that does not end by itself, and leaves a zombie
-                process.join(10)
-            forget_shutdown(llm)

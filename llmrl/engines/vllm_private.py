@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import IterationStats as IterationStats
+    from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
+
+    from llmrl._utils.background_loop import BackgroundLoop
 
 VLLM_VERSION = "0.32"
 """Whose weight-update API the tests ran with; it has no promise of stability."""
@@ -97,21 +102,36 @@ def num_unfinished_tokens(llm: AsyncLLM) -> int:
     return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
 
+async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM:
+    """Start the engine; `stat_logger` is told of its steps."""
+    return _find("AsyncLLM").from_engine_args(arguments, stat_loggers=[lambda config, index: stat_logger])
+
+
 def processes_of(llm: AsyncLLM) -> list[BaseProcess]:
     """The engine's processes; none where there is no such engine yet."""
     return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
 
 
-async def shut_down(llm: AsyncLLM) -> None:
-    """End the engine; requests in flight are told first, for the sockets that they wait on are closed next."""
+def close_llm(llm: AsyncLLM, background: BackgroundLoop) -> None:
+    """End the engine and the loop that it runs on, if they have not ended yet."""
+    if background.is_closed:
+        return
+    processes = processes_of(llm)
+    try:
+        background.run(_shut_down(llm), timeout=30)
+    finally:
+        background.close()
+        for process in processes:  # vLLM kills one that does not end by itself, and leaves a zombie
+            process.join(10)
+        # Its finalizer would shut it down once more, perhaps when the interpreter has lost half its modules.
+        llm.shutdown = lambda timeout=None: None
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    # Requests in flight are told first, for the sockets that they wait on are closed next.
     llm.output_processor.propagate_error(_find("EngineDeadError")())
     await asyncio.sleep(0)
     llm.shutdown()
-
-
-def forget_shutdown(llm: AsyncLLM) -> None:
-    """Keep vLLM's finalizer from shutting down once more, perhaps when the interpreter has lost half its modules."""
-    llm.shutdown = lambda timeout=None: None
 
 
 # -- inside the engine's processes -------------------------------------------------------------------------------

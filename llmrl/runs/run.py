@@ -99,6 +99,7 @@ class Run:
         self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
         self._tracked: dict[str, Any] = {}
         self._collector: LLMCollector | None = None
+        self._engine: Engine | None = None
         self._tokenizer: Tokenizer  # of `track`
         self._num_steps = 0
         self._step = 0  # the last that was begun, and what it trains on, until it has ended
@@ -131,7 +132,7 @@ class Run:
         Raises:
             ValueError: when the checkpoint lacks one of them.
         """
-        self._collector, self._tokenizer, self._tracked = collector, tokenizer, dict(objects)
+        self._collector, self._engine, self._tokenizer, self._tracked = collector, engine, tokenizer, dict(objects)
         self.folder.save_tokenizer(tokenizer)
         checkpoint = self.folder.load_checkpoint() if self.cfg.resume else None
         if checkpoint is not None:
@@ -225,7 +226,7 @@ class Run:
         self._step, self._collected, self._is_replay = self._step + 1, collected, is_replay
         if not is_replay:
             self._logged.pop(self._step, None)  # of a batch that somebody took away
-        self._metrics, self._meter = {}, StepMeter(self._tracked)
+        self._metrics, self._meter = {}, StepMeter(self._tracked, self._engine)
         return self._step, collected["batch"]
 
     def _end(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.ragged import has_entry
+from llmrl.engines.load import take_load
 from llmrl.trainer import TrainStepReport
 
 Learned = TrainStepReport | Sequence[TrainStepReport] | Mapping[str, float]
@@ -65,6 +66,7 @@ class StepMeter:
 
     Args:
         tracked: objects of the loop; those with `param_groups` are optimizers.
+        engine: what generates, if its load is to be told: from the step before on.
 
     Example:
         >>> meter = StepMeter({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)})
@@ -75,7 +77,8 @@ class StepMeter:
         (0.5, True, True)
     """
 
-    def __init__(self, tracked: Mapping[str, Any]) -> None:
+    def __init__(self, tracked: Mapping[str, Any], engine: object = None) -> None:
+        self._engine = engine
         # Here, for a schedule steps before the step is logged.
         self._rates = [float(group["lr"]) for one in tracked.values() for group in getattr(one, "param_groups", ())]
         self._begun, self._parts = time.perf_counter(), dict[str, float]()
@@ -101,7 +104,8 @@ class StepMeter:
             measured["trained_tokens_per_second"] = of_step["num_trained_tokens"] / measured["seconds"]
         if self._rates:
             measured["learning_rate"] = max(self._rates)
-        return {**measured, "peak_memory_gib": _peak_memory() / 2**30}
+        load = take_load(self._engine)
+        return {**measured, "peak_memory_gib": _peak_memory() / 2**30, **({} if load is None else load.to_metrics())}
 
 
 def _devices() -> range:

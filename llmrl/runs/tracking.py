@@ -32,7 +32,7 @@ class Tracker(Protocol):
 
 
 _PERFORMANCE = ("seconds", "_per_second", "_gib")
-"""How metrics end that say how fast something was, and what it took."""
+"""How metrics end that say how fast something was, and what it took; those of engines begin with `engine_`."""
 
 
 def grouped_name(name: str) -> str:
@@ -44,7 +44,8 @@ def grouped_name(name: str) -> str:
     """
     if name.startswith("eval/"):
         return name
-    return f"{'perf' if name.endswith(_PERFORMANCE) else 'train'}/{name}"
+    is_performance = name.endswith(_PERFORMANCE) or name.startswith("engine_")
+    return f"{'perf' if is_performance else 'train'}/{name}"
 
 
 class CSVTracker:

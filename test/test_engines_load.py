@@ -1,0 +1,49 @@
+"""What engines say of how hard they work, against plain sums."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmrl.engines.load import EngineLoad, LoadMeter, take_load
+
+STEPS = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, 9), st.integers(0, 3), st.integers(0, 50), st.integers(0, 50)), max_size=6
+)
+
+
+def record(meter, steps):
+    for used, waiting, preempted, queries, hits in steps:
+        cache = SimpleNamespace(queries=queries, hits=hits)
+        scheduler = SimpleNamespace(kv_cache_usage=used, num_waiting_reqs=waiting, prefix_cache_stats=cache)
+        meter.record(scheduler, SimpleNamespace(num_preempted_reqs=preempted), mm_cache_stats=None, engine_idx=0)
+        meter.record(None, None)  # of what is no step of the scheduler's
+
+
+class Engine:
+    is_alive = True
+
+    def __init__(self, steps):
+        self.meter = LoadMeter()
+        record(self.meter, steps)
+
+    def take_load(self):
+        return self.meter.take()
+
+
+@given(STEPS, STEPS)
+def test_loads_of_steps_and_of_engines_are_maxima_and_sums(first, second):
+    dead = SimpleNamespace(is_alive=False)
+    load = take_load([Engine(first), dead, Engine(second), SimpleNamespace(is_alive=True)])
+    steps = first + second
+    used, waiting, preempted, queries, hits = zip(*steps, strict=True) if steps else ((),) * 5
+    assert load == EngineLoad(max(used, default=0), max(waiting, default=0), sum(preempted), sum(queries), sum(hits))
+
+
+@given(STEPS)
+def test_a_load_is_told_once(steps):
+    engine = Engine(steps)
+    take_load(engine)
+    assert engine.take_load() == EngineLoad()
