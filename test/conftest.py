@@ -168,3 +168,37 @@ def ray_cluster(ray_nodes):
     ray.init(address=ray_nodes.address, log_to_driver=False)
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def sites():
+    """A web site on loopback that a browser may see, and one that it may not."""
+    from web_sites import Site
+
+    allowed, other = Site(), Site()
+    allowed.other = f"http://{other.address}"
+    yield allowed, other
+    allowed.server.shutdown()
+    other.server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser(sites, tmp_path_factory):
+    """A browser's tools for the first of the sites."""
+    from llmrl.transforms import BrowserTransform
+
+    transform = BrowserTransform([sites[0].address], timeout=60.0, screenshot_folder=tmp_path_factory.mktemp("shots"))
+    yield transform
+    transform.close()
+
+
+@pytest.fixture
+def chat(browser, sites):
+    """A conversation with the browser; the sites have forgotten what they were asked for."""
+    from tool_conversations import Chat
+
+    for site in sites:
+        site.requested.clear()
+    chat = Chat(browser)
+    yield chat
+    chat.data["tool_state", "session"].release()

@@ -12,7 +12,7 @@ from rendering_families import END_OF_TURN, FAMILIES, TOOLS, family_renderer, fa
 from llmrl.rendering import PackageRenderer, RenderingError, TemplateRenderer, make_renderer
 
 FAMILY_NAMES = sorted(FAMILIES)
-# Without the beginnings of special tokens, which are split in contents (test_rendering_special_tokens.py).
+# Without the beginnings of special tokens, which are split in contents (security/test_special_tokens.py).
 characters = st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="<[")
 texts = st.text(characters, min_size=1, max_size=12).map(lambda s: f"a{s}b")
 

@@ -17,12 +17,12 @@ NEW_MOUNTS, NEW_HOST_NAME, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
 BOX = "/box"
 """In a file system that was made for an interpreter: its folder; `/tmp` too, unless Python lives there."""
 
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
+_MS_READ_ONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1, 0x2, 0x4, 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
 _AT_RECURSIVE, _AT_FDCWD, _ATTR_READ_ONLY = 0x8000, -100, 0x1
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 1, 8, 24
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 1, 4, 8, 24
 _PR_SET_SUBREAPER, _PR_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 _CAP_VERSION_3 = 0x20080522
 READ_EVERYTHING = 2
@@ -67,9 +67,9 @@ def mount_private_tmp(target: str, num_bytes: int, owner: int) -> None:
 
 
 def mount_own_proc() -> None:
-    """`/proc` of this process's own namespace; where the kernel refuses, none."""
+    """`/proc` of this process's own namespace, read-only; where the kernel refuses, none."""
     try:
-        mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
+        mount("proc", "/proc", "proc", _MS_READ_ONLY | _MS_NOSUID | _MS_NODEV)
     except OSError:
         mount("tmpfs", "/proc", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4k,mode=555")
 
@@ -77,6 +77,20 @@ def mount_own_proc() -> None:
 def set_parent_death_signal(number: int) -> None:
     """Have the kernel send this process a signal when its parent ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
+
+
+def be_killed_first() -> None:
+    """When memory runs out, have the kernel end this process, and what comes from it, before others.
+
+    Limits bound each process and not their sum. Where `/proc` can be written later on, this can be taken back.
+    """
+    with contextlib.suppress(OSError):  # where there is no /proc
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def hide_memory() -> None:
+    """Keep this process's memory from others of its user, `/proc/PID/mem` included."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 def become_reaper() -> None:

@@ -31,6 +31,8 @@ _SETTINGS = (
 _CODE = (
     "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import Settings, main; sys.path.pop(0); main()"
 )
+# As `kernel.be_killed_first`, before a program that cannot.
+_BE_KILLED_FIRST = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$0" "$@"'
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -221,7 +223,9 @@ class Launcher:
         command += ["--size", str(self.limits.folder_bytes), "--perms", "0700", "--tmpfs", kernel.BOX]
         if not any(path.startswith("/tmp/") for path in command):
             command += ["--symlink", kernel.BOX, "/tmp"]
-        command += ["--remount-ro", "/"]
+        for path in ("/", "/dev", "/proc"):  # in `/dev` there is a folder for files in memory
+            command += ["--remount-ro", path]
+        command = ["/bin/sh", "-c", _BE_KILLED_FIRST, *command]
         index = os.getpid() * 100 + self._num_started % 100
         self._spawn([*command, sys.executable], theirs, {**self._settings, "index": index})
 

@@ -127,6 +127,7 @@ class Supervisor:
     def serve(self) -> None:
         """Run requests until the service closes its end or the interpreter is gone; nothing is left running."""
         try:
+            kernel.hide_memory()  # code may be of the same user, and this process has no filter
             self.service.sendall(frames.encode({"is_started": True}))
             while (request := self._next_request()) is not None:
                 answer = self._run(request["code"], request["timeout"])
@@ -308,9 +309,8 @@ def confine(confinement: Confinement) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     os.umask(0o077)
-    with contextlib.suppress(OSError):  # where there is no /proc
-        # What the limits leave is not bounded in sum: when memory runs out, the kernel takes this process first.
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    if not confinement.has_own_processes:
+        kernel.be_killed_first()  # the supervisor is not: what it watches would outlive it
     if confinement.user is not None:
         can_read = confinement.is_python_hidden and confinement.is_landlocked
         try:
@@ -323,7 +323,7 @@ def confine(confinement: Confinement) -> None:
     kernel.forbid_new_privileges()
     if confinement.is_landlocked:
         kernel.restrict(readable=confinement.readable, writable=(confinement.folder,))
-    system_calls.filter_system_calls()
+    system_calls.filter_system_calls(is_user_shared=confinement.user is None and not confinement.has_own_processes)
 
 
 def descendants(process: int) -> set[int]:

@@ -30,7 +30,9 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "kcmp": (312, 272), "quotactl": (179, 60), "quotactl_fd": (443, 443), "acct": (163, 89), "syslog": (103, 116),
     # Other processes.
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440), "move_pages": (279, 239), "migrate_pages": (256, 238),
+    "process_madvise": (440, 440), "move_pages": (279, 239), "migrate_pages": (256, 238), "setpriority": (141, 140),
+    "ioprio_set": (251, 30), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "inotify_add_watch": (254, 27),
     # Namespaces, mounts and other roots.
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
@@ -42,6 +44,19 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "adjtimex": (159, 171), "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162),
     "vhangup": (153, 58),
 }  # fmt: skip
+# Modes, owners, times and attributes of files, which Landlock does not know: refused to whoever is no user of its own,
+# since all files of its user would be within reach.
+_REFUSED_TO_SHARED_USERS: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469),
+}  # fmt: skip
+# Of other processes than the caller: limits and processors.
+_OF_ITSELF_ALONE = ((302, 261), (203, 122))
+_FIRST_UNKNOWN = 470
+"""Calls from here on are newer than this table."""
 # Calls of which some arguments are refused, and the one that is said not to exist, so that libraries take its elder.
 _SOCKETPAIR, _CLONE, _CLONE3 = (53, 199), (56, 220), (435, 435)
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -60,8 +75,12 @@ Instruction = tuple[int, int, int, int]
 """Code, instructions to skip if true, if false, operand."""
 
 
-def filter_program(machine: str) -> list[Instruction]:
+def filter_program(machine: str, *, is_user_shared: bool = False) -> list[Instruction]:
     """Return the filter for an architecture, as `os.uname` names it.
+
+    Args:
+        machine: the architecture.
+        is_user_shared: whether files of its user that are not its own are kept from it by Landlock alone.
 
     Raises:
         OSError: for an architecture whose call numbers are not known.
@@ -83,10 +102,13 @@ def filter_program(machine: str) -> list[Instruction]:
     ]
     if machine == "x86_64":
         program += [(_AT_LEAST, 0, 1, _X32_BIT), refuse]
-    for numbers in _REFUSED.values():
+    unknown: Instruction = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
+    for numbers in (*_REFUSED.values(), *(_REFUSED_TO_SHARED_USERS.values() if is_user_shared else ())):
         if (number := numbers[column]) is not None:
             program += [(_EQUAL, 0, 1, number), refuse]
-    program += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
+    program += [(_EQUAL, 0, 1, _CLONE3[column]), unknown, (_AT_LEAST, 0, 1, _FIRST_UNKNOWN), unknown]
+    for both in _OF_ITSELF_ALONE:
+        program += [(_EQUAL, 0, 4, both[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0), refuse, allow]
     program += [
         (_EQUAL, 0, 4, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
@@ -105,15 +127,15 @@ def filter_program(machine: str) -> list[Instruction]:
     return [*program, allow]
 
 
-def filter_system_calls() -> None:
+def filter_system_calls(*, is_user_shared: bool) -> None:
     """Refuse the calls above to this process and all that come from it, for good.
 
-    Needs `forbid_new_privileges`.
+    Needs `forbid_new_privileges`. The argument is that of `filter_program`.
 
     Raises:
         OSError: where the kernel has no filters, or the architecture is not known.
     """
-    program = filter_program(os.uname().machine)
+    program = filter_program(os.uname().machine, is_user_shared=is_user_shared)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     argument = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
     libc = ctypes.CDLL(None, use_errno=True)

@@ -89,6 +89,7 @@ def _start(settings: Settings, service: socket.socket, *, is_root: bool) -> None
             if os.fork():
                 os._exit(0)  # the child is the first process of the new namespace
             user = _FIRST_USER + int(str(Path("/proc/self").readlink())) if is_root else 0
+            kernel.be_killed_first()
             kernel.mount_own_proc()
             kernel.mount_private_tmp(kernel.BOX, settings["limits"]["folder_bytes"], user)
             _supervise(settings, service, folder=kernel.BOX, is_root=is_root, user=user if is_root else None)

@@ -11,8 +11,8 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
-from pathlib import Path
 
+import killed_runs
 import pytest
 import torch
 from killed_runs import NUM_STEPS, Scheme, train
@@ -28,8 +28,7 @@ NUM_KILLS = int(os.environ.get("LLMRL_NUM_KILLS", "10"))
 
 @pytest.mark.timeout(120 + 10 * NUM_KILLS)
 def test_whenever_a_run_is_killed_it_ends_with_the_weights_of_one_that_was_not(model_path, tmp_path, own_programs):
-    script = Path(__file__).with_name("killed_runs.py")
-    command = [sys.executable, str(script), str(tmp_path), str(NUM_KILLS), "0"]
+    command = [sys.executable, killed_runs.__file__, str(tmp_path), str(NUM_KILLS), "0"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     whole = json.loads((tmp_path / "whole/weights.json").read_text())

@@ -1,0 +1,182 @@
+"""Interpreters at each level of isolation, as root and as an ordinary user: what attacks on them run in.
+
+Run as root, the tests start a program of an ordinary user that serves its interpreters: `python cages.py LEVEL LIMITS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+
+from llmrl.sandbox import launch
+from llmrl.sandbox.launch import LEVELS, IsolationError, PythonLimits
+from llmrl.sandbox.service import PythonExecutorService
+
+USERS = ("root", "ordinary")
+_USER_ID = 54321
+LIMITS = PythonLimits(memory_bytes=512 << 20, file_bytes=1 << 20, num_processes=24, output_bytes=20_000)
+SECRET = "hunter2"
+TIMEOUT_S = 2.0
+
+
+class Cage:
+    """A service at a level, started by a user, and what its code must not reach.
+
+    Args:
+        user: one of `USERS`.
+        level: one of `LEVELS`.
+
+    Raises:
+        IsolationError: where the machine does not allow it.
+    """
+
+    def __init__(self, user, level):
+        self.user, self.level = user, level
+        is_root = os.getuid() == 0
+        self.uid = _USER_ID if is_root and user == "ordinary" else os.getuid()
+        if user == "root" and not is_root:
+            raise IsolationError("The tests do not run as root.")
+        self.folder = Path(tempfile.mkdtemp(prefix="llmrl-outside-"))
+        """A folder of the user that runs the service, with a secret in it."""
+        (self.folder / "secret").write_text(SECRET)
+        try:
+            if user == "ordinary" and is_root:
+                self.service = OtherUsersService(level, self.folder)
+            else:
+                os.environ["LLMRL_TEST_SECRET"] = SECRET
+                self.service = PythonExecutorService(timeout=TIMEOUT_S, isolation=level, limits=LIMITS, num_ready=2)
+        except BaseException:
+            shutil.rmtree(self.folder)
+            raise
+
+    def run(self, code, session="chat", **arguments):
+        """Run code in a conversation."""
+        return self.service.execute(code, session=session, **arguments)
+
+    def lines(self, code):
+        """What code prints, which must end well."""
+        result = self.run(code, timeout=20.0)
+        assert result["success"], result["stderr"]
+        return result["stdout"].splitlines()
+
+    def close(self):
+        """End it."""
+        self.service.close()
+        shutil.rmtree(self.folder)
+
+
+def python_of_others():
+    """A Python that every user can run; None where there is none that is new enough.
+
+    This one may lie where root alone can read it.
+    """
+    for python in (sys.executable, shutil.which("python3", path="/usr/bin")):
+        check = [str(python), "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        try:
+            if python and not subprocess.run(check, user=_USER_ID, group=_USER_ID, cwd="/").returncode:
+                return python
+        except OSError:
+            continue
+    return None
+
+
+class OtherUsersService:
+    """The methods of a `PythonExecutorService` in a program of an ordinary user."""
+
+    def __init__(self, level, folder):
+        if (python := python_of_others()) is None:
+            raise IsolationError("No Python is there that an ordinary user can run.")
+        package = Path(launch.__file__).parent.parent
+        for name in ("sandbox", "_utils"):
+            shutil.copytree(package / name, folder / "llmrl" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(package / "__init__.py", folder / "llmrl")
+        shutil.copy(__file__, folder)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            os.chown(path, _USER_ID, _USER_ID)
+        self._process = subprocess.Popen(
+            [python, "cages.py", level, json.dumps(asdict(LIMITS))],
+            env={"LLMRL_TEST_SECRET": SECRET, "PATH": os.environ["PATH"]},
+            user=_USER_ID, group=_USER_ID, extra_groups=[], cwd=folder,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._answers = {}
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        if error := json.loads(self._process.stdout.readline()):
+            self._process.communicate()
+            raise IsolationError(error)
+        self.pid = self._process.pid
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self._process.stdout:
+            number, answer = json.loads(line)
+            self._answers.pop(number).set_result(answer)
+
+    def _ask(self, name, arguments):
+        answer, number = Future(), next(self._numbers)
+        self._answers[number] = answer
+        with self._lock:
+            self._process.stdin.write(json.dumps([number, name, arguments]) + "\n")
+            self._process.stdin.flush()
+        return answer.result(120)
+
+    def execute(self, code, session=None, timeout=None):
+        return self._ask("execute", [code, session, timeout])
+
+    def release(self, session):
+        self._ask("release", [session])
+
+    @property
+    def num_sessions(self):
+        return self._ask("num_sessions", None)
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._reader.join()
+        self._process.stdout.close()
+
+
+def serve(level, limits):
+    """Answer what the tests ask over the standard streams."""
+    logging.disable()
+    lock = threading.Lock()
+
+    def say(value):
+        with lock:
+            print(json.dumps(value), flush=True)
+
+    try:
+        limits = PythonLimits(**json.loads(limits))
+        service = PythonExecutorService(timeout=TIMEOUT_S, isolation=level, limits=limits, num_ready=2)
+    except IsolationError as error:
+        say(str(error))
+        return
+    say("")
+
+    def answer(line):
+        number, name, arguments = json.loads(line)
+        value = getattr(service, name)
+        say([number, value if arguments is None else value(*arguments)])
+
+    for line in sys.stdin:
+        threading.Thread(target=answer, args=(line,), daemon=True).start()
+    service.close()
+
+
+__all__ = ["LEVELS", "LIMITS", "USERS", "Cage", "IsolationError"]
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
