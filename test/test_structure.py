@@ -19,9 +19,9 @@ SOURCES = sorted((ROOT / "llmrl").rglob("*.py"))
 MAX_LINES = 400
 # Uses of `Any` in a thousand lines, by room: these bounds only fall.
 MAX_ANY = {
-    "_utils": 3, "cli": 1, "collectors": 3, "data": 6, "engines": 4, "envs": 3, "objectives": 3, "policies": 4,
-    "rendering": 2, "rewards": 1, "runs": 5, "sandbox": 3, "testing": 1, "tools": 3, "trainer": 3, "transforms": 1,
-    "weight_sync": 2,
+    "_utils": 3, "cli": 1, "collectors": 3, "data": 6, "endpoint": 0, "engines": 4, "envs": 3, "objectives": 3,
+    "policies": 4, "rendering": 2, "rewards": 1, "runs": 5, "sandbox": 3, "testing": 1, "tools": 3, "trainer": 3,
+    "transforms": 1, "weight_sync": 2,
 }  # fmt: skip
 # What every room may use: it knows nothing of ours.
 COMMON = "_utils"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDictBase
@@ -13,15 +12,18 @@ from tensordict import TensorDictBase
 from llmrl._utils.failure import as_exception, contained, describe, traceback_of
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.replaceable_loop import ReplaceableLoop
+from llmrl.collectors.agents import AgentEndpoint
+from llmrl.collectors.completing import Completer
 from llmrl.collectors.stepper import EnvStepper, Opening
 from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
 from llmrl.data.tensordicts import dataset_columns, non_tensor, plain
-from llmrl.engines import Completion, EngineError, completion_budget
-from llmrl.engines.stop_strings import StopStringWatch
+from llmrl.endpoint import SessionLimits
+from llmrl.engines import Completion
+from llmrl.envs import AgentEnv
 from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric, Score
-from llmrl.transforms import outcomes_of, states_of
+from llmrl.transforms import environment_parts, outcomes_of, states_of
 from llmrl.transforms.reward import find_rubric_reward, write_score
 
 _SOLO_IDS = itertools.count()
@@ -37,6 +39,8 @@ class RolloutLimits:
 
     max_turns: int | None = None
     """Completions a rollout may have."""
+    max_completion_tokens: int | None = None
+    """Sampled tokens of a rollout, all its turns together."""
     max_prompt_tokens: int | None = None
     """Longest prompt; by default what leaves one token of the engine's context."""
     end_at_length: bool = True
@@ -47,7 +51,12 @@ class RolloutLimits:
     """How often a failed engine request is tried again, under a new id."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_turns", 1), ("max_prompt_tokens", 1), ("num_engine_retries", 0)):
+        for name, least in (
+            ("max_turns", 1),
+            ("max_completion_tokens", 1),
+            ("max_prompt_tokens", 1),
+            ("num_engine_retries", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
@@ -74,15 +83,8 @@ class RolloutRunner:
         limits: RolloutLimits,
         is_open: asyncio.Event | None = None,
     ) -> None:
-        if policy.sampling.stop and policy.renderer is None:
-            raise ValueError(
-                "the policy has stop strings and no renderer: an update of the weights may cut one in two, which is "
-                "seen in text; build the policy with tokenizer= or renderer=."
-            )
         self.stepper, self.policy, self.limits = stepper, policy, limits
-        self._is_open = is_open
-        # Of this player alone, whoever else plays the same dataset on the same engine.
-        self._request_prefix = uuid.uuid4().hex[:12]
+        self.completer = Completer(policy, num_retries=limits.num_engine_retries, is_open=is_open)
         self.judge_loop = ReplaceableLoop("llmrl-judges")
         """Where judges run."""
         rubric_reward = find_rubric_reward(stepper.env)
@@ -94,6 +96,14 @@ class RolloutRunner:
         self.max_prompt_tokens = min(
             limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
         )
+        self._agent_env = next((part for part in environment_parts(stepper.env) if isinstance(part, AgentEnv)), None)
+        if self._agent_env is not None:
+            session_limits = SessionLimits(
+                max_prompt_tokens=self.max_prompt_tokens,
+                max_turns=limits.max_turns,
+                max_completion_tokens=limits.max_completion_tokens,
+            )
+            self._endpoint = AgentEndpoint(policy, self.completer, session_limits)
 
     async def run(self, opening: Opening, rollout: Rollout) -> Rollout:
         """Play one conversation from its opening to its end; never raises for its sake.
@@ -134,7 +144,12 @@ class RolloutRunner:
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         held.append(element)
         rollout.columns = rollout.columns or dataset_columns(element)
-        await self._play(element, rollout, held)
+        if self._is_scored_here:
+            element.set(("rollout", "is_scored_later"), non_tensor(True))
+        if self._agent_env is not None:
+            await self._play_agent(self._agent_env, element, rollout, held)
+        else:
+            await self._play(element, rollout, held)
 
     @staticmethod
     def open(element: TensorDictBase) -> Rollout:
@@ -149,9 +164,36 @@ class RolloutRunner:
             columns=dataset_columns(element),
         )
 
+    async def _play_agent(
+        self, agent_env: AgentEnv, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]
+    ) -> None:
+        """Have an agent lead the conversation; one step ends it, with what the agent returned."""
+        row = {name: rollout.columns.get(name) for name in agent_env.columns}
+        async with self._endpoint.session(rollout) as (session, model):
+            try:
+                score = await agent_env.run_agent(row, model)
+            except Exception as error:
+                # An agent that fails because it was refused an answer was ended by that limit.
+                if session.failure is not None:
+                    return self._end(rollout, StopReason.ENGINE_ERROR, session.failure)
+                if reason := session.reason or session.last_refusal:
+                    return self._end(rollout, reason)
+                return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
+        self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
+        agent_env.end_with(element, score)
+        try:
+            stepped, element = await self.stepper.step(element)
+        except Exception as error:
+            return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
+        held[:] = [element]
+        self._settle(rollout, stepped)
+        if session.reason:  # it went on, without the answers that it was refused
+            rollout.reason, rollout.status = session.reason, decide_status(is_terminated=False, reason=session.reason)
+        rollout.breakdown = {**score.parts, **rollout.breakdown}
+        if self.rubric is None:
+            rollout.is_scored, rollout.error = score.is_scored and rollout.status.is_success, score.error
+
     async def _play(self, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]) -> None:
-        if self._is_scored_here:
-            element.set(("rollout", "is_scored_later"), non_tensor(True))
         while True:
             try:
                 conversation = self.policy.prepare(element)
@@ -180,57 +222,23 @@ class RolloutRunner:
             del stepped  # nothing of the turn is kept while the engine answers
 
     async def _complete(self, prompt_ids: list[int], rollout: Rollout) -> Completion:
-        """Generate one completion, whatever becomes of its requests.
-
-        A failed one is tried again, under a new id. One that was aborted, by an update of the weights, goes on after
-        its last token: a partial rollout whose tokens carry the versions that sampled them. One that was aborted before
-        its first token only waited: that counts as fruitless where no update has come since the last time.
-        """
-        engine, sampling, renderer = self.policy.engine, self.policy.sampling, self.policy.renderer
-        stop_strings = StopStringWatch(sampling.stop, None if renderer is None else renderer.decode)
-        budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
-        parts: list[Completion] = []
-        num_sampled, num_fruitless, version = 0, 0, engine.policy_version
-        for attempt in itertools.count():
-            if self._is_open is not None:
-                await self._is_open.wait()
-            sampled = [token for part in parts for token in part.token_ids]
-            try:
-                if sampled:
-                    sampling = sampling.with_changes(max_new_tokens=stop_strings.num_wanted(budget - num_sampled))
-                part = await contained(
-                    self.policy.complete(
-                        prompt_ids + sampled if sampled else prompt_ids,
-                        sampling,
-                        request_id=f"{self._request_prefix}/{rollout.rollout_id}/{rollout.num_turns}/{attempt}",
-                        routing_key=rollout.group_id,
-                    )
-                )
-            except EngineError:
-                num_fruitless += 1
-                if num_fruitless > self.limits.num_engine_retries:
-                    raise
-                continue
-            part = stop_strings.judge(part, sampled)
-            parts.append(part)
-            num_sampled += len(part.token_ids)
-            is_updated, version = engine.policy_version != version, engine.policy_version
-            num_fruitless = 0 if part.token_ids else 1 if is_updated else num_fruitless + 1
-            if part.finish_reason != "abort" or num_fruitless > self.limits.num_engine_retries:
-                break
-            if num_sampled >= budget:
-                parts[-1] = replace(part, finish_reason="length")
-                break
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        sampling, limit = self.policy.sampling, self.limits.max_completion_tokens
+        if limit is not None and (left := limit - rollout.num_completion_tokens) < sampling.max_new_tokens:
+            sampling = sampling.with_changes(max_new_tokens=left)
+        name = f"{rollout.rollout_id}/{rollout.num_turns}"
+        return await self.completer.complete(prompt_ids, sampling, name=name, routing_key=rollout.group_id)
 
     def _count_turn(self, conversation: Conversation, completion: Completion, rollout: Rollout) -> None:
         rollout.num_turns += 1
         rollout.conversation, rollout.messages = conversation, conversation.messages
         rollout.num_completion_tokens += len(completion.token_ids)
+        limit = self.limits.max_completion_tokens
         if completion.finish_reason == "length" and self.limits.end_at_length:
             rollout.reason = StopReason.LENGTH
         elif completion.finish_reason == "abort":
             rollout.reason = StopReason.ABORTED
+        elif limit is not None and rollout.num_completion_tokens >= limit:
+            rollout.reason = StopReason.LENGTH
         elif self.limits.max_turns is not None and rollout.num_turns >= self.limits.max_turns:
             rollout.reason = StopReason.MAX_TURNS
 
@@ -264,7 +272,8 @@ class RolloutRunner:
     async def _score_unscored(self, rollout: Rollout) -> None:
         """Score a rollout that no step scored: its judge takes time, or it ended between two steps."""
         if self.rubric is None:
-            rollout.is_scored = rollout.status.is_success  # its reward is what its environment gave
+            if self._agent_env is None:
+                rollout.is_scored = rollout.status.is_success  # its reward is what its environment gave
             return
         is_scoring_failed = rollout.status.is_success and bool(rollout.error)
         if rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored:
@@ -321,13 +330,3 @@ def _refuse_reward(rollout: Rollout) -> None:
 def as_scored(rollout: Rollout) -> RewardInput:
     """Return the rollout as reward functions see it."""
     return RewardInput(rollout.messages, rollout.columns, rollout.status, rollout.reason, rollout.tool_states)
-
-
-def _joined(parts: list[Completion]) -> Completion:
-    """Join the parts of one completion; how it ended is what the last says."""
-    return replace(
-        parts[-1],
-        token_ids=[token for part in parts for token in part.token_ids],
-        log_probs=[log_prob for part in parts for log_prob in part.log_probs],
-        versions=[version for part in parts for version in part.versions],
-    )

@@ -1,6 +1,7 @@
 """Environments: conversations with a policy."""
 
 from llmrl.envs.addition import AdditionEnv, addition_problems, make_addition_env
+from llmrl.envs.agent import AgentEnv
 from llmrl.envs.chat import ChatEnv
 from llmrl.envs.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
 from llmrl.envs.dataset import DatasetChatEnv
@@ -23,6 +24,7 @@ from llmrl.rewards import IFEvalScoreData
 
 __all__ = [
     "AdditionEnv",
+    "AgentEnv",
     "ChatEnv",
     "CountdownEnv",
     "CountdownRewardParser",

@@ -146,7 +146,9 @@ class Conversation:
                 return self
             return self._before.with_prompt(messages, tools=tools)
         check_messages(messages[len(self.messages) :] if is_kept else messages)
-        is_appended = self.node is not None and is_kept
+        # What somebody else put into the assistant's mouth is no delta: it is rendered with the rest.
+        is_foreign = any(message["role"] == "assistant" for message in messages[len(self.messages) :])
+        is_appended = self.node is not None and is_kept and not is_foreign
         shown = None
         if not is_appended or (self.mode != "token" and self.renderer.may_rewrite(messages, tools=tools)):
             shown = self.renderer.render(messages, tools=tools, add_generation_prompt=True)
@@ -295,7 +297,7 @@ class Conversation:
 
     def count_turns(self) -> dict[str, int]:
         """Count how those rows came about, without making them: clean, realigned, forked turns, realigned tokens."""
-        return count_turns(self.node)
+        return count_turns([] if self.node is None else [self.node])
 
     def __reduce__(self) -> tuple[object, ...]:
         # What travels is cloned to its own size: the turns, and the context of a prompt that waits.

@@ -51,8 +51,8 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
     num_trained: dict[int, int] = {}
     rows: list[Row] = []
     counts: Counter[str] = Counter(num_dropped_rows=0)
+    counts.update(count_turns(leaves))
     for leaf in leaves:
-        counts.update(count_turns(leaf))
         first_turn = 0
         for turns in _turns_by_row(leaf):
             columns = _columns_of(turns)
@@ -70,14 +70,19 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
     return Reconciliation(rows, dict(counts))
 
 
-def count_turns(leaf: TurnNode | None) -> dict[str, int]:
-    """Return how the rows of a path came about: the counts of its reconciliation, without making its rows."""
+def count_turns(leaves: Sequence[TurnNode]) -> dict[str, int]:
+    """Return how the rows of a tree came about: the counts of its reconciliation, without making its rows."""
     counts = {"num_clean_turns": 0, "num_realigned_turns": 0, "num_forked_turns": 0, "num_realigned_tokens": 0}
-    for turn in () if leaf is None else leaf.ancestors():
-        if turn.parent is not None:
-            counts[f"num_{turn.kind}_turns"] += 1
-        if turn.parent is not None and turn.kind == "realigned":
-            counts["num_realigned_tokens"] += turn.parent.num_tokens - turn.num_kept_tokens
+    seen: set[int] = set()
+    for leaf in leaves:
+        for turn in leaf.ancestors():
+            if id(turn) in seen:
+                break
+            seen.add(id(turn))
+            if turn.parent is not None:
+                counts[f"num_{turn.kind}_turns"] += 1
+            if turn.parent is not None and turn.kind == "realigned":
+                counts["num_realigned_tokens"] += turn.parent.num_tokens - turn.num_kept_tokens
     return counts
 
 

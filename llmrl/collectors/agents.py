@@ -1,0 +1,122 @@
+"""Agents of an `AgentEnv`: each plays a rollout by itself, asking the policy at an endpoint of the collector's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from collections.abc import AsyncIterator
+
+from tensordict import TensorDictBase
+
+from llmrl.collectors.completing import Completer
+from llmrl.data import ChatHistory, History, Rollout
+from llmrl.data.tensordicts import container_of
+from llmrl.endpoint import EndpointServer, ModelRequest, RefusedRequest, Session, SessionLimits, TurnTree
+from llmrl.endpoint.agent import AgentModel
+from llmrl.engines import Completion, SamplingConfig
+from llmrl.policies import LLMWrapperBase
+
+
+class KeyedSessions:
+    """Sessions by keys that nobody guesses."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Session] = {}
+
+    def add(self, session: Session) -> str:
+        """Return the key of a session that is open from now on."""
+        key = f"llmrl-{secrets.token_urlsafe(24)}"
+        self._open[key] = session
+        return key
+
+    def remove(self, key: str) -> None:
+        """Know a key no more."""
+        del self._open[key]
+
+    def find(self, api_key: str | None, session_id: str | None, request: ModelRequest | None) -> Session:
+        """Return the session of a key, wherever a client put it.
+
+        Raises:
+            RefusedRequest: for an unknown one.
+        """
+        session = self._open.get(session_id or "") or self._open.get(api_key or "")
+        if session is None:
+            raise RefusedRequest("the key is unknown, or its session has ended.", status=401, code="invalid_api_key")
+        return session
+
+
+class AgentEndpoint:
+    """Where the agents of a collector ask. It listens on this machine alone, from the first session on.
+
+    Args:
+        policy: answers, in history mode.
+        completer: samples.
+        limits: of every session.
+
+    Raises:
+        ValueError: for a policy without a renderer.
+        MissingExtraError: when aiohttp is not installed, naming the extra.
+    """
+
+    def __init__(self, policy: LLMWrapperBase, completer: Completer, limits: SessionLimits) -> None:
+        if policy.renderer is None or policy.input_mode != "history":
+            raise ValueError("agents speak messages: build the policy with input_mode='history' and tokenizer=.")
+        self._policy, self._completer, self._limits = policy, completer, limits
+        self._sessions = KeyedSessions()
+        self._server = EndpointServer(self._sessions)
+        self._serving: asyncio.Task[None] | None = None
+        self._is_listening = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def session(self, rollout: Rollout) -> AsyncIterator[tuple[Session, AgentModel]]:
+        """Open a session for a rollout's agent; when it is left, the rollout has what was recorded."""
+        await self._listen()
+        numbers = itertools.count()
+
+        async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
+            name = f"{rollout.rollout_id}/{next(numbers)}"
+            return await self._completer.complete(prompt_ids, sampling, name=name, routing_key=rollout.group_id)
+
+        tree = TurnTree(self._policy.renderer, mode=self._policy.conversation_mode)
+        session = Session(rollout.rollout_id, tree, complete, self._policy.sampling, self._limits)
+        key = self._sessions.add(session)
+        url = f"{self._server.url}/v1"
+        try:
+            yield session, AgentModel(base_url=url, api_key=key, name=self._server.model_name, info=session.info)
+        finally:
+            session.end()
+            self._sessions.remove(key)
+            rollout.conversation, rollout.messages = tree, tree.messages
+            rollout.num_turns, rollout.num_completion_tokens = tree.num_turns, session.num_completion_tokens
+            rollout.info |= session.record()
+
+    async def _listen(self) -> None:
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._serve())
+        listening = asyncio.ensure_future(self._is_listening.wait())
+        await asyncio.wait((listening, self._serving), return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    async def _serve(self) -> None:
+        """Listen until the loop ends, which cancels this."""
+        try:
+            await self._server.start()
+            self._is_listening.set()
+            await asyncio.Event().wait()
+        finally:
+            await self._server.close()
+
+    def write_last(self, element: TensorDictBase, session: Session, *, is_read: bool) -> None:
+        """Write the conversation that was answered last as the turn that ends the rollout."""
+        if not session.tree.turns:
+            prompt: History = element.get(("history", "prompt"))
+            element.set("history", container_of(ChatHistory, {"prompt": prompt, "full": prompt}))
+            return
+        turn = session.tree.turns[-1]
+        before = History.from_chats(turn.conversation.messages[:-1], check=False)
+        element.set("history", container_of(ChatHistory, {"prompt": before}))
+        self._policy.write_turn(element, turn.conversation, turn.completion, is_read=is_read)

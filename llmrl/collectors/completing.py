@@ -1,0 +1,95 @@
+"""One completion, whatever becomes of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from dataclasses import replace
+
+from llmrl._utils.failure import contained
+from llmrl.engines import Completion, EngineError, SamplingConfig, completion_budget
+from llmrl.engines.stop_strings import StopStringWatch
+from llmrl.policies import LLMWrapperBase
+
+
+class Completer:
+    """Asks a policy's engine until there is an answer.
+
+    A failed request is tried again, under a new id. One that was aborted, by an update of the weights, goes on after
+    its last token: a partial rollout whose tokens carry the versions that sampled them. One that was aborted before
+    its first token only waited: that counts as fruitless where no update has come since the last time.
+
+    Args:
+        policy: whose engine is asked, and which checks what it answers.
+        num_retries: of a failed request.
+        is_open: requests wait while it is not set: a pause between turns.
+
+    Raises:
+        ValueError: where the policy has stop strings and no renderer.
+    """
+
+    def __init__(self, policy: LLMWrapperBase, *, num_retries: int, is_open: asyncio.Event | None = None) -> None:
+        if policy.sampling.stop and policy.renderer is None:
+            raise ValueError(
+                "the policy has stop strings and no renderer: an update of the weights may cut one in two, which is "
+                "seen in text; build the policy with tokenizer= or renderer=."
+            )
+        self.policy, self._num_retries, self._is_open = policy, num_retries, is_open
+        # Of this player alone, whoever else plays the same dataset on the same engine.
+        self._request_prefix = uuid.uuid4().hex[:12]
+
+    async def complete(
+        self, prompt_ids: list[int], sampling: SamplingConfig, *, name: str, routing_key: str | None
+    ) -> Completion:
+        """Generate one completion; `name` is unique among those in flight.
+
+        Raises:
+            EngineError: when the engine failed too often.
+        """
+        renderer, engine = self.policy.renderer, self.policy.engine
+        stop_strings = StopStringWatch(sampling.stop, None if renderer is None else renderer.decode)
+        budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
+        parts: list[Completion] = []
+        num_sampled, num_fruitless, version = 0, 0, engine.policy_version
+        for attempt in itertools.count():
+            if self._is_open is not None:
+                await self._is_open.wait()
+            sampled = [token for part in parts for token in part.token_ids]
+            try:
+                if sampled:
+                    sampling = sampling.with_changes(max_new_tokens=stop_strings.num_wanted(budget - num_sampled))
+                part = await contained(
+                    self.policy.complete(
+                        prompt_ids + sampled if sampled else prompt_ids,
+                        sampling,
+                        request_id=f"{self._request_prefix}/{name}/{attempt}",
+                        routing_key=routing_key,
+                    )
+                )
+            except EngineError:
+                num_fruitless += 1
+                if num_fruitless > self._num_retries:
+                    raise
+                continue
+            part = stop_strings.judge(part, sampled)
+            parts.append(part)
+            num_sampled += len(part.token_ids)
+            is_updated, version = engine.policy_version != version, engine.policy_version
+            num_fruitless = 0 if part.token_ids else 1 if is_updated else num_fruitless + 1
+            if part.finish_reason != "abort" or num_fruitless > self._num_retries:
+                break
+            if num_sampled >= budget:
+                parts[-1] = replace(part, finish_reason="length")
+                break
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: list[Completion]) -> Completion:
+    """Join the parts of one completion; how it ended is what the last says."""
+    return replace(
+        parts[-1],
+        token_ids=[token for part in parts for token in part.token_ids],
+        log_probs=[log_prob for part in parts for log_prob in part.log_probs],
+        versions=[version for part in parts for version in part.versions],
+    )

@@ -1,0 +1,18 @@
+"""The policy behind a URL: what agents ask there is answered by the run's engine, and recorded token by token."""
+
+from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
+from llmrl.endpoint.server import EndpointServer, Sessions
+from llmrl.endpoint.session import Session, SessionLimits
+from llmrl.endpoint.tree import TurnTree
+
+__all__ = [
+    "EndpointServer",
+    "ModelAnswer",
+    "ModelReply",
+    "ModelRequest",
+    "RefusedRequest",
+    "Session",
+    "SessionLimits",
+    "Sessions",
+    "TurnTree",
+]

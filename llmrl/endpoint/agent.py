@@ -1,0 +1,76 @@
+"""What an agent is told of the model, and what it says of its own work."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from llmrl._utils.failure import describe
+from llmrl._utils.numbers import finite_number, location_of
+from llmrl._utils.types import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentModel:
+    """Where an agent asks: one of these is good for one rollout."""
+
+    base_url: str
+    """With `/v1`, for the clients of OpenAI and of Anthropic alike."""
+    api_key: str
+    """Names the rollout, and is secret: whoever has it speaks as its agent."""
+    name: str
+    """Of the model. `NAME:aside` is answered and not recorded: for titles, or summaries for a screen."""
+    info: dict[str, object] = field(default_factory=dict)
+    """What an agent wants kept in the rollout's record."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which programs find a model."""
+        bare_url = self.base_url.removesuffix("/v1")
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.name,
+            "ANTHROPIC_BASE_URL": bare_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_AUTH_TOKEN": self.api_key,
+            "ANTHROPIC_MODEL": self.name,
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": f"{self.name}:aside",
+        }
+
+
+Score = float | Mapping[str, float] | None
+"""A number, named parts that add up, or None: not scored."""
+Play = Callable[[Row, AgentModel], Score | Awaitable[Score]]
+"""Anybody's agent: it is given a row of the dataset and the model, and plays to its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentScore:
+    """What an agent's function returned."""
+
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    is_scored: bool = False
+    error: str = ""
+    """Why what it returned is no score."""
+
+    @classmethod
+    def of(cls, returned: object, play: Play) -> AgentScore:
+        """Read what a function returned.
+
+        Example:
+            >>> AgentScore.of({"right": 1.0, "short": 0.5}, print).reward
+            1.5
+        """
+        if returned is None:
+            return cls()
+        try:
+            if isinstance(returned, Mapping):
+                parts = {str(name): finite_number(part, f"the score {name!r}") for name, part in returned.items()}
+                return cls(reward=finite_number(sum(parts.values()), "the score"), parts=parts, is_scored=True)
+            return cls(reward=finite_number(returned, "the score"), is_scored=True)
+        except (TypeError, ValueError) as error:
+            return cls(
+                error=f"{describe(error)} Returned by {getattr(play, '__qualname__', play)} ({location_of(play)})."
+            )

@@ -1,0 +1,1 @@
+"""How each API asks and is answered: pure functions between JSON and requests, replies and JSON or events."""

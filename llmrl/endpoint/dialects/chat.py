@@ -1,0 +1,187 @@
+"""OpenAI's chat completions: requests, answers, and answers as events.
+
+https://platform.openai.com/docs/api-reference/chat
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from llmrl.data import Message
+from llmrl.endpoint.dialects.reading import (
+    Body,
+    arguments_of,
+    call_of,
+    checked,
+    entry_of,
+    function_of,
+    object_of,
+    overridden,
+    positive,
+    stops_of,
+    text_parts,
+)
+from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
+from llmrl.rendering.tool_calls import Json, ToolCall
+
+_RUNS = (
+    "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "top_logprobs",
+    "reasoning_effort", "verbosity", "top_k", "min_p", "repetition_penalty",
+)  # fmt: skip
+_ROLES = {"developer": "system", "function": "tool"}
+_MAX_ANSWERS = 128
+
+
+def read(body: Body) -> ModelRequest:
+    """Read a request.
+
+    Raises:
+        RefusedRequest: naming what is wrong with it, or what cannot be had.
+
+    Example:
+        >>> read({"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "n": 2}).num_answers
+        2
+    """
+    messages = entry_of(body, "messages", list, default=[])
+    tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
+    kinds = {tool.get("type", "function") for tool in tools} - {"function"}
+    if kinds:
+        raise RefusedRequest(f"tools of type {sorted(map(str, kinds))} cannot be had: only functions.")
+    response_format = entry_of(body, "response_format", dict, default={})
+    if response_format.get("type", "text") != "text":
+        raise RefusedRequest("response_format cannot be had: answers are sampled freely. Ask for JSON in a message.")
+    choice = body.get("tool_choice")
+    num_answers = positive(entry_of(body, "n", int, default=1), "n")
+    if num_answers is None or num_answers > _MAX_ANSWERS:
+        raise RefusedRequest(f"n must be at most {_MAX_ANSWERS}, got {num_answers}.")
+    longest = entry_of(body, "max_completion_tokens", int, default=entry_of(body, "max_tokens", int))
+    stream_options = entry_of(body, "stream_options", dict, default={})
+    forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
+    single = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
+    return ModelRequest(
+        messages=checked(_message(message, f"messages[{place}]") for place, message in enumerate(messages)),
+        model=entry_of(body, "model", str, default=""),
+        tools=tuple(
+            function_of(object_of(t.get("function"), where="tools[].function"), "parameters", where="tools[].function.")
+            for t in tools
+        ),
+        max_tokens=positive(longest, "max_tokens"),
+        stop=stops_of(body.get("stop"), "stop"),
+        num_answers=num_answers,
+        is_streamed=entry_of(body, "stream", bool, default=False),
+        may_call=choice != "none",
+        are_log_probs_wanted=entry_of(body, "logprobs", bool, default=False),
+        is_usage_streamed=bool(stream_options.get("include_usage")),
+        overridden=(*overridden(body, *_RUNS), *forced, *single),
+    )
+
+
+def _message(message: Json, where: str) -> Message:
+    message = object_of(message, where=where)
+    role = entry_of(message, "role", str, where=f"{where}.", default="")
+    read_message: dict[str, Json] = {
+        "role": _ROLES.get(role, role),
+        "content": text_parts(message.get("content"), where=f"{where}.content", kinds=("text", "refusal")),
+    }
+    for name in ("tool_call_id", "name"):
+        if message.get(name) is not None and read_message["role"] == "tool":
+            read_message[name] = entry_of(message, name, str, where=f"{where}.")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str):
+        read_message["reasoning_content"] = reasoning
+    calls = entry_of(message, "tool_calls", list, where=f"{where}.", default=[])
+    if calls:
+        read_message["tool_calls"] = [_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
+    return read_message
+
+
+def _call(call: Json, where: str) -> ToolCall:
+    call = object_of(call, where=where)
+    function = object_of(call.get("function"), where=f"{where}.function")
+    name = entry_of(function, "name", str, where=f"{where}.function.", default="")
+    call_id = entry_of(call, "id", str, where=f"{where}.", default="")
+    return call_of(call_id, name, arguments_of(function.get("arguments"), where=f"{where}.function.arguments"))
+
+
+def write(reply: ModelReply) -> Json:
+    """Return the answers as JSON."""
+    choices = [
+        {
+            "index": index,
+            "message": {**_spoken(answer), "tool_calls": _calls(answer)} if answer.tool_calls else _spoken(answer),
+            "finish_reason": answer.finish_reason,
+            "logprobs": _log_probs(answer),
+        }
+        for index, answer in enumerate(reply.answers)
+    ]
+    return {**_head(reply, "chat.completion"), "choices": choices, "usage": _usage(reply)}
+
+
+def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | None, Json]]:
+    """Return the answers as events, each with its name, if it has one, and its data."""
+    head = _head(reply, "chat.completion.chunk")
+
+    def chunk(index: int, delta: Json, finish_reason: str | None = None, log_probs: Json = None) -> tuple[None, Json]:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": log_probs}
+        return None, {**head, "choices": [choice]}
+
+    for index, answer in enumerate(reply.answers):
+        yield chunk(index, {"role": "assistant", "content": ""})
+        if answer.reasoning:
+            yield chunk(index, {"reasoning_content": answer.reasoning})
+        if answer.content:
+            yield chunk(index, {"content": answer.content}, log_probs=_log_probs(answer))
+        for place, call in enumerate(_calls(answer)):
+            yield chunk(index, {"tool_calls": [{"index": place, **call}]})
+        yield chunk(index, {}, answer.finish_reason)
+    if request.is_usage_streamed:
+        yield None, {**head, "choices": [], "usage": _usage(reply)}
+    yield None, "[DONE]"
+
+
+def error(refused: RefusedRequest) -> Json:
+    """Return why a request is not answered."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
+
+
+def _head(reply: ModelReply, kind: str) -> dict[str, Json]:
+    return {"id": f"chatcmpl-{reply.reply_id}", "object": kind, "created": reply.created_s, "model": reply.model}
+
+
+def _spoken(answer: ModelAnswer) -> dict[str, Json]:
+    spoken: dict[str, Json] = {"role": "assistant", "content": answer.content or (None if answer.tool_calls else "")}
+    return {**spoken, "reasoning_content": answer.reasoning} if answer.reasoning else spoken
+
+
+def _calls(answer: ModelAnswer) -> list[Json]:
+    return [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])},
+        }
+        for call in answer.tool_calls
+    ]
+
+
+def _log_probs(answer: ModelAnswer) -> Json:
+    if not answer.token_texts:
+        return None
+    tokens = zip(answer.token_texts, answer.log_probs, strict=True)
+    return {
+        "content": [
+            {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, log_prob in tokens
+        ]
+    }
+
+
+def _usage(reply: ModelReply) -> Json:
+    return {
+        "prompt_tokens": reply.num_prompt_tokens,
+        "completion_tokens": reply.num_completion_tokens,
+        "total_tokens": reply.num_prompt_tokens + reply.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.num_cached_tokens},
+    }

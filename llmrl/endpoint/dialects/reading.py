@@ -1,0 +1,181 @@
+"""Reading a client's JSON: every entry has the type that it should have, or the client is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+from llmrl.data import Message, ToolSchema, check_messages
+from llmrl.endpoint.requests import RefusedRequest
+from llmrl.rendering.tool_calls import Json, ToolCall
+
+Body = Mapping[str, Json]
+"""A request's JSON object."""
+
+_KINDS = {
+    str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object",
+}  # fmt: skip
+_MAX_DEPTH = 64
+
+
+def parse_body(text: bytes) -> Body:
+    """Return a request's JSON object.
+
+    Raises:
+        RefusedRequest: when it is none.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(f"the request's body is no JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise RefusedRequest(f"the request's body must be a JSON object, got {type(body).__name__}.")
+    check_depth(body)
+    return body
+
+
+def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
+    """Refuse what is nested deeper than whoever writes it again can follow.
+
+    Raises:
+        RefusedRequest: then.
+    """
+    if not left:
+        raise RefusedRequest(f"the request's body is nested more than {_MAX_DEPTH} deep.")
+    if isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            if isinstance(entry, dict | list):
+                check_depth(entry, left - 1)
+
+
+def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Json = None) -> Json:
+    """Return an entry of the type that it should have; None counts as left out.
+
+    Raises:
+        RefusedRequest: naming the entry, what it is and what it should be.
+
+    Example:
+        >>> entry_of({"n": 2}, "n", int), entry_of({}, "n", int, default=1)
+        (2, 1)
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    is_number = kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float and is_number:
+        return value
+    if not isinstance(value, kind) or (kind is int and not is_number):
+        raise RefusedRequest(f"{where}{name} must be {_KINDS[kind]}, got {value!r:.80}.")
+    return value
+
+
+def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of a content: a string, or a list of parts of text.
+
+    Raises:
+        RefusedRequest: for a part of another kind: images and sounds are not read.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RefusedRequest(f"{where} must be a string or a list of parts, got {content!r:.80}.")
+    texts = []
+    for number, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        part = object_of(part, where=f"{where}[{number}]")
+        if part.get("type") not in kinds:
+            raise RefusedRequest(f"{where}[{number}] is of type {part.get('type')!r:.80}; only text is read here.")
+        texts.append(entry_of(part, "text", str, where=f"{where}[{number}].", default=""))
+    return "".join(texts)
+
+
+def object_of(value: Json, *, where: str) -> Body:
+    """Return a JSON object.
+
+    Raises:
+        RefusedRequest: for anything else.
+    """
+    if not isinstance(value, dict):
+        raise RefusedRequest(f"{where} must be an object, got {value!r:.80}.")
+    return value
+
+
+def arguments_of(text: Json, *, where: str) -> Json:
+    """Return a call's arguments, which clients send as JSON in a string.
+
+    Raises:
+        RefusedRequest: when they are no object.
+    """
+    try:
+        arguments = json.loads(text or "{}") if isinstance(text, str) or text is None else text
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(f"{where} is no JSON: {error}.") from error
+    check_depth(arguments)
+    return dict(object_of(arguments, where=where))
+
+
+def call_of(call_id: Json, name: Json, arguments: Json) -> ToolCall:
+    """Return a call as messages hold it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
+    """Return a tool as templates read it; `parameters` names the entry with its schema.
+
+    Raises:
+        RefusedRequest: for a tool without a name.
+    """
+    name = entry_of(body, "name", str, where=where)
+    if not name:
+        raise RefusedRequest(f"{where}name is missing.")
+    function = {
+        "name": name,
+        "description": entry_of(body, "description", str, where=where, default=""),
+        "parameters": entry_of(body, parameters, dict, where=where, default={"type": "object", "properties": {}}),
+    }
+    return {"type": "function", "function": function}
+
+
+def stops_of(value: Json, name: str) -> tuple[str, ...]:
+    """Return stop strings, given as one or as a list.
+
+    Raises:
+        RefusedRequest: for what is no text, or an empty one.
+    """
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise RefusedRequest(f"{name} must be a string or a list of strings, none empty, got {value!r:.80}.")
+    return tuple(stops)
+
+
+def positive(value: int | None, name: str) -> int | None:
+    """Return a number of at least 1, or None.
+
+    Raises:
+        RefusedRequest: for a smaller one.
+    """
+    if value is not None and value < 1:
+        raise RefusedRequest(f"{name} must be at least 1, got {value}.")
+    return value
+
+
+def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return messages that can be rendered.
+
+    Raises:
+        RefusedRequest: for none, or one without content.
+    """
+    try:
+        found = check_messages(list(messages))
+    except (TypeError, ValueError) as error:
+        raise RefusedRequest(str(error)) from error
+    if not found:
+        raise RefusedRequest("messages must have at least one message, got none.")
+    return found
+
+
+def overridden(body: Body, *names: str) -> tuple[str, ...]:
+    """Return which of these entries a request has: they are the run's to say."""
+    return tuple(name for name in names if body.get(name) is not None)

@@ -1,0 +1,96 @@
+"""What a client asks and what it is answered, in no dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmrl.data import Message, ToolSchema
+from llmrl.rendering.tool_calls import Json, ToolCall
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class RefusedRequest(Exception):
+    """A request that is not answered; each dialect has its own form for why.
+
+    Args:
+        message: for whoever reads the client's error.
+        status: of HTTP; clients repeat a request after 408, 409, 429 and 5xx unless they are told not to.
+        code: a word that programs look for.
+        is_final: whether the same request would be refused again, so that clients need not repeat it.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error", is_final: bool = True):
+        super().__init__(message)
+        self.message, self.status, self.code, self.is_final = message, status, code, is_final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """A request for answers."""
+
+    messages: tuple[Message, ...]
+    model: str
+    tools: tuple[ToolSchema, ...] = ()
+    max_tokens: int | None = None
+    """Of an answer; the run's own limit holds, too."""
+    stop: tuple[str, ...] = ()
+    num_answers: int = 1
+    is_streamed: bool = False
+    may_call: bool = True
+    """False where calls are to be read as text (`tool_choice` none)."""
+    are_log_probs_wanted: bool = False
+    is_usage_streamed: bool = False
+    previous_id: str | None = None
+    """Of the reply that these messages go on from, where a client sends only what is new."""
+    num_instructions: int = 0
+    """Messages at the beginning that hold for this request alone, where it goes on from an earlier one."""
+    overridden: tuple[str, ...] = ()
+    """What was asked for and is the run's to say: temperature and the like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAnswer:
+    """One answer to a request, as its client is to see it."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    """Each with an id."""
+    finish_reason: FinishReason
+    stop_string: str | None
+    """The stop string that ended it, which is not in its content."""
+    token_texts: Sequence[str]
+    """Of each sampled token, where log-probs are wanted."""
+    log_probs: Sequence[float]
+    num_tokens: int
+
+    def message(self) -> Message:
+        """Return the answer as the client will send it again."""
+        message: dict[str, Json] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = list(self.tool_calls)
+        return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReply:
+    """All answers to a request."""
+
+    reply_id: str
+    model: str
+    created_s: int
+    """Seconds since 1970."""
+    answers: tuple[ModelAnswer, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int = field(default=0)
+    """Of the prompt, those that an earlier turn of the session held."""
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Of all answers."""
+        return sum(answer.num_tokens for answer in self.answers)

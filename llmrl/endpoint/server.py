@@ -1,0 +1,212 @@
+"""`EndpointServer`: the policy behind HTTP, in the dialects that agents speak."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from llmrl._utils.imports import require
+from llmrl.endpoint.dialects import chat
+from llmrl.endpoint.dialects.reading import Body, parse_body
+from llmrl.endpoint.requests import ModelReply, ModelRequest, RefusedRequest
+from llmrl.endpoint.session import ASIDE, Exchange, Session
+from llmrl.rendering.tool_calls import Json
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+_MAX_BYTES = 64 << 20
+_READ_SECONDS = 60.0
+"""For a request's body to come in whole."""
+_PING_SECONDS = 10.0
+"""How long a streaming client hears nothing, at most."""
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class Sessions(Protocol):
+    """Whose requests are answered."""
+
+    def find(self, api_key: str | None, session_id: str | None, request: ModelRequest | None) -> Session:
+        """Return the session of a request; `session_id` is that of its path or of `X-Session-ID`.
+
+        Raises:
+            RefusedRequest: for one that may not ask.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one API asks and is answered; all of these are pure functions."""
+
+    read: Callable[[Body], ModelRequest]
+    write: Callable[[ModelReply], Json]
+    events: Callable[[ModelReply, ModelRequest], Iterator[tuple[str | None, Json]]]
+    error: Callable[[RefusedRequest], Json]
+
+
+CHAT = Dialect(chat.read, chat.write, chat.events, chat.error)
+
+
+class EndpointServer:
+    """Answers requests over HTTP, on the event loop that starts it.
+
+    Args:
+        sessions: whose requests are answered.
+        model_name: by which clients ask; with `:aside` appended an answer is not recorded.
+
+    Raises:
+        MissingExtraError: when aiohttp is not installed, naming the extra.
+    """
+
+    def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:
+        self.web = require("aiohttp.web", extra="server")
+        self.sessions, self.model_name = sessions, model_name
+        self.counts: Counter[tuple[str, int]] = Counter()
+        """Requests by path and status."""
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        """Where it listens, without a path; empty until it does."""
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen, by default on a free port of this machine alone.
+
+        Raises:
+            OSError: when the port is taken.
+        """
+        # Chunks of a body are kept by aiohttp up to this; a larger body is refused by its length.
+        app = self.web.Application(client_max_size=_MAX_BYTES)
+        # A client that was given the address with /v1 may add it again; a path may name the session.
+        routes = (("POST", "/chat/completions", CHAT, self._answer), ("GET", "/models", CHAT, self._models))
+        for method, path, dialect, answer in routes:
+            handler = self._handler(path, dialect, answer)
+            for prefix in ("", "/v1", "/v1/v1", "/s/{session}", "/s/{session}/v1", "/s/{session}/v1/v1"):
+                app.router.add_route(method, f"{prefix}{path}", handler)
+        app.router.add_route("*", "/{path:.*}", self._handler("elsewhere", CHAT, self._nowhere))
+        self._runner = self.web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+        await self._runner.setup()
+        site = self.web.TCPSite(self._runner, host, port, backlog=4096)
+        await site.start()
+        address = self._runner.addresses[0]
+        self.url = f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}"
+
+    async def close(self) -> None:
+        """Stop listening, and end all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # Requests
+
+    def _handler(
+        self, path: str, dialect: Dialect, answer: Callable[[Dialect, web.Request], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                response = await answer(dialect, request)
+            except RefusedRequest as refused:
+                response = self.web.json_response(
+                    dialect.error(refused),
+                    status=refused.status,
+                    headers=_NO_RETRY if refused.is_final else None,
+                )
+            self.counts[path, response.status] += 1
+            return response
+
+        return handle
+
+    async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        text = await self._read(request)
+        asked = dialect.read(parse_body(text))
+        self._check_model(asked.model)
+        session = self._session(request, asked)
+        digest = hashlib.blake2b(request.path.encode() + b"\0" + text, digest_size=16).digest()
+        is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
+        exchange = session.begin(asked, digest, is_repeated=is_repeated)
+        try:
+            response = None
+            if asked.is_streamed:
+                response = await self._wait_streaming(request, exchange)
+            else:
+                await asyncio.wait({exchange.task})
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError("the client hung up.")
+            try:
+                reply = session.deliver(exchange)
+            except RefusedRequest as refused:
+                if response is None:
+                    raise
+                await _send(response, [(None, dialect.error(refused))])
+                return response
+            if not asked.is_streamed:
+                return self.web.json_response(dialect.write(reply))
+            response = response or await self._open_stream(request)
+            await _send(response, dialect.events(reply, asked))
+            return response
+        finally:
+            exchange.leave()
+
+    async def _wait_streaming(self, request: web.Request, exchange: Exchange) -> web.StreamResponse | None:
+        """Wait for an answer; a client that waits long hears now and then that it is still being made."""
+        response = None
+        while not (await asyncio.wait({exchange.task}, timeout=_PING_SECONDS))[0]:
+            response = response or await self._open_stream(request)
+            await response.write(b": the answer is being sampled\n\n")
+        return response
+
+    async def _open_stream(self, request: web.Request) -> web.StreamResponse:
+        response = self.web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        await response.prepare(request)
+        return response
+
+    async def _read(self, request: web.Request) -> bytes:
+        too_long = RefusedRequest(f"the request is longer than {_MAX_BYTES} bytes.", status=413)
+        if (request.content_length or 0) > _MAX_BYTES:
+            raise too_long
+        try:
+            async with asyncio.timeout(_READ_SECONDS):
+                return await request.read()
+        except TimeoutError:
+            raise RefusedRequest("the request's body did not come in time.", status=408) from None
+        except self.web.HTTPRequestEntityTooLarge:
+            raise too_long from None
+
+    def _check_model(self, name: str) -> None:
+        if name.removesuffix(ASIDE) != self.model_name:
+            raise RefusedRequest(
+                f"the model {name!r:.80} does not exist here; ask for {self.model_name!r}.",
+                status=404,
+                code="model_not_found",
+            )
+
+    def _session(self, request: web.Request, asked: ModelRequest | None) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        api_key = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
+        session_id = request.match_info.get("session") or request.headers.get("X-Session-ID")
+        return self.sessions.find(api_key, session_id, asked)
+
+    async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        names = (self.model_name, f"{self.model_name}{ASIDE}")
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "llmrl"} for name in names]
+        return self.web.json_response({"object": "list", "data": models})
+
+    async def _nowhere(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        raise RefusedRequest(f"there is no {request.method} {request.path} here.", status=404, code="not_found")
+
+
+async def _send(
+    response: web.StreamResponse, events: Iterator[tuple[str | None, Json]] | list[tuple[None, Json]]
+) -> None:
+    """Write events, in one piece, and end the stream."""
+    lines = []
+    for name, data in events:
+        head = "" if name is None else f"event: {name}\n"
+        lines.append(f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n")
+    await response.write("".join(lines).encode())
+    await response.write_eof()

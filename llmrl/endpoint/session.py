@@ -1,0 +1,320 @@
+"""`Session`: what one client has asked and was answered; the record of one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from llmrl._utils.failure import as_exception, describe
+from llmrl.data import Message, StopReason, text_of
+from llmrl.endpoint.requests import FinishReason, ModelAnswer, ModelReply, ModelRequest, RefusedRequest
+from llmrl.endpoint.tree import ChainKey, RecordedTurn, TurnTree
+from llmrl.engines import Completion, SamplingConfig
+from llmrl.rendering import Conversation, RenderingError
+from llmrl.rendering.tool_calls import ToolCall
+
+Complete = Callable[[list[int], SamplingConfig], Awaitable[Completion]]
+"""Samples one completion of a prompt's ids, `[num_prompt_tokens]`."""
+
+RETRY_SECONDS = 10.0
+"""How long an answer is kept, and sampled on, for a client that hung up: theirs repeat a request within 8 s."""
+_TOKEN_CHARACTERS = 512
+"""More than any token of a known tokenizer stands for: what is longer than a prompt of such tokens is not looked at."""
+ASIDE = ":aside"
+"""What follows a model's name in requests that are answered and not recorded: titles, summaries for a screen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """What a session may ask."""
+
+    max_prompt_tokens: int
+    max_turns: int | None = None
+    """Answers."""
+    max_completion_tokens: int | None = None
+    """Sampled tokens of all answers; of requests at once, each may use what was left when it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    prompted: Conversation
+    prompt_key: ChainKey
+    completions: list[Completion]
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One request and its answers, which whoever repeats the request gets, too."""
+
+    request: ModelRequest
+    task: asyncio.Task[_Sampled]
+    num_clients: int = 1
+    """That wait for it."""
+    reply: ModelReply | None = None
+    """What was sent; None until then."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its client hung up before it was answered."""
+        return self.reply is None and not self.num_clients
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing can come of it any more."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    def leave(self) -> None:
+        """Note that a client hung up; unless it comes again in time, sampling ends."""
+        self.num_clients -= 1
+        if self.is_abandoned and not self.task.done():
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self.is_abandoned and self.task.cancel())
+
+
+class Session:
+    """Answers the requests of one client, or of several that share it, and keeps what it answered.
+
+    Everything runs on one event loop.
+
+    Args:
+        session_id: names its answers.
+        tree: where turns are recorded.
+        complete: samples.
+        sampling: the run's: what a client asks beyond stop strings and shorter answers is overridden, and counted.
+        limits: what it may ask.
+    """
+
+    def __init__(
+        self, session_id: str, tree: TurnTree, complete: Complete, sampling: SamplingConfig, limits: SessionLimits
+    ) -> None:
+        self.session_id, self.tree, self.limits = session_id, tree, limits
+        self._complete, self._sampling = complete, sampling
+        self.reason: str = StopReason.NONE
+        """The budget that ended it, see `StopReason`; empty while none has."""
+        self.last_refusal: str = StopReason.NONE
+        """Why the last refused request was refused, where it was a limit of the run."""
+        self.failure: Exception | None = None
+        """What the engine raised last."""
+        self.info: dict[str, object] = {}
+        """What its agent wants kept in the rollout's record."""
+        self.overridden: Counter[str] = Counter()
+        """What requests asked for and the run decides, by name."""
+        self.counts: Counter[str] = Counter()
+        """`num_aside`, `num_repeated` requests; `num_lost` answers that no client waited for."""
+        self.num_completion_tokens = 0
+        self.is_ended = False
+        self.last_used_s = time.monotonic()
+        self._num_begun = 0
+        self._exchanges: dict[bytes, list[Exchange]] = {}
+        self._said: dict[str, tuple[Message, ...]] = {}  # by reply, for requests that name an earlier one
+
+    # Requests
+
+    def begin(self, request: ModelRequest, digest: bytes, *, is_repeated: bool = False) -> Exchange:
+        """Take a request; one that repeats another gets the other's answer, and nothing is sampled twice.
+
+        Args:
+            request: what is asked.
+            digest: equal for equal requests.
+            is_repeated: whether the client says that it asks again.
+
+        Raises:
+            RefusedRequest: when the session has ended, a budget is used up, or the request cannot be answered.
+        """
+        self.check_open()
+        self.last_used_s = time.monotonic()
+        same = [one for one in self._exchanges.get(digest, ()) if not one.is_lost]
+        before = [one for one in same if one.is_abandoned] or (same if is_repeated else [])
+        if before:
+            self.counts["num_repeated"] += 1
+            before[-1].num_clients += 1
+            return before[-1]
+        prompted, prompt_key = self._prompt(request)
+        sampling = self._sampling_of(request)
+        self.overridden.update(request.overridden)
+        if self._is_aside(request):
+            self.counts["num_aside"] += 1
+        else:
+            self._num_begun += request.num_answers
+        task = asyncio.create_task(self._sample(request, prompted, prompt_key, sampling))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits for it is told
+        exchange = Exchange(request, task)
+        self._exchanges[digest] = [*same, exchange]
+        return exchange
+
+    def count_tokens(self, request: ModelRequest) -> int:
+        """Return the number of tokens of a prompt, which is not recorded.
+
+        Raises:
+            RefusedRequest: when the chat template refuses it.
+        """
+        self.check_open()
+        return self._render(request)[0].num_tokens
+
+    def check_open(self) -> None:
+        """Refuse what comes after the session's end.
+
+        Raises:
+            RefusedRequest: then.
+        """
+        if self.is_ended:
+            raise RefusedRequest("this session has ended; its key is good no more.", status=403, code="session_ended")
+
+    def _prompt(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
+        limits, spent = self.limits, self.num_completion_tokens
+        is_aside = self._is_aside(request)
+        if limits.max_turns is not None and not is_aside and self._num_begun + request.num_answers > limits.max_turns:
+            raise self._over(StopReason.MAX_TURNS, f"its {limits.max_turns} answers")
+        if limits.max_completion_tokens is not None and spent >= limits.max_completion_tokens:
+            raise self._over(StopReason.LENGTH, f"the {limits.max_completion_tokens} tokens of its answers")
+        num_characters = sum(len(text_of(message.get("content"))) for message in request.messages)
+        if num_characters > _TOKEN_CHARACTERS * limits.max_prompt_tokens:
+            raise self._too_long(f"{num_characters} characters")
+        prompted, prompt_key = self._render(request)
+        if prompted.num_tokens > limits.max_prompt_tokens:
+            raise self._too_long(f"{prompted.num_tokens} tokens")
+        return prompted, prompt_key
+
+    def _over(self, reason: str, budget: str) -> RefusedRequest:
+        self.reason = self.last_refusal = reason
+        return RefusedRequest(f"this session has used up {budget}: finish.", status=403, code="insufficient_quota")
+
+    def _too_long(self, length: str) -> RefusedRequest:
+        self.last_refusal = StopReason.PROMPT_TOO_LONG
+        most = self.limits.max_prompt_tokens
+        return RefusedRequest(  # in the words of both, which programs search for
+            f"prompt is too long: {length} > {most} tokens maximum. This model's maximum context length is {most + 1} "
+            "tokens, with one of the answer.",
+            code="context_length_exceeded",
+        )
+
+    def _render(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
+        if request.messages[-1]["role"] == "assistant":
+            raise RefusedRequest("the last message is the assistant's: an answer that is begun is not continued.")
+        try:
+            return self.tree.prompt(self._with_earlier(request), request.tools)
+        except RenderingError as error:
+            raise RefusedRequest(str(error)) from error
+
+    def _with_earlier(self, request: ModelRequest) -> tuple[Message, ...]:
+        if request.previous_id is None:
+            return request.messages
+        if request.previous_id not in self._said:
+            raise RefusedRequest(f"there is no earlier answer {request.previous_id!r:.80} here.", status=404)
+        count = request.num_instructions
+        return (*request.messages[:count], *self._said[request.previous_id], *request.messages[count:])
+
+    @staticmethod
+    def _is_aside(request: ModelRequest) -> bool:
+        return request.model.endswith(ASIDE)
+
+    def _sampling_of(self, request: ModelRequest) -> SamplingConfig:
+        budgets = [self._sampling.max_new_tokens, request.max_tokens]
+        if self.limits.max_completion_tokens is not None:
+            budgets.append(self.limits.max_completion_tokens - self.num_completion_tokens)
+        budget = min(budget for budget in budgets if budget is not None)
+        if not request.stop and budget == self._sampling.max_new_tokens:
+            return self._sampling
+        return self._sampling.with_changes(
+            max_new_tokens=budget, stop=tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
+        )
+
+    async def _sample(
+        self, request: ModelRequest, prompted: Conversation, prompt_key: ChainKey, sampling: SamplingConfig
+    ) -> _Sampled:
+        asked = [
+            asyncio.ensure_future(self._complete(prompted.prompt_ids, sampling)) for _ in range(request.num_answers)
+        ]
+        try:
+            completions = [await one for one in asked]
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.failure = as_exception(error)
+            raise RefusedRequest(describe(error), status=500, code="engine_error") from error
+        finally:
+            for one in asked:
+                one.cancel()
+        if any(completion.finish_reason == "abort" for completion in completions):
+            self.reason = StopReason.ABORTED
+            raise RefusedRequest("the answer was aborted.", status=500, code="aborted")
+        return _Sampled(prompted, prompt_key, completions)
+
+    # Answers
+
+    def deliver(self, exchange: Exchange) -> ModelReply:
+        """Record an exchange that is done, and return what its client gets: the same to whoever asks again.
+
+        Raises:
+            RefusedRequest: when the session ended meanwhile, or nothing could be sampled.
+        """
+        self.last_used_s = time.monotonic()
+        if exchange.reply is not None:
+            return exchange.reply
+        if exchange.task.cancelled():
+            self.check_open()
+            raise RefusedRequest("its client hung up.", status=499)
+        sampled = exchange.task.result()
+        self.check_open()
+        request, is_aside = exchange.request, self._is_aside(exchange.request)
+        turns = [self.tree.turn(sampled.prompted, sampled.prompt_key, completion) for completion in sampled.completions]
+        answers = [self._answer(turn, request) for turn in turns]
+        reply = ModelReply(
+            reply_id=uuid.uuid4().hex[:24],
+            model=request.model,
+            created_s=int(time.time()),
+            answers=tuple(answers),
+            num_prompt_tokens=sampled.prompted.num_tokens,
+            num_cached_tokens=int(sampled.completions[0].metrics.get("num_cached_tokens", 0)),
+        )
+        exchange.reply = reply
+        if not is_aside:
+            for turn, answer in zip(turns, answers, strict=True):
+                self.tree.add(turn, answer.message())
+            self.num_completion_tokens += reply.num_completion_tokens
+            said = self._with_earlier(request)[request.num_instructions :]
+            self._said[reply.reply_id] = (*said, answers[0].message())
+        return reply
+
+    def _answer(self, turn: RecordedTurn, request: ModelRequest) -> ModelAnswer:
+        parsed, completion = turn.conversation.last, turn.completion
+        assert parsed is not None
+        content = text_of(parsed.message.get("content"))
+        calls: Sequence[ToolCall] = parsed.message.get("tool_calls") or ()
+        if calls and not request.may_call:
+            ids = completion.token_ids[: len(completion.token_ids) - parsed.is_complete]
+            content, calls = self.tree.decode(ids), ()
+        if completion.stop_string is not None:
+            content = content.partition(completion.stop_string)[0]
+        finish: FinishReason = "length" if completion.finish_reason == "length" else "stop"
+        return ModelAnswer(
+            content=content,
+            reasoning=parsed.message.get("reasoning_content") or "",
+            tool_calls=tuple({**call, "id": f"call_{uuid.uuid4().hex[:24]}"} for call in calls),
+            finish_reason="tool_calls" if calls else finish,
+            stop_string=completion.stop_string,
+            token_texts=[self.tree.decode([one]) for one in completion.token_ids]
+            if request.are_log_probs_wanted
+            else (),
+            log_probs=completion.log_probs if request.are_log_probs_wanted else (),
+            num_tokens=len(completion.token_ids),
+        )
+
+    def record(self) -> dict[str, object]:
+        """Return what is worth keeping of it beside its turns: what its agent noted, and what it did."""
+        did: dict[str, object] = {name: count for name, count in self.counts.items() if count}
+        if self.overridden:
+            did["overridden"] = dict(self.overridden)
+        return {**self.info, "requests": did} if did else dict(self.info)
+
+    def end(self) -> None:
+        """Answer nothing any more; what is being sampled, ends."""
+        self.is_ended = True
+        for exchange in (one for same in self._exchanges.values() for one in same):
+            if exchange.reply is None:
+                self.counts["num_lost"] += exchange.request.num_answers
+                exchange.task.cancel()
+        self._exchanges.clear()

@@ -1,0 +1,177 @@
+"""The tree of a session's turns: which turn a request goes on from, and the training rows of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from llmrl.data import Message, ToolSchema, text_of
+from llmrl.engines import Completion
+from llmrl.rendering import Conversation, Reconciliation, Renderer, reconcile
+from llmrl.rendering.conversation import Mode
+from llmrl.rendering.rows import count_turns
+from llmrl.rendering.tool_calls import ToolCall
+from llmrl.rendering.turn import TurnNode
+
+ChainKey = int
+"""Hash of the tools and of messages, each with all before it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedTurn:
+    """A request's prompt and one answer to it."""
+
+    conversation: Conversation
+    """After the answer."""
+    completion: Completion
+    prompt_key: ChainKey
+
+    @property
+    def node(self) -> TurnNode:
+        """Its tokens, with those of its parents."""
+        node = self.conversation.node
+        assert node is not None
+        return node
+
+
+class TurnTree:
+    """The turns of one rollout. A request goes on from one of them, or begins a conversation of its own.
+
+    Where a client sends again what it was told, its request goes on from that answer as it was sampled, whatever the
+    ids, the white space or the spelling of arguments that it came back with. Where it edited, compacted or cut its
+    history, the request is rendered whole, and goes on from the recorded turn with the longest common prefix of tokens
+    that ends with an answer; without one it is a root. So every sampled token is in the tree once, and is trained once.
+
+    Args:
+        renderer: messages to tokens and back.
+        mode: see `Conversation.start`.
+
+    Example:
+        >>> TurnTree(None).reconcile().rows
+        []
+    """
+
+    def __init__(self, renderer: Renderer | None, *, mode: Mode = "auto") -> None:
+        # No answer is worth losing its tail to an edit: what does not go on from it exactly begins a row.
+        self._root = Conversation.start(renderer, mode=mode, fork_threshold_tokens=0)
+        self.turns: list[RecordedTurn] = []
+        """In the order in which they were answered."""
+        self._by_chain: dict[ChainKey, RecordedTurn] = {}
+        self._calls: dict[str, ToolCall] = {}
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Conversation, ChainKey]:
+        """Return the conversation that these messages go on from, prompted with them, and their key.
+
+        Raises:
+            RenderingError: when the template refuses the messages.
+        """
+        messages = [self._own(message) for message in messages]
+        keys = _chain_keys(messages, tools)
+        last = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
+        turn = self._by_chain.get(keys[last + 1]) if last >= 0 else None
+        if turn is not None:  # what was recorded, then only what is new
+            messages = [*turn.conversation.messages, *messages[last + 1 :]]
+            return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
+        return self._compared(messages, tools), keys[-1]
+
+    def _compared(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Conversation:
+        prompted = self._root.with_prompt(messages, tools=tools)
+        shown = prompted.prompt_ids
+        longest: RecordedTurn | None = None
+        for turn in self.turns:
+            num_tokens = turn.conversation.num_tokens
+            if num_tokens < len(shown) and (longest is None or num_tokens > longest.conversation.num_tokens):
+                longest = turn if shown[:num_tokens] == turn.conversation.prompt_ids else longest
+        return prompted if longest is None else longest.conversation.with_prompt(messages, tools=tools)
+
+    @staticmethod
+    def turn(prompted: Conversation, prompt_key: ChainKey, completion: Completion) -> RecordedTurn:
+        """Return a turn that is not in the tree yet."""
+        answered = prompted.with_completion(
+            completion.token_ids, log_probs=completion.log_probs, versions=completion.versions
+        )
+        return RecordedTurn(answered, completion, prompt_key)
+
+    def add(self, turn: RecordedTurn, visible: Message) -> None:
+        """Add a turn.
+
+        Args:
+            turn: answered.
+            visible: the answer as its client sees it: without a stop string, calls with the ids that it is told.
+        """
+        self.turns.append(turn)
+        self._by_chain[hash((turn.prompt_key, _message_key(visible)))] = turn
+        own = turn.conversation.messages[-1].get("tool_calls") or ()
+        self._calls.update(zip((call["id"] for call in visible.get("tool_calls") or ()), own, strict=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        assert self._root.renderer is not None
+        return self._root.renderer.decode(token_ids)
+
+    def _own(self, message: Message) -> Message:
+        """Return a client's message with calls' ids as the model wrote them, if it did, and results' functions."""
+        if message["role"] == "tool" and (call := self._calls.get(message.get("tool_call_id", ""))) is not None:
+            own = {key: value for key, value in message.items() if key != "tool_call_id"}
+            own["name"] = call["function"]["name"]
+            return own if call.get("id") is None else {**own, "tool_call_id": call["id"]}
+        calls = message.get("tool_calls")
+        if not calls or not any(call.get("id") in self._calls for call in calls):
+            return message
+        return {**message, "tool_calls": [self._own_call(call) for call in calls]}
+
+    def _own_call(self, call: ToolCall) -> ToolCall:
+        known = self._calls.get(call.get("id", ""))
+        if known is None:
+            return call
+        own = {key: value for key, value in call.items() if key != "id"}
+        return own if known.get("id") is None else {**own, "id": known["id"]}
+
+    # As a conversation
+
+    @property
+    def leaves(self) -> list[TurnNode]:
+        """The turns that none goes on from, in the order of their answers."""
+        parents = {id(turn.node.parent) for turn in self.turns}
+        return [turn.node for turn in self.turns if id(turn.node) not in parents]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation that was answered last; empty before any was."""
+        return self.turns[-1].conversation.messages if self.turns else ()
+
+    @property
+    def num_turns(self) -> int:
+        """Answers."""
+        return len(self.turns)
+
+    def reconcile(self) -> Reconciliation:
+        """Return the training rows of all turns: every sampled token is trained once."""
+        return reconcile(self.leaves)
+
+    def count_turns(self) -> dict[str, int]:
+        """Count how those rows came about; see `Conversation.count_turns`."""
+        return count_turns(self.leaves)
+
+
+def _chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
+    """Return the key of no message, and of each with all before it: `[num_messages + 1]`."""
+    keys = [hash(_sorted_json(tools) if tools else "")]
+    for message in messages:
+        keys.append(hash((keys[-1], _message_key(message))))
+    return keys
+
+
+def _message_key(message: Message) -> int:
+    """Return a hash of what a message says, however it is laid out: answers by content, reasoning and calls."""
+    content = text_of(message.get("content"))
+    if message["role"] != "assistant":
+        return hash((message["role"], content, message.get("tool_call_id"), message.get("name")))
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    reasoning = (message.get("reasoning_content") or "").strip()
+    return hash(("assistant", content.strip(), reasoning, _sorted_json(calls) if calls else ""))
+
+
+def _sorted_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True)

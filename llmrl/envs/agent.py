@@ -1,0 +1,124 @@
+"""`AgentEnv`: conversations that anybody's agent leads, asking the policy at a URL."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl._utils.replaceable_loop import ReplaceableLoop
+from llmrl._utils.threads import run_in_thread
+from llmrl._utils.types import Row
+from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
+from llmrl.endpoint.agent import AgentModel, AgentScore, Play
+from llmrl.envs.dataset import DatasetChatEnv
+
+
+class AgentEnv(DatasetChatEnv):
+    """Plays an agent on each row of a dataset: whatever it asks of the model is answered by the policy, and trained.
+
+    A collector opens an endpoint that speaks the dialects of OpenAI and Anthropic, gives each rollout a key of its own,
+    and calls `play` with the row and where to ask. What it returns is the rollout's reward; a `RubricReward` may be
+    appended, too, and adds to it. All requests of a rollout make a tree, which `TurnTree` explains: agents may compact
+    their history, ask in parallel, and call sub-agents.
+
+    An agent ends by itself. A `RolloutLimits` of the collector has its requests refused (`max_turns`,
+    `max_completion_tokens`) or ends it (`rollout_timeout_seconds`): the rollout is truncated, and keeps what it had. An
+    answer that was cut by its length ends nothing: the agent is told. `env.step` alone plays nothing.
+
+    Args:
+        play: a function, plain or async, of a row and an `AgentModel`, or a `command`. It returns a number, named parts
+            that add up, or None: not scored. Async ones share a loop; plain ones have a thread each, which is left
+            behind when the rollout has ended.
+        dataset: the rows, see `DatasetChatEnv`; they need no query.
+        repeats, shuffle, seed, num_epochs, name, split: see `DatasetChatEnv`.
+
+    Raises:
+        TypeError: when `play` cannot be called.
+        FileNotFoundError, ValueError: see `DatasetChatEnv`.
+
+    Example:
+        >>> async def play(row, model):
+        ...     client = AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)       # doctest: +SKIP
+        ...     ...
+        ...     return 1.0
+        >>> env = AgentEnv(play, [{"query": "7 + 8 ="}], repeats=8)
+        >>> env.reset()["query"]
+        '7 + 8 ='
+    """
+
+    def __init__(
+        self,
+        play: Play,
+        dataset: str | Path | Iterable[Row | str],
+        *,
+        split: str | None = None,
+        repeats: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        name: str = "train",
+        device: torch.device | None = None,
+    ) -> None:
+        if not callable(play):
+            raise TypeError(f"play must be a function of a row and a model, or a command, got {play!r:.80}.")
+        self.play = play
+        self._loops = ReplaceableLoop("llmrl-agents")
+        super().__init__(
+            dataset,
+            split=split,
+            repeats=repeats,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+            name=name,
+            prepare=_query_of,
+            device=device,
+        )
+
+    async def run_agent(self, row: Row, model: AgentModel) -> AgentScore:
+        """Have the agent play; cancelling this cancels it.
+
+        Raises:
+            Exception: whatever it raised, as by `as_exception`.
+        """
+        is_async = any(map(inspect.iscoroutinefunction, (self.play, type(self.play).__call__)))
+        if is_async:
+            return AgentScore.of(await self._loops.wait(self._returned(row, model)), self.play)
+        return AgentScore.of(await run_in_thread(self.play, row, model), self.play)
+
+    async def _returned(self, row: Row, model: AgentModel) -> object:
+        returned = self.play(row, model)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        steps = []
+        for element in batch_elements(tensordict):
+            score = plain(element.get(("agent", "score"), None))
+            if not isinstance(score, AgentScore):
+                raise RuntimeError(
+                    "an AgentEnv is played by a collector, or an Evaluator: its agent asks the policy itself."
+                )
+            flags = {key: torch.ones(1, dtype=torch.bool) for key in ("terminated", "done")}
+            reward = torch.full((1, 1), score.reward)
+            steps.append(tensordict_of({**dict(super()._step(element).items()), **flags, "reward": reward}))
+        return restacked(steps, tensordict.batch_size)
+
+    @staticmethod
+    def end_with(element: TensorDictBase, score: AgentScore) -> None:
+        """Write what an agent returned, for the step that ends its conversation."""
+        element.set("agent", tensordict_of({"score": non_tensor(score)}))
+
+    def close(self, **kwargs: object) -> None:
+        """End the thread of async agents."""
+        super().close(**kwargs)
+        self._loops.close()
+
+
+def _query_of(row: Row) -> object:
+    """Return what a row asks, for those who read the opening prompt; agents read the row."""
+    query = row.get("query")
+    return query if isinstance(query, str) else ""

@@ -1,0 +1,290 @@
+"""`AgentEnv` in a collector: anybody's agent, pointed at a URL, is played as any environment is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import openai
+import pytest
+import torch
+from endpoint_agents import LoggingEngine
+
+from llmrl.collectors import GroupRules, LLMCollector, RolloutLimits
+from llmrl.data import RolloutStatus
+from llmrl.engines import EngineError
+from llmrl.envs import AgentEnv
+from llmrl.policies import LLMWrapperBase
+from llmrl.runs.evaluation import Evaluator
+from llmrl.transforms import RubricReward
+
+ROWS = [{"query": "7 + 8 =", "answer": "15"}, {"query": "1 + 1 =", "answer": "2"}]
+
+
+def client_of(model, **options):
+    return openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, **options)
+
+
+async def ask_once(row, model, **more):
+    messages = [{"role": "user", "content": row["query"]}]
+    answer = await client_of(model).chat.completions.create(model=model.name, messages=messages, **more)
+    return answer.choices[0].message.content
+
+
+def make_collector(play, renderer, answers=("15<|im_end|>", "2<|im_end|>"), *, rubric=None, repeats=2, **options):
+    engine = LoggingEngine(answers, encode=renderer.encode, decode=renderer.decode)
+    env = AgentEnv(play, ROWS, repeats=repeats)
+    if rubric is not None:
+        env = env.append_transform(RubricReward(rubric))
+    options.setdefault("groups_per_batch", 1)
+    return LLMCollector(env, policy=LLMWrapperBase(engine, renderer=renderer), **options)
+
+
+def play_group(play, renderer, **options):
+    """The rollouts of a group, and their batch, if there is one."""
+    with make_collector(play, renderer, **options) as collector:
+        rollouts = collector.play(2)
+        return rollouts, collector.policy.engine
+
+
+def test_an_agent_is_trained_on_what_it_asked(renderer):
+    async def play(row, model):
+        return {"right": float(await ask_once(row, model) == row["answer"]), "asked": 0.5}
+
+    with make_collector(play, renderer) as collector:
+        batches = [next(iter(collector)) for _ in range(2)]
+        log = collector.policy.engine.log
+    rows = [row for batch in batches for row in batch.unbind(0)]
+    assert sorted(tuple(row["tokens", "full"].tolist()) for row in rows) == sorted(p + c for p, c in log)
+    for row in rows:
+        parts = {name: value.item() for name, value in row["reward_breakdown"].items()}
+        assert row["next", "reward"].item() == parts["right"] + parts["asked"] and parts["asked"] == 0.5
+        assert (row["rollout", "num_in_group"], row["rollout", "num_turns"]) == (2, 1)
+        num_answer = int(row["masks", "all_assistant_mask"].sum())
+        assert row["masks", "all_assistant_mask"][-num_answer:].all()
+        trained = row["tokens", "full"][-num_answer:].tolist()
+        expected = torch.tensor([-0.001 * (1 + token % 89) for token in trained])
+        assert torch.equal(row["log_probs", "full"][-num_answer:], expected)
+    assert len({row["rollout", "rollout_id"] for row in rows}) == 4
+
+
+def test_a_plain_function_plays_in_a_thread_of_its_own(renderer):
+    def play(row, model):
+        client = openai.OpenAI(base_url=model.base_url, api_key=model.api_key)
+        messages = [{"role": "user", "content": row["query"]}]
+        for number in range(3):
+            answer = client.chat.completions.create(model=model.name, messages=messages)
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages += [said, {"role": "user", "content": str(number)}]
+        return 1
+
+    rollouts, _ = play_group(play, renderer)
+    assert [(one.status, one.num_turns, one.reward) for one in rollouts] == [(RolloutStatus.COMPLETED, 3, 1.0)] * 2
+    assert all(len(one.conversation.reconcile().rows) == 1 for one in rollouts)
+
+
+def test_a_rubric_adds_to_what_an_agent_returns(renderer):
+    def right(completion, answer, messages, status):
+        assert status is RolloutStatus.COMPLETED and messages[-1]["role"] == "assistant"
+        return float(completion == answer)
+
+    async def play(row, model):
+        await ask_once(row, model)
+        return {"style": 0.25}
+
+    rollouts, _ = play_group(play, renderer, rubric=right, answers=["15<|im_end|>"])
+    assert [(one.reward, one.breakdown, one.is_scored) for one in rollouts] == [
+        (1.25, {"style": 0.25, "right": 1.0}, True)
+    ] * 2
+
+
+def test_an_async_judge_scores_an_agents_rollout(renderer):
+    async def judge(completion):
+        await asyncio.sleep(0)
+        return float(completion == "15")
+
+    rollouts, _ = play_group(ask_and_return_nothing, renderer, rubric=judge, answers=["15<|im_end|>"])
+    assert [(one.reward, one.is_scored) for one in rollouts] == [(1.0, True)] * 2
+
+
+async def ask_and_return_nothing(row, model):
+    await ask_once(row, model)
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [(None, ""), ("good", "the score must be a number"), (float("nan"), "finite"), ({"a": "x"}, "the score 'a'")],
+)
+def test_what_is_no_score_leaves_a_rollout_unscored(renderer, returned, error):
+    async def play(row, model):
+        await ask_once(row, model)
+        return returned
+
+    rollouts, _ = play_group(play, renderer)
+    for one in rollouts:
+        assert one.status is RolloutStatus.COMPLETED and not one.is_scored and one.num_turns == 1
+        assert error in one.error and (not error or "test_endpoint_agents.py" in one.error)
+
+
+def test_an_agent_that_fails_ends_its_own_rollout(renderer):
+    async def play(row, model):
+        answer = await ask_once(row, model)
+        if answer == "2":
+            raise SystemExit("no more")
+        return 1.0
+
+    rollouts, _ = play_group(play, renderer)
+    failed, good = sorted(rollouts, key=lambda one: one.reward)
+    assert (good.status, good.is_scored) == (RolloutStatus.COMPLETED, True)
+    assert (failed.status, failed.reason, failed.is_scored) == (RolloutStatus.ERROR, "environment_error", False)
+    assert "no more" in failed.error and "test_endpoint_agents.py" in failed.traceback and failed.num_turns == 1
+
+
+@pytest.mark.parametrize("catches", [True, False])
+def test_a_budget_truncates_and_keeps_the_turns(renderer, catches):
+    async def play(row, model):
+        for _ in range(2):
+            await ask_once(row, model)
+        try:
+            await ask_once(row, model)
+        except openai.PermissionDeniedError:
+            if not catches:
+                raise
+        return 0.5
+
+    rollouts, engine = play_group(play, renderer, limits=RolloutLimits(max_turns=2))
+    for one in rollouts:
+        assert (one.status, one.reason, one.num_turns) == (RolloutStatus.TRUNCATED, "max_turns", 2)
+        assert (one.is_scored, one.reward) == ((True, 0.5) if catches else (False, 0.0))
+    assert len(engine.log) == 4  # SDKs are told not to ask again
+
+
+def test_a_rollout_that_takes_too_long_is_truncated_and_its_agent_cancelled(renderer):
+    cancelled = []
+
+    async def play(row, model):
+        await ask_once(row, model)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cancelled.append(row)
+
+    rollouts, _ = play_group(play, renderer, rubric=lambda_reward, limits=RolloutLimits(rollout_timeout_seconds=2.0))
+    for one in rollouts:
+        assert (one.status, one.reason) == (RolloutStatus.TRUNCATED, "timeout")
+        assert (one.num_turns, one.is_scored, one.reward) == (1, True, 1.0)
+    assert len(cancelled) == 2
+
+
+def lambda_reward(completion):
+    return 1.0
+
+
+def test_an_engine_that_fails_ends_the_rollout_as_the_engines_failure(renderer):
+    asked = []
+
+    async def play(row, model):
+        asked.append(row)
+        return len(await ask_once(row, model))
+
+    engine = LoggingEngine(["15<|im_end|>"], encode=renderer.encode, decode=renderer.decode)
+    engine.fail_next(4, EngineError("out of memory"))
+    policy = LLMWrapperBase(engine, renderer=renderer)
+    limits = RolloutLimits(num_engine_retries=1)
+    env = AgentEnv(play, ROWS, repeats=1)
+    with LLMCollector(env, policy=policy, groups_per_batch=1, limits=limits) as collector:
+        failed = collector.play(2)
+        (good,) = collector.play(1)
+    assert [(one.status, one.reason) for one in failed] == [(RolloutStatus.ERROR, "engine_error")] * 2
+    assert all("out of memory" in one.error for one in failed) and len(asked) == 3
+    assert good.status is RolloutStatus.COMPLETED
+
+
+def test_rollouts_do_not_read_each_other(renderer):
+    keys = []
+
+    async def play(row, model):
+        keys.append(model)
+        await ask_once(row, model)
+        while len(keys) < 2:
+            await asyncio.sleep(0.001)
+        with pytest.raises(openai.AuthenticationError):
+            await ask_once(row, type(model)(base_url=model.base_url, api_key="llmrl-guess", name=model.name))
+        return 1.0
+
+    rollouts, engine = play_group(play, renderer)
+    assert [one.num_turns for one in rollouts] == [1, 1] and keys[0].api_key != keys[1].api_key
+    assert len(engine.log) == 2
+
+
+def test_an_agent_that_goes_on_after_its_rollout_is_told(renderer):
+    errors = []
+
+    def play(row, model):
+        time.sleep(0.5)
+        try:
+            client = openai.OpenAI(base_url=model.base_url, api_key=model.api_key)
+            client.chat.completions.create(model=model.name, messages=[{"role": "user", "content": "?"}])
+        except openai.AuthenticationError as error:
+            errors.append(error)
+
+    with make_collector(play, renderer, limits=RolloutLimits(rollout_timeout_seconds=0.05)) as collector:
+        rollouts = collector.play(2)
+        while len(errors) < 2:
+            time.sleep(0.01)
+    assert all(one.reason == "timeout" and one.num_turns == 0 for one in rollouts)
+
+
+def test_an_agent_that_never_asks_has_no_rows(renderer):
+    rollouts, _ = play_group(lambda row, model: 1.0, renderer)
+    assert [(one.status, one.reward, one.num_turns) for one in rollouts] == [(RolloutStatus.COMPLETED, 1.0, 0)] * 2
+    assert all(one.conversation.reconcile().rows == [] for one in rollouts)
+
+
+def test_what_an_agent_notes_is_in_its_record(renderer):
+    async def play(row, model):
+        model.info["seen"] = row["answer"]
+        await ask_once(row, model, temperature=0.2)
+
+    rollouts, _ = play_group(play, renderer)
+    assert rollouts[0].to_record()["info"] == {"seen": "15", "requests": {"overridden": {"temperature": 1}}}
+
+
+def test_groups_that_fail_are_replaced(renderer):
+    async def play(row, model):
+        await ask_once(row, model)
+        if row["answer"] == "15":
+            raise ValueError("it fails on these")
+        return 1.0
+
+    rules = GroupRules(drop_failed_groups=True)
+    with make_collector(play, renderer, group_rules=rules, max_staleness=1) as collector:
+        batches = [next(iter(collector)) for _ in range(2)]
+        rollouts = list(collector.rollouts)
+    assert [len(batch) for batch in batches] == [2, 2]
+    assert {row["rollout", "group_id"].rsplit("/")[-1] for batch in batches for row in batch.unbind(0)} == {"1"}
+    assert {one.status for one in rollouts} == {RolloutStatus.COMPLETED, RolloutStatus.ERROR}
+
+
+def test_agents_are_evaluated(renderer):
+    async def play(row, model):
+        return float(await ask_once(row, model) == row["answer"])
+
+    engine = LoggingEngine(["15<|im_end|>"], encode=renderer.encode, decode=renderer.decode)
+    policy = LLMWrapperBase(engine, renderer=renderer)
+    with Evaluator({"sums": AgentEnv(play, ROWS, repeats=2)}, policy) as evaluator:
+        report = evaluator.evaluate()["sums"]
+    assert report.pass_at[1].mean == 0.5 and report.num_problems == 2
+
+
+def test_what_agents_need_is_asked_for_at_once(renderer):
+    with pytest.raises(TypeError, match="play must be a function"):
+        AgentEnv("mini", ROWS)
+    engine = LoggingEngine([[1]])
+    with pytest.raises(ValueError, match="agents speak messages"):
+        LLMCollector(AgentEnv(ask_once, ROWS), policy=LLMWrapperBase(engine, input_mode="tokens"), groups_per_batch=1)
+    env = AgentEnv(ask_once, ROWS)
+    data = env.reset()
+    data["history"].full = data["history"].prompt
+    with pytest.raises(RuntimeError, match="played by a collector"):
+        env.step(data)
