@@ -25,7 +25,7 @@ _SCRIPTS = Path(__file__).parent.parent / "sota-implementations" / "grpo"
 
 
 def medians_of(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over steps, and tokens a second of whole steps.
+    """Medians over steps, and tokens per second of whole steps.
 
     Example:
         >>> step = {"seconds": 2.0, "generate_seconds": 1.0, "train_seconds": 0.5, "sync_seconds": 0.5}

@@ -144,7 +144,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "collector_efficiency",
         "ratio": ratios[4],
-        "ratio_of": "tokens a second of the collector to the bare engine's, 4 turns and an instant tool",
+        "ratio_of": "tokens per second of the collector to the bare engine's, 4 turns and an instant tool",
         "goal": GOALS[4],
         "met": all(ratios[turns] >= GOALS[turns] for turns in TURNS),
         "medians": {**medians, **{f"ratio_{turns}_turns": ratio for turns, ratio in ratios.items()}},

@@ -101,7 +101,7 @@ def timed(env: Any, tensordict: Any, answer: Callable[[Any], Any], num_turns: in
 
 
 def measure(batch_sizes: tuple[int, ...]) -> dict[str, dict[tuple[int, int], float]]:
-    """Medians of seconds a conversation and turn, by batch size and turn."""
+    """Medians of seconds per conversation and turn, by batch size and turn."""
     cases: dict[str, Any] = {"llmrl": ours, "TorchRL": torchrl}
     runs: dict[tuple[str, int], list[list[float]]] = {}
     for batch_size in batch_sizes:
@@ -135,7 +135,7 @@ def run(batch_sizes: tuple[int, ...] = BATCH_SIZES) -> dict[str, Any]:
     return {
         "name": "env_step",
         "ratio": round(ratio, 4),
-        "ratio_of": f"seconds a turn at batch {HEADLINE[0]} and turn {HEADLINE[1]}, to TorchRL's ChatEnv",
+        "ratio_of": f"seconds per turn at batch {HEADLINE[0]} and turn {HEADLINE[1]}, to TorchRL's ChatEnv",
         "goal": GOAL,
         "met": ratio <= GOAL and flatness <= GOAL_LATE_TO_EARLY,
         "medians": {

@@ -18,7 +18,7 @@ SEQUENCES_PER_REPLICA = 196
 NUM_IN_FLIGHT = 100_000
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 3125
-"""25,000 rollouts a batch."""
+"""25,000 rollouts per batch."""
 MAX_STALENESS = 8
 """Batches that collection may be ahead: in time, about twice the mean rollout, so that few are waited for."""
 NUM_BATCHES = 8

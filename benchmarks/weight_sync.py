@@ -209,7 +209,7 @@ def run() -> dict[str, Any]:
 
     growth = measure_growth()
     table = Table(title="Growth: random llamas, bfloat16")
-    for column in ("model", "parameters", "sync, s", "stage, s", "send, s", "load, s", "ns a parameter"):
+    for column in ("model", "parameters", "sync, s", "stage, s", "send, s", "load, s", "ns per parameter"):
         table.add_column(column, justify="right")
     for name, row in growth.items():
         number = row["num_parameters"]

@@ -17,7 +17,7 @@ hypothesis.settings.load_profile("llmrl")
 # Before torch is imported: its idle threads would otherwise spin on the cores that the engine's process needs.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process per core
 
 # A mark is set by what a test asks for, itself or through another fixture.
 MARKS = {"real_vllm": "engine", "ray_nodes": "ray", "own_programs": "slow", "takes_long": "slow"}

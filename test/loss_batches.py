@@ -33,7 +33,7 @@ class Table(TensorDictModuleBase):
 
 
 def ragged_batch(seed: int = 0, *, num_rows: int = 6) -> TensorDictBase:
-    """Rows of different lengths, two a group; rows 1 and 2 are of one rollout."""
+    """Rows of different lengths, two per group; rows 1 and 2 are of one rollout."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index in range(num_rows):
@@ -61,7 +61,7 @@ def ragged_batch(seed: int = 0, *, num_rows: int = 6) -> TensorDictBase:
 
 
 def flat(batch: TensorDictBase, *key: str) -> torch.Tensor:
-    """An entry of one number a token, row after row."""
+    """An entry of one number per token, row after row."""
     return torch.cat([row[key] for row in batch.unbind(0)])
 
 

@@ -256,3 +256,4 @@ def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tin
     evaluation = json.loads((tmp_path / "out/summary.json").read_text())["evaluation"]
     assert evaluation["num_problems"] == 4 and 0 <= evaluation["pass@1"]["interval"][0] <= 1
     assert len((tmp_path / "out/rollouts.jsonl").read_text().splitlines()) == 8
+    assert (tmp_path / "out/tokenizer/tokenizer.json").exists()  # with which the page names tokens

@@ -204,7 +204,7 @@ def test_no_group_is_ever_staler_than_the_bound(groups_per_batch, max_staleness,
     for selected, _ in play(gate, num_batches=20, seed=seed, updates=1, stale=stale):
         assert len(selected.group_ids) == groups_per_batch
         assert max(selected.staleness.values()) <= max_staleness
-    # With one update a batch, waiting alone keeps the bound: nothing is thrown away.
+    # With one update per batch, waiting alone keeps the bound: nothing is thrown away.
     assert late == "drop" or not stale
 
 

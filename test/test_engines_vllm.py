@@ -302,7 +302,7 @@ def test_answers_without_a_value_for_each_token_are_refused(column):
 
     assert read_completion(output()).versions == [0, 3]
     assert read_completion(output()).log_probs == [-0.1, -0.2]
-    with pytest.raises(EngineError, match="one a token"):
+    with pytest.raises(EngineError, match="one per token"):
         read_completion(output(**{column: None}))
 
 

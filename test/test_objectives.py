@@ -304,7 +304,7 @@ def test_misaligned_or_broken_columns_are_named() -> None:
     loss = GRPOLoss(near_policy(batch))
     broken = batch.clone()
     broken[0].set(("log_probs", "full"), torch.zeros(2))
-    with pytest.raises(ValueError, match="one entry a token"):
+    with pytest.raises(ValueError, match="one entry per token"):
         loss(broken)
     broken = batch.clone()
     broken[0]["log_probs", "full"][1] = math.nan

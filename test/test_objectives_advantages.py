@@ -1,4 +1,4 @@
-"""Advantages: by group id, once a rollout, without what was not scored."""
+"""Advantages: by group id, once per rollout, without what was not scored."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def prompt_average(tokens: list[Token]) -> torch.Tensor:
 
 
 def gspo(tokens: list[Token]) -> torch.Tensor:
-    """arXiv:2507.18071, equations 5 and 7: one ratio a row, its length-normalized likelihood ratio."""
+    """arXiv:2507.18071, equations 5 and 7: one ratio per row, its length-normalized likelihood ratio."""
     total = torch.zeros((), dtype=torch.float64)
     rollouts = by(tokens, "rollout")
     for rollout in rollouts:

@@ -100,7 +100,7 @@ def test_reinforce_plus_plus_charges_each_token_with_the_kl_that_is_to_come(norm
     ]
     for value, (_, row, place, _) in zip(values, tokens, strict=True):
         assert batch[row]["advantage"][place].item() == pytest.approx((value - mean) / deviation, rel=1e-4, abs=1e-5)
-    # The loss takes one number a token.
+    # The loss takes one number per token.
     for row in batch.unbind(0):
         row["tokens", "full"] = torch.zeros(len(row["log_probs", "full"]), dtype=torch.int64)
     policy = Table(torch.cat([row["log_probs", "full"] for row in batch.unbind(0)]))

@@ -164,7 +164,7 @@ def test_a_groups_prompt_is_computed_once_whatever_its_length(shape: tuple[int, 
     num_distinct = shape[0] + 16 * (shape[1] - 1)
     packed = pack_rows(rows, masks, token_budget=16_384)
     assert num_distinct <= sum(micro.num_packed_tokens for micro in packed) <= 1.1 * num_distinct
-    # A budget that the group exceeds is met by repeating the prompt once a micro-batch, not once a row.
+    # A budget that the group exceeds is met by repeating the prompt once a micro-batch, not once per row.
     packed = pack_rows(rows, masks, token_budget=max(num_distinct // 2, shape[0] + shape[1]) + shape[0])
     assert len(packed) <= 3
     num_computed = sum(micro.num_packed_tokens for micro in packed)
@@ -225,7 +225,7 @@ def test_the_work_of_packing_grows_with_the_rows_and_not_with_their_square(num_s
 @pytest.mark.parametrize(
     ("rows", "masks", "arguments", "named"),
     [
-        ([[1]], [], {}, "one entry a row"),
+        ([[1]], [], {}, "one entry per row"),
         ([[]], [[]], {}, "not empty"),
         ([[1, 2]], [[True]], {}, "shape of its row"),
         ([[1]], [[True]], {"token_budget": 0}, "token_budget"),

@@ -1,4 +1,4 @@
-"""What a training loop is made of: an optimizer with its schedule, several updates a batch, a model and a reference."""
+"""What a training loop is made of: optimizer with its schedule, several updates per batch, model and reference."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def rollouts_of(batch: Any) -> list[str]:
 
 
 def test_each_epoch_has_every_rollout_once_and_whole() -> None:
-    batch = ragged_batch(num_rows=13)  # rows 1 and 2 are of one rollout: 12 rollouts, two a group
+    batch = ragged_batch(num_rows=13)  # rows 1 and 2 are of one rollout: 12 rollouts, two per group
     parts = [rollouts_of(part) for part in minibatches(batch, SFTLoss(None), num_epochs=2, num_minibatches=3, seed=4)]
     assert len(parts) == 6
     for epoch in (parts[:3], parts[3:]):

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from torchrl.envs import EnvBase
 
+from llmrl._utils.types import Tokenizer
 from llmrl.rendering import Renderer
 from llmrl.runs.evaluation import EvaluationReport, Evaluator
 from llmrl.runs.run_folder import RunFolder, holds_run
@@ -72,7 +73,7 @@ def run(settings: EvaluationSettings, env: EnvBase, renderer: Renderer, console:
     console.print(table_of(report))
     console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s", highlight=False)
     if settings.out is not None:
-        _save(settings.out, report, console)
+        _save(settings.out, report, renderer.tokenizer, console)
     return report
 
 
@@ -90,8 +91,9 @@ def table_of(report: EvaluationReport) -> Table:
     return table
 
 
-def _save(out: Path, report: EvaluationReport, console: Console) -> None:
+def _save(out: Path, report: EvaluationReport, tokenizer: Tokenizer, console: Console) -> None:
     folder = RunFolder(out, trackers=())
+    folder.save_tokenizer(tokenizer)
     folder.log_evaluation(0, "eval", report.rollouts)
     folder.write_summary({"evaluation": report.to_summary()})
     folder.close()

@@ -34,7 +34,7 @@ class CollectionReport:
     mean_reward: float
     """Over scored rollouts; NaN without any."""
     mean_completion_tokens: float
-    """Sampled tokens a rollout."""
+    """Sampled tokens per rollout."""
     num_by_status: dict[str, int] = field(default_factory=dict)
     num_dropped_by_reason: dict[str, int] = field(default_factory=dict)
     mean_staleness: float = 0.0
@@ -47,7 +47,7 @@ class CollectionReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens a second of collection."""
+        """Sampled tokens per second of collection."""
         return self.num_completion_tokens / self.seconds if self.seconds else 0.0
 
     def to_metrics(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ LatePolicy = Literal["wait", "drop"]
 class StalenessGate:
     """Lets collection run ahead of training by at most `max_staleness` versions.
 
-    Batch number `b` (from 0) is trained on at version `b`, one update a batch. A group that starts at version `v` has
+    Batch number `b` (from 0) is trained on at version `b`, one update per batch. A group that starts at version `v` has
     the deadline `v + max_staleness`: the last batch it may be in. Two rules keep the bound:
 
     - *admission_is_bounded*: at version `v` at most `(v + max_staleness + 1) * groups_per_batch` groups have been
@@ -90,7 +90,7 @@ class StalenessGate:
         if version > self._version:
             self._progress += version - self._version
             self._version = version
-            if not self._is_unasked:  # several updates a batch are no licence to run further ahead
+            if not self._is_unasked:  # several updates per batch are no licence to run further ahead
                 self._progress = min(self._progress, self._num_batches)
 
     def num_admissible(self, version: int) -> int:

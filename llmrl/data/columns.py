@@ -50,7 +50,7 @@ class TokenColumns:
         """Append sampled tokens.
 
         Raises:
-            ValueError: when `log_probs` or `versions` are missing or not one a token.
+            ValueError: when `log_probs` or `versions` are missing or not one per token.
         """
         check_per_token(token_ids, log_probs=log_probs, versions=versions)
         assert log_probs is not None and versions is not None
@@ -100,7 +100,7 @@ def check_per_token(
     for name, column in (("log_probs", log_probs), ("versions", versions)):
         if column is None:
             raise ValueError(
-                f"{name} is missing for {len(token_ids)} sampled tokens; ask the engine for one value a token."
+                f"{name} is missing for {len(token_ids)} sampled tokens; ask the engine for one value per token."
             )
         if len(column) != len(token_ids):
             raise ValueError(f"{name} must have one value a sampled token ({len(token_ids)}), got {len(column)}.")

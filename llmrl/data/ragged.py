@@ -46,7 +46,7 @@ def has_padding_mask(tensordict: TensorDictBase) -> bool:
 
 
 def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
-    """Return one tensor a row, without padding.
+    """Return one tensor per row, without padding.
 
     Padding is told by `("masks", "all_attention_mask")`, never by the value of a token: where the padding id is the
     end-of-turn id, real tokens would be lost.
@@ -79,7 +79,7 @@ def check_entry(tensordict: TensorDictBase, key: NestedKey, *, owner: str = "The
 
 
 def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torch.Tensor]) -> None:
-    """Write one tensor a row into a batch of any shape, in place: the reverse of `ragged_column`.
+    """Write one tensor per row into a batch of any shape, in place: the reverse of `ragged_column`.
 
     A lazily stacked batch or container holds them as they are. A padded one has them where its real tokens are, and
     zeros elsewhere.
@@ -126,7 +126,7 @@ def _is_padded(tensordict: TensorDictBase, length: int) -> bool:
 
 
 def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
-    """Return one Python value a row, of a non-tensor or a scalar tensor entry.
+    """Return one Python value per row, of a non-tensor or a scalar tensor entry.
 
     Raises:
         KeyError: when the entry is missing, naming it and those that are there.

@@ -73,7 +73,7 @@ def _check_column(name: str, column: Any, kind: type, num_tokens: int | None) ->
         raise EngineError(f"The engine returned {name} as {type(column).__name__}; a list is expected.")
     if num_tokens is not None and len(column) != num_tokens:
         raise EngineError(
-            f"The engine returned {name} of length {len(column)}; {num_tokens} are expected, one a token."
+            f"The engine returned {name} of length {len(column)}; {num_tokens} are expected, one per token."
         )
     if not {*map(type, column)} <= {kind}:
         index, value = next((index, value) for index, value in enumerate(column) if type(value) is not kind)

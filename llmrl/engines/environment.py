@@ -36,7 +36,7 @@ def engine_variables(*, num_cpu_threads: int, log_level: str, compile_model: boo
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # One worker lives in the engine's own process on CPU: one start-up and one hop a step less.
+        # One worker lives in the engine's own process on CPU: one start-up and one hop per step less.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": str(num_cpu_threads),

@@ -86,14 +86,14 @@ def read_completion(output: RequestOutput) -> Completion:
     log_probs = list(getattr(sample.logprobs, "logprobs", ()))
     if len(log_probs) != len(token_ids):
         raise EngineError(
-            f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one a token is needed."
+            f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one per token is needed."
         )
     versions: list[int] = []
     for span in sample.weight_versions or ():
         versions.extend([0 if span.version == "default" else int(span.version)] * (span.end - span.start))
     if len(versions) != len(token_ids):
         raise EngineError(
-            f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one a token is needed."
+            f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one per token is needed."
         )
     return Completion(
         token_ids=token_ids,

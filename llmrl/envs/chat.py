@@ -112,7 +112,7 @@ class ChatEnv(KnownArguments, EnvBase):
         # A state entry, so that transformed environments hand the query on to reset.
         self.state_spec = Composite({self.data_key: NonTensor(shape=tuple(shape), example_data="")}, shape=shape)
         self.action_spec = Composite({container: self._turn_spec(shape, ("full",))}, shape=shape)
-        # One number a turn, or one a token: of no fixed size, so that `ParallelEnv` shares no memory of one.
+        # One number per turn, or one per token: of no fixed size, so that `ParallelEnv` shares no memory of one.
         self.reward_spec = Unbounded((*shape, -1, 1), dtype=torch.float32)
         self.full_done_spec = Composite(
             {key: _flag_spec(shape) for key in ("done", "terminated", "truncated")}, shape=shape

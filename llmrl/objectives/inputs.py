@@ -102,13 +102,13 @@ def read_inputs(
         tensordict: the rows.
         tokens_key, mask_key: token ids and, for the strategy `rlhf`, the loss mask.
         masking_strategy: which tokens are trained.
-        token_columns: name of a column and its entry, which has one number a token.
-        row_columns: the same of entries that have one number a row, or one a token.
+        token_columns: name of a column and its entry, which has one number per token.
+        row_columns: the same of entries that have one number per row, or one per token.
         device: where the flat columns go.
 
     Raises:
         KeyError: when an entry is missing.
-        ValueError: when a column has not one entry a token, or was scored on the loss mask's tokens alone while
+        ValueError: when a column has not one entry per token, or was scored on the loss mask's tokens alone while
             others are trained on.
         NonFiniteColumnError: when a column is not finite at a trained token.
     """
@@ -186,7 +186,7 @@ def _flat(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torc
     rows = []
     for row, length in zip(ragged_column(batch, key), lengths, strict=True):
         if row.numel() != length:
-            raise ValueError(f"{key!r} must have one entry a token, {length}, got shape {tuple(row.shape)}.")
+            raise ValueError(f"{key!r} must have one entry per token, {length}, got shape {tuple(row.shape)}.")
         if row.requires_grad:
             raise ValueError(f"{key!r} of the batch requires grad: it must be data, detach it.")
         rows.append(at_least_float32(row.reshape(length)))
@@ -194,11 +194,11 @@ def _flat(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torc
 
 
 def _spread(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torch.Tensor:
-    """Return one number a token, from one a row or one a token."""
+    """Return one number per token, from one per row or one per token."""
     rows = []
     for row, length in zip(ragged_column(batch, key), lengths, strict=True):
         if row.numel() not in (1, length):
-            raise ValueError(f"{key!r} must have one entry a row or a token ({length}), got {tuple(row.shape)}.")
+            raise ValueError(f"{key!r} must have one entry per row or a token ({length}), got {tuple(row.shape)}.")
         rows.append(row.reshape(-1).float().expand(length))
     return torch.cat(rows) if rows else torch.zeros(0)
 

@@ -48,7 +48,7 @@ def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> tor
 def sequence_log_ratio(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, sequence_index: torch.Tensor
 ) -> torch.Tensor:
-    """Return the length-normalized sequence ratio, one entry a token (GSPO, arXiv:2507.18071, equations 7 and 14).
+    """Return the length-normalized sequence ratio, one entry per token (GSPO, arXiv:2507.18071, equations 7 and 14).
 
     Its value at every token is the mean log-ratio of the sequence; its gradient is that of the token's own log-prob,
     so that with the mean over each sequence the gradient is GSPO's (equation 10).
@@ -67,7 +67,7 @@ def sequence_log_ratio(
 
 
 def sequence_totals(values: torch.Tensor, sequence_index: torch.Tensor, *, is_mean: bool = False) -> torch.Tensor:
-    """Return the sum, or mean, of each token's sequence, one entry a token; differentiable.
+    """Return the sum, or mean, of each token's sequence, one entry per token; differentiable.
 
     Example:
         >>> sequence_totals(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2]))

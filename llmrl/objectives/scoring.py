@@ -10,7 +10,7 @@ from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, ragged_column
 
 
 def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options: object) -> list[torch.Tensor]:
-    """Score a batch of rows or turns; one `[num_tokens]` tensor a row. The batch stays as it is.
+    """Score a batch of rows or turns; one `[num_tokens]` tensor per row. The batch stays as it is.
 
     Args:
         policy: reads its `in_keys` and writes the log-probs as the first of its `out_keys`, as `TransformersWrapper`.

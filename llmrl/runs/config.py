@@ -35,7 +35,7 @@ class RunConfig:
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Where metrics go besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`."""
     checkpoint_every: int = 5
-    """Steps between checkpoints (12 bytes a parameter, one is kept); the steps since are recovered by replay."""
+    """Steps between checkpoints (12 bytes per parameter, one is kept); the steps since are recovered by replay."""
     sample_every: int = 5
     """Steps between sample conversations in the live view."""
 
@@ -194,7 +194,7 @@ class TrainConfig:
     bin_length: int | None = None
     """Tokens that are packed into one sequence; null weighs attention against shared prompts."""
     head_kernel: HeadKernel = "torch"
-    """What makes log-probs of hidden states; `liger` is faster on a GPU, and off by 0.01 to 0.02 nats a token."""
+    """What makes log-probs of hidden states; `liger` is faster on a GPU, and off by 0.01 to 0.02 nats per token."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, which saves their memory for a third of the speed."""
 
@@ -338,7 +338,7 @@ class ExpertIterationTrainConfig(TrainConfig):
     num_updates: int = 4
     """A step: supervised updates are safe to repeat, answers are expensive to come by."""
     rows_per_update: int = 16
-    """With four updates a step, about what is kept of one."""
+    """With four updates per step, about what is kept of one."""
     max_reuse: int = 8
     """Times that a row is learned, on average, before new ones are waited for in the background."""
     buffer_size: int = 512

@@ -74,7 +74,7 @@ class Estimate:
 
 
 def estimate_of_mean(problem_means: Sequence[float]) -> Estimate:
-    """The mean of scores in [0, 1], one a problem, with `interval_of_mean`.
+    """The mean of scores in [0, 1], one per problem, with `interval_of_mean`.
 
     Example:
         >>> estimate_of_mean([0.5, 0.5]).mean

@@ -87,7 +87,7 @@ def _number(value: JSON) -> float:
 
 
 class HealthLog:
-    """`health.jsonl` of a run: a line a step with its verdict and its findings, of a step's several the last counts.
+    """`health.jsonl` of a run: a line per step with its verdict and its findings, of a step's several the last counts.
 
     Example:
         >>> import tempfile

@@ -136,7 +136,7 @@ def _mismatch(history: _History) -> Iterator[Finding]:
     yield Finding(
         "mismatched_weights",
         "look" if difference <= 10 * bound else "broken",
-        f"Engine and trainer differ by {difference:.2g} nats a token on what the current weights sampled; rounding "
+        f"Engine and trainer differ by {difference:.2g} nats per token on what the current weights sampled; rounding "
         f"explains {bound:g}.",
         causes if has_agreed else (*causes[1:], causes[0]),
     )
@@ -150,7 +150,7 @@ def _weights_of_tokens(history: _History) -> Iterator[Finding]:
             "broken" if size < 0.1 else "look",
             f"A few tokens carry the update: the effective sample size is {_percent(size)} of the tokens.",
             (
-                "samples are too old: lower max_staleness, or make fewer updates a batch",
+                "samples are too old: lower max_staleness, or make fewer updates per batch",
                 "engine and trainer disagree: see log_prob_difference_mean",
             ),
         )
@@ -160,7 +160,7 @@ def _weights_of_tokens(history: _History) -> Iterator[Finding]:
             "clipping",
             verdict,
             f"{_percent(clipped)} of the tokens' ratios lie outside the clip bounds.",
-            ("the learning rate is too high", "too many updates a batch"),
+            ("the learning rate is too high", "too many updates per batch"),
         )
 
 
@@ -179,7 +179,7 @@ def _entropy(history: _History) -> Iterator[Finding]:
         yield Finding(
             "entropy_collapse",
             "broken" if is_gone else "look",
-            f"The entropy fell from {since} to {now:.2g} nats a token, and the task is not learned.",
+            f"The entropy fell from {since} to {now:.2g} nats per token, and the task is not learned.",
             (
                 "the learning rate is too high",
                 "the reward pays for one kind of answer: read the best rollouts",
@@ -191,7 +191,7 @@ def _entropy(history: _History) -> Iterator[Finding]:
         yield Finding(
             "entropy_explosion",
             "look" if now <= 6 * began else "broken",
-            f"The entropy rose from {began:.2g} to {now:.2g} nats a token: the model is losing its language.",
+            f"The entropy rose from {began:.2g} to {now:.2g} nats per token: the model is losing its language.",
             ("the learning rate is too high", "an entropy bonus that is too large", "a reward that is noise"),
             "worst",
         )
@@ -255,7 +255,7 @@ def _signal(history: _History) -> Iterator[Finding]:
             "the reward function reads something else than the answer: score one by hand",
             "the template or the prompt is not what the model was trained with",
             "the task is too hard for this model: easier problems, larger groups, or supervised steps before",
-            "too few answers a prompt, or a temperature that is too low",
+            "too few answers per prompt, or a temperature that is too low",
         ),
         "worst",
     )
@@ -328,7 +328,7 @@ def _staleness(history: _History, max_staleness: int | None) -> Iterator[Finding
             "staleness",
             "broken",
             f"The batch has tokens of {oldest:.0f} versions ago, and max_staleness is {max_staleness or 0}.",
-            ("the weights are updated more often than once a step", "the loop draws batches before it updates"),
+            ("the weights are updated more often than once per step", "the loop draws batches before it updates"),
         )
 
 

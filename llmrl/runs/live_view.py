@@ -73,11 +73,11 @@ def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
 
 
 class LiveView:
-    """Step, reward, length, entropy, tokens a second, log-prob difference, effective sample size, where the time went.
+    """Step, reward, length, entropy, tokens per second, log-prob difference, effective sample size, where time went.
 
     What is rare (cut answers, errors, forks, …) is shown once there is any; a line says how healthy the run is.
 
-    On a terminal it redraws in place; elsewhere it prints one line a step. Use as a context manager.
+    On a terminal it redraws in place; elsewhere it prints one line per step. Use as a context manager.
 
     Args:
         num_steps: steps of the whole run.

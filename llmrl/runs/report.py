@@ -50,7 +50,7 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     difference.set(title="engine-to-trainer log-prob difference", xlabel="step", ylim=(0, None))
     parts = {name: values(f"{name}_seconds") for name in ("generate", "train", "sync")}
     seconds.stackplot(steps, list(parts.values()), labels=list(parts), alpha=0.8)
-    seconds.set(title="seconds a step", xlabel="step")
+    seconds.set(title="seconds per step", xlabel="step")
     seconds.legend(loc="upper right", frameon=False)
     for axis in (reward, difference, seconds):
         axis.grid(alpha=0.25)

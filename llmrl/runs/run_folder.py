@@ -129,7 +129,7 @@ class RunFolder:
     # Rollouts
 
     def log_rollouts(self, step: int, split: str, records: Iterable[Mapping[str, JSON]]) -> None:
-        """Append rollout records (`Rollout.to_record`), one JSON object a line."""
+        """Append rollout records (`Rollout.to_record`), one JSON object per line."""
         # A lone surrogate, which no UTF-8 has, is escaped as JSON does.
         with self.rollouts_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for record in records:

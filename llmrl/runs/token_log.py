@@ -44,7 +44,7 @@ class TokenRow:
 
 
 class TokenLog:
-    """A folder with one compressed file a step.
+    """A folder with one compressed file per step.
 
     Args:
         path: the folder; created by the first write.
@@ -75,7 +75,7 @@ class TokenLog:
             split: `"train"`, or the evaluation that they are of.
 
         Raises:
-            ValueError: when a row's trainer log-probs are not one a token.
+            ValueError: when a row's trainer log-probs are not one per token.
         """
         elements = batch_elements(rows) if isinstance(rows, TensorDictBase) else list(rows)
         columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
@@ -87,7 +87,7 @@ class TokenLog:
             elif trainer.shape != token_ids.shape:
                 raise ValueError(
                     f"trainer_log_probs has shape {tuple(trainer.shape)} for a row of {len(token_ids)} tokens; "
-                    "give one a token, NaN where there is none."
+                    "give one per token, NaN where there is none."
                 )
             values = {
                 "token_ids": token_ids,

@@ -49,7 +49,7 @@ def grouped_name(name: str) -> str:
 
 
 class CSVTracker:
-    """One table with a row a step; metrics that come later add columns.
+    """One table with a row per step; metrics that come later add columns.
 
     Args:
         path: the file, written when the first step is logged.

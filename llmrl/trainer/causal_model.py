@@ -110,7 +110,7 @@ class CausalModel:
         return decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
 
     def _attention_length(self) -> float:
-        """From operations a token: two for each weight, and in each layer four for each key and unit of width.
+        """From operations per token: two for each weight, and in each layer four for each key and unit of width.
 
         Scores of pairs that do not see each other are computed, too, but by `flex_attention`.
         """

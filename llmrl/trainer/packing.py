@@ -59,7 +59,7 @@ class PackedRows:
 
     @property
     def num_row_tokens(self) -> int:
-        """Tokens of the rows held here, shared ones counted once a row."""
+        """Tokens of the rows held here, shared ones counted once per row."""
         return self.token_positions.shape[0] + self.tails.shape[0]
 
     @property
@@ -167,7 +167,7 @@ def _check(
 ) -> None:
     if len(token_ids) != len(scored_masks):
         raise ValueError(
-            f"token_ids and scored_masks must have one entry a row, got {len(token_ids)} and {len(scored_masks)}."
+            f"token_ids and scored_masks must have one entry per row, got {len(token_ids)} and {len(scored_masks)}."
         )
     for name, value in (("token_budget", token_budget), ("bin_length", bin_length)):
         if value is not None and value < 1:

@@ -57,7 +57,7 @@ class TransformersWrapper(LLMWrapperBase):
             be the engine's: an update that is smaller than the engine's rounding is lost, and weight sync warns.
         head_kernel: what makes log-probs of hidden states: `torch`, everywhere, or `liger`, liger-kernel on a GPU,
             which the extra `gpu` installs and which, in bfloat16, rounds logits before their softmax: 0.01 to 0.02
-            nats a token. Entropies are always made by `torch`.
+            nats per token. Entropies are always made by `torch`.
         options: see `LLMWrapperBase`. Of `generate_kwargs` the temperature counts when scoring, so that both speak of
             the same distribution; `pad_output` pads on the left.
 

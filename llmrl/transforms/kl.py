@@ -183,7 +183,7 @@ class KLComputation(KnownArguments, Transform):
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Make the reward one a token, where the KL is added to it."""
+        """Make the reward one per token, where the KL is added to it."""
         if self.add_to_reward:
             reward_spec["reward"] = Unbounded((*reward_spec.shape, -1, 1))
         return reward_spec

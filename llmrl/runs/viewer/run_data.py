@@ -35,7 +35,7 @@ class RunData:
 
     name: str
     metrics: list[dict[str, float]] = field(default_factory=list)
-    """One entry a step."""
+    """One entry per step."""
     rollouts: list[Record] = field(default_factory=list)
     """Records (`Rollout.to_record`) with `step` and `split`, in the order they were played."""
     rows: dict[tuple[int, str, str], list[TokenRow]] = field(default_factory=dict)
