@@ -63,6 +63,7 @@ def run(settings: EvaluationSettings, env: EnvBase, renderer: Renderer, console:
     console.print(f"vLLM starts with {settings.model}", highlight=False, soft_wrap=True)
     engine = AsyncVLLM.from_pretrained(settings.model, max_model_len=settings.max_model_len, seed=settings.seed)
     try:
+        tokenizer = engine.get_tokenizer()
         sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
         with Evaluator({settings.env: env}, policy, num_problems=settings.limit) as evaluator:
@@ -73,7 +74,7 @@ def run(settings: EvaluationSettings, env: EnvBase, renderer: Renderer, console:
     console.print(table_of(report))
     console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s", highlight=False)
     if settings.out is not None:
-        _save(settings.out, report, renderer.tokenizer, console)
+        _save(settings.out, report, tokenizer, console)
     return report
 
 
