@@ -18,6 +18,7 @@ from llmrl.collectors.stepper import EnvStepper, Opening
 from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
 from llmrl.data.tensordicts import dataset_columns, non_tensor, plain
 from llmrl.endpoint import SessionLimits
+from llmrl.endpoint.agent import AgentTimeout
 from llmrl.engines import Completion
 from llmrl.envs import AgentEnv
 from llmrl.policies import LLMWrapperBase, answered
@@ -178,6 +179,8 @@ class RolloutRunner:
                     return self._end(rollout, StopReason.ENGINE_ERROR, session.failure)
                 if reason := session.reason or session.last_refusal:
                     return self._end(rollout, reason)
+                if isinstance(error, AgentTimeout):
+                    return self._end(rollout, StopReason.TIMEOUT)
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)

@@ -39,6 +39,10 @@ class AgentModel:
         }
 
 
+class AgentTimeout(Exception):
+    """An agent took longer than it may: its rollout is truncated."""
+
+
 Score = float | Mapping[str, float] | None
 """A number, named parts that add up, or None: not scored."""
 Play = Callable[[Row, AgentModel], Score | Awaitable[Score]]

@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from llmrl._utils.imports import require
-from llmrl.endpoint.dialects import chat
+from llmrl.endpoint.dialects import anthropic, chat, responses
 from llmrl.endpoint.dialects.reading import Body, parse_body
 from llmrl.endpoint.requests import ModelReply, ModelRequest, RefusedRequest
 from llmrl.endpoint.session import ASIDE, Exchange, Session
@@ -48,9 +48,13 @@ class Dialect:
     write: Callable[[ModelReply], Json]
     events: Callable[[ModelReply, ModelRequest], Iterator[tuple[str | None, Json]]]
     error: Callable[[RefusedRequest], Json]
+    error_event: str | None = None
+    """The name of an event that tells an error."""
 
 
 CHAT = Dialect(chat.read, chat.write, chat.events, chat.error)
+RESPONSES = Dialect(responses.read, responses.write, responses.events, chat.error, "error")
+ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.events, anthropic.error, "error")
 
 
 class EndpointServer:
@@ -82,7 +86,13 @@ class EndpointServer:
         # Chunks of a body are kept by aiohttp up to this; a larger body is refused by its length.
         app = self.web.Application(client_max_size=_MAX_BYTES)
         # A client that was given the address with /v1 may add it again; a path may name the session.
-        routes = (("POST", "/chat/completions", CHAT, self._answer), ("GET", "/models", CHAT, self._models))
+        routes = (
+            ("POST", "/chat/completions", CHAT, self._answer),
+            ("POST", "/responses", RESPONSES, self._answer),
+            ("POST", "/messages", ANTHROPIC, self._answer),
+            ("POST", "/messages/count_tokens", ANTHROPIC, self._count),
+            ("GET", "/models", CHAT, self._models),
+        )
         for method, path, dialect, answer in routes:
             handler = self._handler(path, dialect, answer)
             for prefix in ("", "/v1", "/v1/v1", "/s/{session}", "/s/{session}/v1", "/s/{session}/v1/v1"):
@@ -140,7 +150,7 @@ class EndpointServer:
             except RefusedRequest as refused:
                 if response is None:
                     raise
-                await _send(response, [(None, dialect.error(refused))])
+                await _send(response, [(dialect.error_event, dialect.error(refused))])
                 return response
             if not asked.is_streamed:
                 return self.web.json_response(dialect.write(reply))
@@ -149,6 +159,11 @@ class EndpointServer:
             return response
         finally:
             exchange.leave()
+
+    async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        asked = dialect.read(parse_body(await self._read(request)))
+        self._check_model(asked.model)
+        return self.web.json_response({"input_tokens": self._session(request, asked).count_tokens(asked)})
 
     async def _wait_streaming(self, request: web.Request, exchange: Exchange) -> web.StreamResponse | None:
         """Wait for an answer; a client that waits long hears now and then that it is still being made."""
@@ -193,16 +208,18 @@ class EndpointServer:
 
     async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         names = (self.model_name, f"{self.model_name}{ASIDE}")
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "llmrl"} for name in names]
-        return self.web.json_response({"object": "list", "data": models})
+        # Entries of both APIs.
+        openais = {"object": "model", "created": 0, "owned_by": "llmrl"}
+        anthropics = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
+        models = [{"id": name, "display_name": name, **openais, **anthropics} for name in names]
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return self.web.json_response({"object": "list", "data": models, **page})
 
     async def _nowhere(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         raise RefusedRequest(f"there is no {request.method} {request.path} here.", status=404, code="not_found")
 
 
-async def _send(
-    response: web.StreamResponse, events: Iterator[tuple[str | None, Json]] | list[tuple[None, Json]]
-) -> None:
+async def _send(response: web.StreamResponse, events: Iterable[tuple[str | None, Json]]) -> None:
     """Write events, in one piece, and end the stream."""
     lines = []
     for name, data in events:

@@ -2,6 +2,7 @@
 
 from llmrl.envs.addition import AdditionEnv, addition_problems, make_addition_env
 from llmrl.envs.agent import AgentEnv
+from llmrl.envs.agent_command import CommandResult, command
 from llmrl.envs.chat import ChatEnv
 from llmrl.envs.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
 from llmrl.envs.dataset import DatasetChatEnv
@@ -26,6 +27,7 @@ __all__ = [
     "AdditionEnv",
     "AgentEnv",
     "ChatEnv",
+    "CommandResult",
     "CountdownEnv",
     "CountdownRewardParser",
     "DataLoadingPrimer",
@@ -55,6 +57,7 @@ __all__ = [
     "TaskEnv",
     "TaskOptions",
     "addition_problems",
+    "command",
     "countdown_problems",
     "make_addition_env",
     "make_countdown_env",

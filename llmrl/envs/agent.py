@@ -14,6 +14,7 @@ from llmrl._utils.threads import run_in_thread
 from llmrl._utils.types import Row
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
 from llmrl.endpoint.agent import AgentModel, AgentScore, Play
+from llmrl.envs.agent_command import Command
 from llmrl.envs.dataset import DatasetChatEnv
 
 
@@ -38,7 +39,7 @@ class AgentEnv(DatasetChatEnv):
 
     Raises:
         TypeError: when `play` cannot be called.
-        FileNotFoundError, ValueError: see `DatasetChatEnv`.
+        FileNotFoundError, ValueError: see `DatasetChatEnv`; for a command that reads what the rows have not.
 
     Example:
         >>> async def play(row, model):
@@ -78,6 +79,8 @@ class AgentEnv(DatasetChatEnv):
             prepare=_query_of,
             device=device,
         )
+        if isinstance(play, Command):
+            play.check_columns(self.columns)
 
     async def run_agent(self, row: Row, model: AgentModel) -> AgentScore:
         """Have the agent play; cancelling this cancels it.

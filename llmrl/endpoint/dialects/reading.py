@@ -16,6 +16,7 @@ _KINDS = {
     str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object",
 }  # fmt: skip
 _MAX_DEPTH = 64
+_ROLES = {"system", "user", "assistant", "tool"}
 
 
 def parse_body(text: bytes) -> Body:
@@ -130,12 +131,10 @@ def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
     name = entry_of(body, "name", str, where=where)
     if not name:
         raise RefusedRequest(f"{where}name is missing.")
-    function = {
-        "name": name,
-        "description": entry_of(body, "description", str, where=where, default=""),
-        "parameters": entry_of(body, parameters, dict, where=where, default={"type": "object", "properties": {}}),
-    }
-    return {"type": "function", "function": function}
+    schema = entry_of(body, parameters, dict, where=where, default={"type": "object", "properties": {}})
+    description = entry_of(body, "description", str, where=where)
+    told = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **told, "parameters": schema}}
 
 
 def stops_of(value: Json, name: str) -> tuple[str, ...]:
@@ -165,7 +164,7 @@ def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Return messages that can be rendered.
 
     Raises:
-        RefusedRequest: for none, or one without content.
+        RefusedRequest: for none, one without content, or an unknown role.
     """
     try:
         found = check_messages(list(messages))
@@ -173,6 +172,8 @@ def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
         raise RefusedRequest(str(error)) from error
     if not found:
         raise RefusedRequest("messages must have at least one message, got none.")
+    if strangers := {message["role"] for message in found} - _ROLES:
+        raise RefusedRequest(f"a message's role must be one of {sorted(_ROLES)}, got {sorted(strangers)[0]!r:.80}.")
     return found
 
 

@@ -1,0 +1,181 @@
+"""Anthropic's messages: requests, answers, and answers as events.
+
+https://docs.anthropic.com/en/api/messages
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from llmrl.data import Message
+from llmrl.endpoint.dialects.reading import (
+    Body,
+    arguments_of,
+    call_of,
+    checked,
+    entry_of,
+    function_of,
+    object_of,
+    overridden,
+    positive,
+    stops_of,
+    text_parts,
+)
+from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
+from llmrl.rendering.tool_calls import Json, ToolCall
+
+_RUNS = ("temperature", "top_p", "top_k")
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+
+
+def read(body: Body) -> ModelRequest:
+    """Read a request.
+
+    Raises:
+        RefusedRequest: naming what is wrong with it, or what cannot be had.
+
+    Example:
+        >>> body = {"model": "policy", "system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}]}
+        >>> [message["role"] for message in read(body).messages]
+        ['system', 'user']
+    """
+    messages: list[Message] = []
+    if system := text_parts(body.get("system"), where="system"):
+        messages.append({"role": "system", "content": system})
+    for place, message in enumerate(entry_of(body, "messages", list, default=[])):
+        messages += _messages(message, f"messages[{place}]")
+    tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
+    kinds = {tool.get("type") or "custom" for tool in tools} - {"custom"}
+    if kinds:
+        raise RefusedRequest(f"tools of type {sorted(map(str, kinds))} cannot be had: only those with an input_schema.")
+    choice = entry_of(body, "tool_choice", dict, default={})
+    return ModelRequest(
+        messages=checked(messages),
+        model=entry_of(body, "model", str, default=""),
+        tools=tuple(function_of(tool, "input_schema", where="tools[].") for tool in tools),
+        max_tokens=positive(entry_of(body, "max_tokens", int), "max_tokens"),
+        stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
+        is_streamed=entry_of(body, "stream", bool, default=False),
+        may_call=choice.get("type") != "none",
+        overridden=(
+            *overridden(body, *_RUNS),
+            *(("tool_choice",) if choice.get("type") in ("any", "tool") else ()),
+            *(("disable_parallel_tool_use",) if choice.get("disable_parallel_tool_use") else ()),
+        ),
+    )
+
+
+def _messages(message: Json, where: str) -> list[Message]:
+    """Read a message: a user's may hold results of tools beside text, and each is a message of its own."""
+    message = object_of(message, where=where)
+    role, content = entry_of(message, "role", str, where=f"{where}.", default=""), message.get("content")
+    if not isinstance(content, list):
+        return [{"role": role, "content": text_parts(content, where=f"{where}.content")}]
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    results: list[Message] = []
+    for place, block in enumerate(content):
+        here = f"{where}.content[{place}]"
+        block = object_of(block, where=here)
+        kind = block.get("type")
+        if kind == "tool_use":
+            name, call_id = (entry_of(block, key, str, where=f"{here}.", default="") for key in ("name", "id"))
+            calls.append(call_of(call_id, name, arguments_of(block.get("input") or {}, where=f"{here}.input")))
+        elif kind == "tool_result":
+            result = text_parts(block.get("content"), where=f"{here}.content")
+            call_id = entry_of(block, "tool_use_id", str, where=f"{here}.", default="")
+            results.append({"role": "tool", "tool_call_id": call_id, "content": result})
+        elif kind == "thinking":
+            thoughts.append(entry_of(block, "thinking", str, where=f"{here}.", default=""))
+        elif kind != "redacted_thinking":
+            texts.append(text_parts([block], where=f"{where}.content"))
+    if results and not texts:
+        return results
+    said: dict[str, Json] = {"role": role, "content": "".join(texts)}
+    if thoughts:
+        said["reasoning_content"] = "".join(thoughts)
+    if calls:
+        said["tool_calls"] = calls
+    return [*results, said]
+
+
+def write(reply: ModelReply) -> Json:
+    """Return the answer as JSON."""
+    [answer] = reply.answers
+    return {**_head(reply), "content": _blocks(answer), **_stop(answer), "usage": _usage(reply)}
+
+
+def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | None, Json]]:
+    """Return the answer as events, each with its name and its data."""
+    [answer] = reply.answers
+    started = {**_head(reply), "content": [], "stop_reason": None, "stop_sequence": None}
+    begun = {**_usage(reply), "output_tokens": 0}
+    yield _event("message_start", message={**started, "usage": begun})
+    for index, block in enumerate(_blocks(answer)):
+        empty, deltas = _as_deltas(block)
+        yield _event("content_block_start", index=index, content_block=empty)
+        for delta in deltas:
+            yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    yield _event("message_delta", delta=_stop(answer), usage=_usage(reply))
+    yield _event("message_stop")
+
+
+def _event(name: str, **data: Json) -> tuple[str, Json]:
+    return name, {"type": name, **data}
+
+
+def _as_deltas(block: dict[str, Json]) -> tuple[Json, list[Json]]:
+    if block["type"] == "thinking":
+        thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
+        signature = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [thinking, signature]
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+
+
+def error(refused: RefusedRequest) -> Json:
+    """Return why a request is not answered."""
+    kind = _ERRORS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+
+def _head(reply: ModelReply) -> dict[str, Json]:
+    return {"id": f"msg_{reply.reply_id}", "type": "message", "role": "assistant", "model": reply.model}
+
+
+def _blocks(answer: ModelAnswer) -> list[dict[str, Json]]:
+    blocks: list[dict[str, Json]] = []
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "unsigned"})
+    if answer.content or not answer.tool_calls:
+        blocks.append({"type": "text", "text": answer.content})
+    for call in answer.tool_calls:
+        function = call["function"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
+    return blocks
+
+
+def _stop(answer: ModelAnswer) -> dict[str, Json]:
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    reason = "stop_sequence" if answer.stop_string is not None else reasons[answer.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": answer.stop_string}
+
+
+def _usage(reply: ModelReply) -> dict[str, Json]:
+    cached = reply.num_cached_tokens
+    return {
+        "input_tokens": reply.num_prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": reply.num_completion_tokens,
+    }

@@ -1,0 +1,130 @@
+"""`command`: programs as agents."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from endpoint_agents import LoggingEngine
+from waiting import is_running, wait_until
+
+from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.data import RolloutStatus
+from llmrl.envs import AgentEnv, agent_command, command
+from llmrl.policies import LLMWrapperBase
+from llmrl.transforms import RubricReward
+
+ROWS = [{"query": "7 + 8 = {x}; $(touch no)", "answer": "15"}]
+
+ASK = """
+import json, os, sys, urllib.request
+
+def ask(*messages):
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+@pytest.fixture
+def play(renderer, tmp_path):
+    """Plays a program once."""
+
+    def play(code, *, words="{query}", limits=None, rubric=None, **options):
+        program = tmp_path / "agent.py"
+        program.write_text(ASK + textwrap.dedent(code))
+        engine = LoggingEngine(["15<|im_end|>"], encode=renderer.encode, decode=renderer.decode)
+        env = AgentEnv(command(f"{sys.executable} {program} {words}", **options), ROWS)
+        if rubric is not None:
+            env = env.append_transform(RubricReward(rubric))
+        policy = LLMWrapperBase(engine, renderer=renderer)
+        with LLMCollector(env, policy=policy, groups_per_batch=1, limits=limits) as collector:
+            return collector.play(1)[0]
+
+    return play
+
+
+def test_a_program_is_an_agent(play, tmp_path):
+    def right(row, result):
+        assert result.exit_code == 3 and (result.folder / "answer").read_text() == row["answer"]
+        assert result.folder != Path.cwd() and "asked" in result.output
+        return {"right": 1.0}
+
+    rollout = play(
+        """
+        open("answer", "w").write(ask({"role": "user", "content": sys.argv[1]}))
+        print("asked", sys.argv[1:], os.environ["MORE"], os.listdir("."), flush=True)
+        sys.exit(3)
+        """,
+        score=right,
+        env={"MORE": "{model} at {base_url}"},
+    )
+    assert (rollout.status, rollout.reward, rollout.breakdown) == (RolloutStatus.COMPLETED, 1.0, {"right": 1.0})
+    assert rollout.messages[-2]["content"] == ROWS[0]["query"] and rollout.num_turns == 1
+    assert rollout.info["exit_code"] == 3
+    assert f"['{ROWS[0]['query']}'] policy at http://127.0.0.1:" in rollout.info["output"]
+    assert rollout.info["output"].rstrip().endswith("['answer']")
+
+
+def test_a_program_is_ended_with_all_that_it_started(play, tmp_path, monkeypatch):
+    """Itself, a child in a session of its own, and both ignore SIGTERM."""
+    monkeypatch.setattr(agent_command, "_TERM_SECONDS", 0.2)
+    rollout = play(
+        """
+        import signal, subprocess, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ask({"role": "user", "content": "?"})
+        sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
+        open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
+        print("begun", flush=True)
+        time.sleep(600)
+        """,
+        words=str(tmp_path / "pids"),
+        timeout_seconds=3.0,
+        rubric=the_answer,
+    )
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2 and not any(map(is_running, pids))
+    assert (rollout.status, rollout.reason) == (RolloutStatus.TRUNCATED, "timeout")
+    assert (rollout.num_turns, rollout.reward, rollout.info["output"]) == (1, 1.0, "begun\n")
+
+
+def the_answer(completion, answer):
+    return float(completion == answer)
+
+
+def test_a_program_ends_with_its_rollout(play, tmp_path):
+    rollout = play(
+        """
+        import time
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(600)
+        """,
+        words=str(tmp_path / "pids"),
+        limits=RolloutLimits(rollout_timeout_seconds=1.5),
+    )
+    assert rollout.reason == "timeout"
+    pids = tmp_path / "pids"  # on a busy machine it had not even begun
+    wait_until(lambda: not pids.exists() or not is_running(int(pids.read_text())), 30)
+
+
+def test_a_program_that_is_not_there_is_an_error(renderer):
+    engine = LoggingEngine([[1]])
+    env = AgentEnv(command("no-such-program {query}"), ROWS)
+    with LLMCollector(env, policy=LLMWrapperBase(engine, renderer=renderer), groups_per_batch=1) as collector:
+        (rollout,) = collector.play(1)
+    assert rollout.status is RolloutStatus.ERROR and "no-such-program" in rollout.error
+
+
+def test_a_command_reads_columns_that_there_are():
+    with pytest.raises(ValueError, match=r"reads \['task'\], and the dataset has \['answer', 'query'\]"):
+        AgentEnv(command("agent {task}"), ROWS)
+    for wrong in ("", "  "):
+        with pytest.raises(ValueError, match="the command is empty"):
+            command(wrong)
+    with pytest.raises(ValueError, match="timeout_seconds must be positive"):
+        command("agent", timeout_seconds=0)
