@@ -260,7 +260,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Render each conversation with a chat template: text, or token ids.
 
         For reading, for single turns and for supervised data. Token-exact multi-turn prompts come from
-        `llmrl.rendering.Conversation`.
+        `llmrl.rendering.Conversation`. Special tokens in contents are ordinary text in the token ids, so that no
+        content forges a turn; a text does not say whose they are: do not tokenize one whose contents others wrote.
 
         Args:
             tokenizer: encodes, and has the template unless another is given.
@@ -282,8 +283,9 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             or a lazily stacked TensorDict, which is dense when padded.
 
         Raises:
-            ValueError: for a keyword that the template does not read, a length without a number, an unknown name, and
-                for a mask when the template rewrites earlier turns.
+            ValueError: for a keyword that the template does not read, a length without a number, an unknown name,
+                special tokens in contents that the tokenizer cannot split, and for a mask when the template rewrites
+                earlier turns.
         """
         if chat_template_name is not None:
             chat_template = template_named(chat_template_name)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from llmrl._utils.types import Nested, Tokenizer
 from llmrl.data.chats import map_chats
-from llmrl.data.message import Message
+from llmrl.data.content_marks import ContentMarks, with_plain_marks
+from llmrl.data.message import Message, ToolSchema
 from llmrl.data.templated_text import assistant_spans
 
 
@@ -62,18 +64,26 @@ class ChatRendering:
 
     def tokens(self, chat: Sequence[Message]) -> TensorDict:
         """Encode a conversation: `input_ids`, `attention_mask` and perhaps `assistant_masks`, `[num_tokens]` each."""
-        text = self.text(chat)
+        marks, given = ContentMarks(self.tokenizer), self.template_kwargs.get("tools")
+        mark, chat, tools = marks.mark(chat, cast(Sequence[ToolSchema] | None, given))
+        marked = replace(self, template_kwargs={**self.template_kwargs, **({} if tools is None else {"tools": tools})})
+
+        def render(messages: Sequence[Message], is_prompt: bool) -> str:
+            return with_plain_marks(marked.text(messages, add_generation_prompt=is_prompt), mark)
+
+        text, are_assistants = render(chat, self.add_generation_prompt), []
         if self.has_mask:
-            spans = assistant_spans(
-                chat, lambda messages, is_prompt: self.text(messages, add_generation_prompt=is_prompt)
-            )
-            token_ids, mask = _masked_ids(self.tokenizer, text, spans)
+            located = marks.locate(text, mark)
+            token_ids = [token_id for token_id, _ in located]
+            are_assistants = _mask(self.tokenizer, text, located, assistant_spans(chat, render))
+        elif mark:
+            token_ids = marks.encode(text, mark)
         else:
-            token_ids, mask = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), []
+            token_ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         entries = {"input_ids": torch.tensor(token_ids, dtype=torch.int64)}
         entries["attention_mask"] = torch.ones_like(entries["input_ids"])
         if self.has_mask:
-            entries["assistant_masks"] = torch.tensor(mask, dtype=torch.bool)
+            entries["assistant_masks"] = torch.tensor(are_assistants, dtype=torch.bool)
         length = self.max_length if self.truncation else None
         return TensorDict({name: entry[:length] for name, entry in entries.items()})
 
@@ -114,16 +124,17 @@ def _gathered(rows: Nested[TensorDict], *, is_dict: bool) -> Nested[torch.Tensor
     return lazy_stack(results) if is_dict else results
 
 
-def _masked_ids(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-    """Token ids of a rendering, and which of them lie in the spans, up to the last special token of each."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    token_ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+def _mask(
+    tokenizer: Tokenizer, text: str, located: Sequence[tuple[int, tuple[int, int]]], spans: Sequence[tuple[int, int]]
+) -> list[bool]:
+    """Which tokens of a rendering lie in the spans, without blanks after the last special token of each."""
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    mask = [False] * len(token_ids)
+    mask = [False] * len(located)
     for start, end in spans:
-        places = [place for place, (left, right) in enumerate(offsets) if start <= left and right <= end]
-        ends = [place for place in places if token_ids[place] in special]
-        last = ends[-1] if ends else places[-1] if places else -1
+        places = [place for place, (_, (left, right)) in enumerate(located) if start <= left and right <= end]
+        ends = [place for place in places if located[place][0] in special]
+        # What follows the end-of-turn token is the template's; not every template has one.
+        is_ended = bool(ends) and not text[located[ends[-1]][1][1] : end].strip()
         for place in places:
-            mask[place] = place <= last  # what follows the end-of-turn token was the template's
-    return token_ids, mask
+            mask[place] = not is_ended or place <= ends[-1]
+    return mask

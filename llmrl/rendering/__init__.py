@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import llmrl.rendering.call_formats  # noqa: F401  # registers the parsers
+from llmrl.data.content_marks import RenderingError
 from llmrl.rendering.backend import PackageRenderer, make_renderer
-from llmrl.rendering.base import Renderer, RenderingError
+from llmrl.rendering.base import Renderer
 from llmrl.rendering.conversation import Conversation
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
 from llmrl.rendering.rows import Reconciliation, Row, reconcile

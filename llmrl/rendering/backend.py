@@ -8,8 +8,8 @@ from typing import Any, Literal
 from llmrl._utils.imports import require
 from llmrl._utils.types import Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
-from llmrl.rendering.base import Renderer, RenderingError
-from llmrl.rendering.content import ContentMarks
+from llmrl.data.content_marks import ContentMarks, RenderingError
+from llmrl.rendering.base import Renderer
 from llmrl.rendering.results import name_results
 from llmrl.rendering.template import TemplateRenderer
 from llmrl.rendering.tool_calls import make_tool_call

@@ -10,10 +10,6 @@ from llmrl._utils.types import Tokenizer
 from llmrl.data import Message, ParsedCompletion, ToolSchema
 
 
-class RenderingError(ValueError):
-    """Messages that a chat template refuses, or a template that cannot be rendered exactly."""
-
-
 @runtime_checkable
 class Renderer(Protocol):
     """Translates between messages and token ids for one model."""

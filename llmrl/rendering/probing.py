@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from llmrl.data import Message, ToolSchema
-from llmrl.rendering.base import Ending, ProbedRenderer, RenderingError
+from llmrl.data.content_marks import RenderingError
+from llmrl.rendering.base import Ending, ProbedRenderer
 from llmrl.rendering.reasoning import CLOSING, OPENING
 from llmrl.rendering.results import TOOL_ROLES
 from llmrl.rendering.tool_calls import Arguments, ToolCallParser

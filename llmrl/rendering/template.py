@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from llmrl._utils.types import StateDict, Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
-from llmrl.rendering.base import Ending, RenderingError
-from llmrl.rendering.content import ContentMarks
+from llmrl.data.content_marks import ContentMarks, RenderingError
+from llmrl.rendering.base import Ending
 from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, USER, TemplateProbe, calling, chat_features
 from llmrl.rendering.reasoning import CLOSING, OPENING, split_reasoning
 from llmrl.rendering.results import TOOL_ROLES, carry_results, name_results

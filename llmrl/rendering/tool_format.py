@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmrl.data import ToolSchema
-from llmrl.rendering.base import ProbedRenderer, RenderingError
+from llmrl.data.content_marks import RenderingError
+from llmrl.rendering.base import ProbedRenderer
 from llmrl.rendering.probing import ANSWER, TemplateProbe
 from llmrl.rendering.tool_calls import (
     TOOL_CALL_PARSERS,

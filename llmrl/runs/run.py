@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shutil
 import signal
@@ -85,6 +86,7 @@ class Run:
         from transformers.utils.logging import disable_progress_bar
 
         self.cfg, self.console = cfg, console or Console()
+        self._warn = functools.partial(self.console.print, style="bold red", highlight=False, markup=False)
         for name, (old, new) in (resumed_config(cfg)[1] if cfg.resume else {}).items():
             self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
         self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=cfg.run.trackers)
@@ -174,14 +176,14 @@ class Run:
         self._num_steps, first_step = num_steps, self._step
         collected: Collected | None = None
         with LiveView(num_steps, first_step=first_step, console=self.console) as self._view:
-            while (saved := self.folder.load_batch(self._step + 1)) is not None:
+            for saved in self.folder.saved_batches(self._step + 1, self._warn):
                 self._view.doing("train again on what was saved")
                 collected = cast(Collected, saved)
                 restore(self._collector, collected)
                 yield self._begin(collected, is_replay=True)
                 self._end()
-            if (saved := self.folder.load_set_aside(self._step + 1)) is not None:
-                collected = cast(Collected, saved)
+            if (aside := self.folder.load_set_aside(self._step + 1)) is not None:
+                collected = cast(Collected, aside)
                 restore(self._collector, collected)  # what follows it is drawn
             if self.cfg.resume:
                 self.console.print(f"resumed after step {self._step}, {self._step - first_step} of them replayed")
@@ -385,7 +387,7 @@ class Run:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._exit.close()
         if self._is_replay and self._collected is not None and (said := self.folder.fail_replay(self._step, error)):
-            self.console.print(said, style="bold red", highlight=False, markup=False)
+            self._warn(said)
         self.folder.close()
         if self.cfg.dry_run:
             self._writes.wait()

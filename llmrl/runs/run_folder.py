@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, ParamSpec
@@ -29,6 +31,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Parameters = ParamSpec("Parameters")
+
+
+def memory_kills() -> tuple[str, int]:
+    """Name this start of the machine, and count the processes that the kernel has ended in it for want of memory."""
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), int(counters["oom_kill"])
+    except (OSError, KeyError):
+        return "", 0
 
 
 def holds_run(path: Path) -> bool:
@@ -179,6 +190,29 @@ class RunFolder:
         mend = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
         return load_state(path, mend=mend) if path.exists() else None
 
+    def saved_batches(self, first: int, say: Callable[[str], object]) -> Iterator[StateDict]:
+        """Yield what was saved from a step on, to be trained on again, and note of which step that is being done.
+
+        Where the last such training of a step ended with this process because the kernel was short of memory, it counts
+        as a failure of its batch, see `fail_replay`; `say` is told.
+        """
+        mark, (boot, num_kills) = self.batches_path / "replaying.json", memory_kills()
+        if mark.exists():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # half of one
+                was = json.loads(mark.read_text())
+                if was["boot"] == boot and was["num_kills"] < num_kills and self._batch_path(was["step"]).exists():
+                    say(self._count_failure(was["step"], "The kernel ended the process for want of memory.\n"))
+            mark.unlink()
+        for step in itertools.count(first):
+            if (saved := self.load_batch(step)) is None:
+                return
+            boot, num_kills = memory_kills()
+            mark.write_text(json.dumps({"step": step, "boot": boot, "num_kills": num_kills}))
+            try:
+                yield saved
+            finally:
+                mark.unlink()
+
     def _batch_path(self, step: int) -> Path:
         return self.batches_path / f"{step:06d}.safetensors"
 
@@ -189,10 +223,13 @@ class RunFolder:
         """
         if not isinstance(error, Exception) or isinstance(error, OSError | EngineError):
             return ""
+        return self._count_failure(step, "".join(format_exception(error)))
+
+    def _count_failure(self, step: int, what: str) -> str:
         batch, note = self._batch_path(step), self.batches_path / f"{step:06d}.failed"
         is_first = not note.exists()
         with note.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(format_exception(error))
+            file.write(what)
         if is_first:
             return (
                 f"the saved batch of step {step} failed again. If it does once more, it is set aside: mend what it "

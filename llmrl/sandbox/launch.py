@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import Literal
 
 import llmrl
 from llmrl.sandbox import kernel
+from llmrl.sandbox.control_groups import MemoryGroups
 from llmrl.sandbox.zygote import Settings, is_python_hidden
 
 Isolation = Literal["auto", "namespaces", "bubblewrap", "process"]
@@ -31,8 +33,8 @@ _SETTINGS = (
 _CODE = (
     "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import Settings, main; sys.path.pop(0); main()"
 )
-# As `kernel.be_killed_first`, before a program that cannot.
-_BE_KILLED_FIRST = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$0" "$@"'
+# As `kernel.be_killed_first` and `zygote._start`, before a program that cannot.
+_PREPARE = 'echo 0 >"$0"; echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -60,7 +62,8 @@ class PythonLimits:
     """
 
     memory_bytes: int = 1 << 30
-    """Address space of one process."""
+    """Address space of one process; where control groups are delegated to this program, with `folder_bytes` the memory
+    of an interpreter and all that it starts, too."""
     cpu_seconds: float = 30.0
     """Processor time of one call, in the interpreter's own process."""
     num_processes: int = 32
@@ -118,6 +121,9 @@ class Launcher:
             "is_python_hidden": is_python_hidden(prefixes),
             "limits": asdict(limits),
         }
+        self._groups: MemoryGroups | None = None
+        with contextlib.suppress(OSError):
+            self._groups = MemoryGroups(limits.memory_bytes + limits.folder_bytes)
         self._num_started = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control: socket.socket | None = None
@@ -139,15 +145,16 @@ class Launcher:
 
     def describe(self) -> str:
         """Return what holds at this level, in a sentence."""
+        bound = "" if self._groups is None else ", a bound on memory in all"
         if self.level != "process":
-            return f"{self.level}: no network, no files but Python's and the system's (read-only), own processes"
+            return f"{self.level}: no network, no files but Python's and the system's (read-only), own processes{bound}"
         user = "the user that runs this program" if os.getuid() else "its own user"
         confined = {
             "files": "writes only in its folder, reads only Python and the system",
             "signals": "no signals to others",
         }
         parts = [f"{name} NOT confined" if name in self.gaps else said for name, said in confined.items()]
-        return f"process: resource limits, no sockets, {user}, {', '.join(parts)}"
+        return f"process: resource limits, no sockets, {user}, {', '.join(parts)}{bound}"
 
     @property
     def gaps(self) -> list[str]:
@@ -178,7 +185,8 @@ class Launcher:
         for _ in range(2):
             try:
                 assert self._control is not None
-                socket.send_fds(self._control, [b"start"], [theirs.fileno()])
+                with Path(os.devnull if self._groups is None else self._groups.add()).open("wb") as joins:
+                    socket.send_fds(self._control, [b"start"], [theirs.fileno(), joins.fileno()])
                 return
             except OSError:
                 self._start_zygote()  # it was killed, by whoever looks for memory
@@ -225,7 +233,8 @@ class Launcher:
             command += ["--symlink", kernel.BOX, "/tmp"]
         for path in ("/", "/dev", "/proc"):  # in `/dev` there is a folder for files in memory
             command += ["--remount-ro", path]
-        command = ["/bin/sh", "-c", _BE_KILLED_FIRST, *command]
+        group = "/dev/null" if self._groups is None else str(self._groups.add())
+        command = ["/bin/sh", "-c", _PREPARE, group, *command]
         index = os.getpid() * 100 + self._num_started % 100
         self._spawn([*command, sys.executable], theirs, {**self._settings, "index": index})
 
@@ -255,4 +264,6 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._groups is not None:
+            self._groups.close()
         self._finalizer()

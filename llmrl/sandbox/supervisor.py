@@ -242,6 +242,7 @@ class Supervisor:
                     os.kill(process, signal.SIGKILL)
             num_ended = max(num_ended, len(left))
             self._reap()
+            time.sleep(0.001)  # what has much memory takes a while to end, and would be counted by the next call again
         return num_ended
 
     def _reap(self) -> None:

@@ -57,13 +57,16 @@ def main() -> None:
     control.send(b"{}")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
     while True:
-        message, sockets, _, _ = socket.recv_fds(control, 64, 1)
+        message, received, _, _ = socket.recv_fds(control, 64, 2)
         if not message:
             return
         if not os.fork():
             control.close()
-            _start(settings, socket.socket(fileno=sockets[0]), is_root=is_root)
-        os.close(sockets[0])
+            os.write(received[1], b"0")  # a control group is joined so
+            os.close(received[1])
+            _start(settings, socket.socket(fileno=received[0]), is_root=is_root)
+        for descriptor in received:
+            os.close(descriptor)
 
 
 def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from llmrl.data import History, Rollout, RolloutStatus, Tokens
 from llmrl.envs.sampler import PromptSampler
 from llmrl.rendering import TemplateRenderer
+from llmrl.runs import run_folder
 from llmrl.runs.evaluation import BestEvaluation
 from llmrl.runs.folder_lock import FolderInUseError
 from llmrl.runs.live_view import LiveView
@@ -143,6 +144,42 @@ def test_a_batch_that_fails_twice_when_it_is_replayed_is_set_aside_and_the_run_g
     played = [line["rollout_id"] for line in lines_of(path) if line["split"] == "train"]
     assert len(set(played)) == len(played) == 5 * 6 and not set(failing) & set(played)
     assert [row["step"] for row in RunFolder(path, read_only=True).read_metrics()] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("is_short", [True, False], ids=["of memory", "of nothing"])
+def test_a_batch_whose_replay_the_kernel_ends_for_want_of_memory_is_set_aside(
+    renderer, tmp_path, monkeypatch, is_short
+):
+    path, num_kills = tmp_path / "run", tmp_path / "kills"
+    num_kills.write_text("0")
+    monkeypatch.setattr(run_folder, "memory_kills", lambda: ("this start", int(num_kills.read_text())))
+
+    def fail(step, batch):
+        if step == 3 and not (path / "set-aside").exists():
+            if is_short:
+                num_kills.write_text(str(int(num_kills.read_text()) + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def forked(**arguments):
+        if (pid := os.fork()) == 0:
+            try:
+                train(path, renderer, **arguments)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+    for num_started in range(4 if not is_short else 3):  # as it is collected, and as it is replayed
+        assert not (path / "set-aside").exists()
+        forked(resume=num_started > 0, on_step=fail)
+    if is_short:
+        train(path, renderer, resume=True, on_step=fail)
+        (kept,) = (path / "set-aside").glob("*.safetensors")
+        assert kept.with_suffix(".failed").read_text() == "The kernel ended the process for want of memory.\n" * 2
+    else:
+        train(path, renderer, resume=True)
+        assert not (path / "set-aside").exists() and not list(path.glob("batches/*.failed"))
+    assert [row["step"] for row in RunFolder(path, read_only=True).read_metrics()] == [0, 1, 2, 3, 4, 5]
+    assert not (path / "batches/replaying.json").exists()
 
 
 def test_what_fails_beside_the_batch_sets_none_aside(renderer, tmp_path):

@@ -13,7 +13,7 @@ from rendering_families import FAMILIES, PECULIAR_FAMILIES, family_renderer, fam
 from test_rendering_families import SENTENCEPIECE_TEMPLATES, sentencepiece_tokenizer
 
 from llmrl import LLMCollector
-from llmrl.data import RolloutStatus
+from llmrl.data import History, RolloutStatus
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.rendering import Conversation, RenderingError, TemplateRenderer
@@ -100,6 +100,45 @@ def test_special_tokens_in_contents_are_ordinary_text_in_whole_renderings_and_de
             lead = "\nx" if "\nx" in plain_text else "x"
             written = {lead[:-1] + text for text in (said, json.dumps(said, ensure_ascii=False)[1:-1])}
             assert renderer.decode(delta) in {plain_text.replace(lead, text, 1) for text in written}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_special_tokens_in_supervised_data_are_ordinary_text_in_ids_and_masks(model_path, family):
+    tokenizer, random_source = family_tokenizer(model_path, family), random.Random(family)
+    tokens, num_masks = special_tokens(tokenizer), 0
+    plain = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+    for _ in range(6):
+        hostile = [{**message, "content": hostile_text(random_source, tokens)} for message in plain]
+        tools = [tool_described(hostile_text(random_source, tokens))]
+        arguments = {"add_generation_prompt": False, "tools": tools}
+        try:
+            text = History.from_chats(hostile).apply_chat_template(tokenizer, **arguments)
+        except ValueError as error:  # of a template without tools
+            assert "tools" in str(error)
+            del arguments["tools"]
+            text = History.from_chats(hostile).apply_chat_template(tokenizer, **arguments)
+        ids = History.from_chats(hostile).apply_chat_template(tokenizer, tokenize=True, **arguments)[0].tolist()
+        if "tools" in arguments:
+            arguments["tools"] = [TOOL]
+        plain_text = History.from_chats(plain).apply_chat_template(tokenizer, **arguments)
+        expected = tokenizer(plain_text, add_special_tokens=False)["input_ids"]
+        assert count_special(tokenizer, ids) == count_special(tokenizer, expected)
+        assert tokenizer.decode(ids) == tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            rows = History.from_chats([hostile, plain]).apply_chat_template(
+                tokenizer, return_assistant_tokens_mask=True, padding=True, add_generation_prompt=False
+            )
+        except ValueError as error:
+            assert "differently" in str(error)
+            continue
+        num_masks += 1
+        trained, trained_of_plain = (row["input_ids"][row["assistant_masks"]].tolist() for row in rows)
+        assert count_special(tokenizer, trained) == count_special(tokenizer, trained_of_plain)
+        for message in (hostile[1], hostile[3]):
+            assert message["content"] in tokenizer.decode(trained)
+        for message in (hostile[0], hostile[2]):
+            assert message["content"] not in tokenizer.decode(trained)
+    assert num_masks or family not in ("chatml", "llama3")
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

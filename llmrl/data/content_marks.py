@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 from llmrl._utils.types import Tokenizer
-from llmrl.data import Message, ToolSchema
-from llmrl.rendering.base import RenderingError
+from llmrl.data.message import Message, ToolSchema
 
 Value = TypeVar("Value")
 
 # Of private use: no text means anything by them.
 _CANDIDATES = [chr(code) for code in range(0xE000, 0xE100)]
+
+
+class RenderingError(ValueError):
+    """Messages that a chat template refuses, or a template that cannot be rendered exactly."""
 
 
 class ContentMarks:
@@ -116,18 +119,25 @@ class ContentMarks:
         Raises:
             RenderingError: where the tokenizer does not tell what became of the marks.
         """
-        text = text.replace(json.dumps(mark)[1:-1], mark)  # templates may write arguments as JSON
-        if not self._tokenizer.is_fast:
+        return [token_id for token_id, _ in self.locate(with_plain_marks(text, mark), mark)]
+
+    def locate(self, text: str, mark: str) -> list[tuple[int, tuple[int, int]]]:
+        """Return each token of `encode` with where it stands: of a text whose marks are plain, see `with_plain_marks`.
+
+        Raises:
+            RenderingError: where the tokenizer does not tell what became of the marks.
+        """
+        if mark and not self._tokenizer.is_fast:
             raise _refusal("the tokenizer is a slow one, which does not say where its tokens stand")
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        token_ids = []
+        located = []
         for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             covered = text[start:end]
-            if covered.strip(mark) or not covered:
-                if mark in covered:
+            if not mark or not covered or covered.strip(mark):
+                if mark and mark in covered:
                     raise _refusal("the tokenizer makes one token of it and its surroundings")
-                token_ids.append(token_id)
-        return token_ids
+                located.append((token_id, (start, end)))
+        return located
 
     def refuse(self, *values: object) -> None:
         """Refuse messages or tools with special tokens, where their rendering cannot be marked.
@@ -137,6 +147,11 @@ class ContentMarks:
         """
         if (token := self.first_in(*values)) is not None:
             raise _refusal(f"{token!r} would be read as one. TemplateRenderer splits it, for policies of histories")
+
+
+def with_plain_marks(text: str, mark: str) -> str:
+    """Return a rendering with its marks as they are where its template wrote them as JSON, as of arguments."""
+    return text.replace(json.dumps(mark)[1:-1], mark) if mark else text
 
 
 def _refusal(reason: str) -> RenderingError:
