@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmrl.sandbox import launch
+from llmrl.sandbox.control_groups import delegated_group
 from llmrl.sandbox.launch import LEVELS, IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService
 
@@ -110,14 +111,31 @@ class OtherUsersService:
             user=_USER_ID, group=_USER_ID, extra_groups=[], cwd=folder,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self._answers = {}
+        self._group = self._delegate()
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self._answers, self._reader = {}, threading.Thread(target=self._read, daemon=True)
         self._numbers, self._lock = itertools.count(), threading.Lock()
         if error := json.loads(self._process.stdout.readline()):
-            self._process.communicate()
+            self.close()
             raise IsolationError(error)
-        self.pid = self._process.pid
-        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def _delegate(self):
+        """Where this program may divide its control group, give the other one a group of its own, as a manager does."""
+        try:
+            own, version = delegated_group()
+            group = own / f"llmrl-test-{self._process.pid}"
+            group.mkdir()
+        except OSError:
+            return None
+        if version == 2:
+            os.setxattr(group, "trusted.delegate", b"1")
+            os.setxattr(group, "user.delegate", b"1")
+        (group / "cgroup.procs").write_text(str(self._process.pid))
+        for path in (group, *group.glob("cgroup.*")):
+            os.chown(path, _USER_ID, _USER_ID)
+        return group
 
     def _read(self):
         for line in self._process.stdout:
@@ -139,14 +157,22 @@ class OtherUsersService:
         self._ask("release", [session])
 
     @property
+    def description(self):
+        return self._ask("description", None)
+
+    @property
     def num_sessions(self):
         return self._ask("num_sessions", None)
 
     def close(self):
         self._process.stdin.close()
         self._process.wait(60)
-        self._reader.join()
+        if self._reader.is_alive():
+            self._reader.join()
         self._process.stdout.close()
+        if self._group is not None:
+            for group in (*self._group.glob("llmrl-*"), self._group):
+                group.rmdir()
 
 
 def serve(level, limits):
@@ -158,6 +184,7 @@ def serve(level, limits):
         with lock:
             print(json.dumps(value), flush=True)
 
+    sys.stdin.readline()  # it is in its control group
     try:
         limits = PythonLimits(**json.loads(limits))
         service = PythonExecutorService(timeout=TIMEOUT_S, isolation=level, limits=limits, num_ready=2)
