@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmrl.collectors import GroupRules, LLMCollector, RayLLMCollector, RolloutLimits
     from llmrl.data import History, RolloutStatus
     from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig, ServerEngine, TransformersEngine
-    from llmrl.envs import ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+    from llmrl.envs import AgentEnv, ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
     from llmrl.objectives import GRPOLoss, MCAdvantage
     from llmrl.policies import vLLMWrapper
     from llmrl.rewards import RewardFn, Rubric
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it. The imports above are for type checkers and editors only;
 # `test/test_structure.py` checks that both list the same.
 _EXPORTS = {
+    "AgentEnv": "llmrl.envs",
     "AsyncVLLM": "llmrl.engines",
     "ChatEnv": "llmrl.envs",
     "DatasetChatEnv": "llmrl.envs",
@@ -61,6 +62,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "AgentEnv",
     "AsyncVLLM",
     "ChatEnv",
     "DatasetChatEnv",

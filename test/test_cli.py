@@ -190,7 +190,7 @@ def test_a_base_model_is_answered_with_the_option_and_lengths_are_the_models(tin
 
 def test_help_names_every_command_and_environment():
     text = runner.invoke(app, ["--help"]).output
-    assert all(command in text for command in ("doctor", "view", "eval", "chat", "demo"))
+    assert all(command in text for command in ("doctor", "view", "eval", "chat", "serve", "demo"))
     text = runner.invoke(app, ["eval", "--list"]).output
     assert all(name in text for name in task_environments())
     assert runner.invoke(app, ["--version"]).output.startswith("llmrl ")

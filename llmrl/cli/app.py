@@ -209,6 +209,47 @@ def chat(
         engine.shutdown()
 
 
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder, hub name, folder of a run, or `embedded`.")] = "embedded",
+    name: Annotated[str | None, typer.Option(help="By which clients ask; MODEL's last part by default.")] = None,
+    host: Annotated[str, typer.Option(help="Address; another than this machine's wants a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="LLMRL_API_KEY", help="Key that clients must have.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines that share the requests.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Where a client says nothing.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 1024,
+    max_model_len: Annotated[int, typer.Option(min=16, help="Maximum tokens of prompt and answer together.")] = 4096,
+    chat_template: Annotated[Path | None, typer.Option(help=_TEMPLATE_HELP, exists=True, dir_okay=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Keep the conversations in this folder, for `view`.")] = None,
+) -> None:
+    """Serve a model as OpenAI and Anthropic do: chat completions, responses, messages; `/metrics` counts."""
+    from llmrl.cli import serve as command
+    from llmrl.cli.models import make_chat_renderer, model_path
+    from llmrl.engines import AsyncVLLM, EngineError
+    from llmrl.policies import vLLMWrapper
+
+    try:
+        named = name or Path(model).name
+        settings = command.ServeSettings(name=named, host=host, port=port, api_key=api_key, out=out)
+        path = model_path(model)
+        length, renderer = _clamped(path, max_model_len), make_chat_renderer(path, chat_template)
+    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
+        raise _fail(error) from None
+    try:
+        console.print(f"vLLM starts with {path}", highlight=False, soft_wrap=True)
+        engine = AsyncVLLM.from_pretrained(path, max_model_len=length, num_replicas=replicas if replicas > 1 else None)
+    except (EngineError, ImportError) as error:
+        raise _fail(error, exit_code=1) from None
+    try:
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        command.run(settings, vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling), console)
+    except OSError as error:
+        raise _fail(error, exit_code=1) from None
+    finally:
+        engine.shutdown()
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
     """Post-train the embedded model on one-digit sums. Further arguments go to the script, for example `seed=1`."""

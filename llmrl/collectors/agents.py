@@ -25,6 +25,9 @@ class KeyedSessions:
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
 
+    def __len__(self) -> int:
+        return len(self._open)
+
     def add(self, session: Session) -> str:
         """Return the key of a session that is open from now on."""
         key = f"llmrl-{secrets.token_urlsafe(24)}"
@@ -35,7 +38,7 @@ class KeyedSessions:
         """Know a key no more."""
         del self._open[key]
 
-    def find(self, api_key: str | None, session_id: str | None, request: ModelRequest | None) -> Session:
+    def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
         """Return the session of a key, wherever a client put it.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,8 +47,10 @@ class ModelRequest:
     """Of the reply that these messages go on from, where a client sends only what is new."""
     num_instructions: int = 0
     """Messages at the beginning that hold for this request alone, where it goes on from an earlier one."""
+    sampling: Mapping[str, Json] = field(default_factory=dict)
+    """Entries of a `SamplingConfig` that it asks for; of a run that trains they are the run's to say."""
     overridden: tuple[str, ...] = ()
-    """What was asked for and is the run's to say: temperature and the like."""
+    """What was asked for and cannot be had, by name: the answer is sampled without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,11 @@ _NO_RETRY = {"x-should-retry": "false"}
 class Sessions(Protocol):
     """Whose requests are answered."""
 
-    def find(self, api_key: str | None, session_id: str | None, request: ModelRequest | None) -> Session:
+    def __len__(self) -> int:
+        """How many are open."""
+        ...
+
+    def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
         """Return the session of a request; `session_id` is that of its path or of `X-Session-ID`.
 
         Raises:
@@ -71,8 +75,8 @@ class EndpointServer:
     def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:
         self.web = require("aiohttp.web", extra="server")
         self.sessions, self.model_name = sessions, model_name
-        self.counts: Counter[tuple[str, int]] = Counter()
-        """Requests by path and status."""
+        self.counts: Counter[str] = Counter()
+        """What was served, by names and labels of Prometheus."""
         self._runner: web.AppRunner | None = None
         self.url = ""
         """Where it listens, without a path; empty until it does."""
@@ -92,6 +96,7 @@ class EndpointServer:
             ("POST", "/messages", ANTHROPIC, self._answer),
             ("POST", "/messages/count_tokens", ANTHROPIC, self._count),
             ("GET", "/models", CHAT, self._models),
+            ("GET", "/metrics", CHAT, self._metrics),
         )
         for method, path, dialect, answer in routes:
             handler = self._handler(path, dialect, answer)
@@ -124,7 +129,7 @@ class EndpointServer:
                     status=refused.status,
                     headers=_NO_RETRY if refused.is_final else None,
                 )
-            self.counts[path, response.status] += 1
+            self.counts[f'llmrl_requests_total{{path="{path}",status="{response.status}"}}'] += 1
             return response
 
         return handle
@@ -152,6 +157,8 @@ class EndpointServer:
                     raise
                 await _send(response, [(dialect.error_event, dialect.error(refused))])
                 return response
+            self.counts['llmrl_tokens_total{kind="prompt"}'] += reply.num_prompt_tokens
+            self.counts['llmrl_tokens_total{kind="completion"}'] += reply.num_completion_tokens
             if not asked.is_streamed:
                 return self.web.json_response(dialect.write(reply))
             response = response or await self._open_stream(request)
@@ -200,7 +207,7 @@ class EndpointServer:
                 code="model_not_found",
             )
 
-    def _session(self, request: web.Request, asked: ModelRequest | None) -> Session:
+    def _session(self, request: web.Request, asked: ModelRequest) -> Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         api_key = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
         session_id = request.match_info.get("session") or request.headers.get("X-Session-ID")
@@ -214,6 +221,10 @@ class EndpointServer:
         models = [{"id": name, "display_name": name, **openais, **anthropics} for name in names]
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return self.web.json_response({"object": "list", "data": models, **page})
+
+    async def _metrics(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        lines = [f"llmrl_sessions {len(self.sessions)}", *(f"{name} {count}" for name, count in self.counts.items())]
+        return self.web.Response(text="\n".join(sorted(lines)) + "\n", content_type="text/plain")
 
     async def _nowhere(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         raise RefusedRequest(f"there is no {request.method} {request.path} here.", status=404, code="not_found")

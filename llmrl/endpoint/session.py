@@ -15,7 +15,7 @@ from llmrl.endpoint.requests import FinishReason, ModelAnswer, ModelReply, Model
 from llmrl.endpoint.tree import ChainKey, RecordedTurn, TurnTree
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.rendering import Conversation, RenderingError
-from llmrl.rendering.tool_calls import ToolCall
+from llmrl.rendering.tool_calls import Json, ToolCall
 
 Complete = Callable[[list[int], SamplingConfig], Awaitable[Completion]]
 """Samples one completion of a prompt's ids, `[num_prompt_tokens]`."""
@@ -85,13 +85,21 @@ class Session:
         complete: samples.
         sampling: the run's: what a client asks beyond stop strings and shorter answers is overridden, and counted.
         limits: what it may ask.
+        does_client_sample: whether temperature and the like are the client's to say: where nothing is trained.
     """
 
     def __init__(
-        self, session_id: str, tree: TurnTree, complete: Complete, sampling: SamplingConfig, limits: SessionLimits
+        self,
+        session_id: str,
+        tree: TurnTree,
+        complete: Complete,
+        sampling: SamplingConfig,
+        limits: SessionLimits,
+        *,
+        does_client_sample: bool = False,
     ) -> None:
         self.session_id, self.tree, self.limits = session_id, tree, limits
-        self._complete, self._sampling = complete, sampling
+        self._complete, self._sampling, self._does_client_sample = complete, sampling, does_client_sample
         self.reason: str = StopReason.NONE
         """The budget that ended it, see `StopReason`; empty while none has."""
         self.last_refusal: str = StopReason.NONE
@@ -135,6 +143,8 @@ class Session:
         prompted, prompt_key = self._prompt(request)
         sampling = self._sampling_of(request)
         self.overridden.update(request.overridden)
+        if not self._does_client_sample:
+            self.overridden.update(request.sampling.keys())
         if self._is_aside(request):
             self.counts["num_aside"] += 1
         else:
@@ -153,6 +163,11 @@ class Session:
         """
         self.check_open()
         return self._render(request)[0].num_tokens
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return any(one.num_clients for same in self._exchanges.values() for one in same)
 
     def check_open(self) -> None:
         """Refuse what comes after the session's end.
@@ -215,12 +230,15 @@ class Session:
         budgets = [self._sampling.max_new_tokens, request.max_tokens]
         if self.limits.max_completion_tokens is not None:
             budgets.append(self.limits.max_completion_tokens - self.num_completion_tokens)
-        budget = min(budget for budget in budgets if budget is not None)
-        if not request.stop and budget == self._sampling.max_new_tokens:
-            return self._sampling
-        return self._sampling.with_changes(
-            max_new_tokens=budget, stop=tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
-        )
+        changes: dict[str, Json] = dict(request.sampling) if self._does_client_sample else {}
+        if (budget := min(budget for budget in budgets if budget is not None)) != self._sampling.max_new_tokens:
+            changes["max_new_tokens"] = budget
+        if request.stop:
+            changes["stop"] = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
+        try:
+            return self._sampling.with_changes(**changes) if changes else self._sampling
+        except ValueError as error:
+            raise RefusedRequest(str(error)) from error
 
     async def _sample(
         self, request: ModelRequest, prompted: Conversation, prompt_key: ChainKey, sampling: SamplingConfig

@@ -67,7 +67,7 @@ class TurnTree:
             RenderingError: when the template refuses the messages.
         """
         messages = [self._own(message) for message in messages]
-        keys = _chain_keys(messages, tools)
+        keys = chain_keys(messages, tools)
         last = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
         turn = self._by_chain.get(keys[last + 1]) if last >= 0 else None
         if turn is not None:  # what was recorded, then only what is new
@@ -131,10 +131,15 @@ class TurnTree:
     # As a conversation
 
     @property
-    def leaves(self) -> list[TurnNode]:
+    def leaf_turns(self) -> list[RecordedTurn]:
         """The turns that none goes on from, in the order of their answers."""
         parents = {id(turn.node.parent) for turn in self.turns}
-        return [turn.node for turn in self.turns if id(turn.node) not in parents]
+        return [turn for turn in self.turns if id(turn.node) not in parents]
+
+    @property
+    def leaves(self) -> list[TurnNode]:
+        """Their tokens, with those of their parents."""
+        return [turn.node for turn in self.leaf_turns]
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -155,7 +160,7 @@ class TurnTree:
         return count_turns(self.leaves)
 
 
-def _chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
+def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
     """Return the key of no message, and of each with all before it: `[num_messages + 1]`."""
     keys = [hash(_sorted_json(tools) if tools else "")]
     for message in messages:

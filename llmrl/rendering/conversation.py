@@ -279,6 +279,11 @@ class Conversation:
         return 0 if self.node is None else sum(1 for _ in self.node.ancestors())
 
     @property
+    def num_completion_tokens(self) -> int:
+        """Sampled tokens of all turns."""
+        return 0 if self.node is None else sum(turn.num_completion_tokens for turn in self.node.ancestors())
+
+    @property
     def turns(self) -> tuple[TurnNode, ...]:
         """Every request and its answer, in order; each knows its context and its completion."""
         return () if self.node is None else tuple(self.node.path())

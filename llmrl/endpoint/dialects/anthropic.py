@@ -17,15 +17,14 @@ from llmrl.endpoint.dialects.reading import (
     entry_of,
     function_of,
     object_of,
-    overridden,
     positive,
+    sampling_of,
     stops_of,
     text_parts,
 )
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
 
-_RUNS = ("temperature", "top_p", "top_k")
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -64,8 +63,8 @@ def read(body: Body) -> ModelRequest:
         stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
         is_streamed=entry_of(body, "stream", bool, default=False),
         may_call=choice.get("type") != "none",
+        sampling=sampling_of(body),
         overridden=(
-            *overridden(body, *_RUNS),
             *(("tool_choice",) if choice.get("type") in ("any", "tool") else ()),
             *(("disable_parallel_tool_use",) if choice.get("disable_parallel_tool_use") else ()),
         ),

@@ -19,15 +19,15 @@ from llmrl.endpoint.dialects.reading import (
     object_of,
     overridden,
     positive,
+    sampling_of,
     stops_of,
     text_parts,
 )
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
 
-_RUNS = (
-    "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "top_logprobs",
-    "reasoning_effort", "verbosity", "top_k", "min_p", "repetition_penalty",
+_WITHOUT = (
+    "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs", "reasoning_effort", "verbosity",
 )  # fmt: skip
 _ROLES = {"developer": "system", "function": "tool"}
 _MAX_ANSWERS = 128
@@ -73,7 +73,8 @@ def read(body: Body) -> ModelRequest:
         may_call=choice != "none",
         are_log_probs_wanted=entry_of(body, "logprobs", bool, default=False),
         is_usage_streamed=bool(stream_options.get("include_usage")),
-        overridden=(*overridden(body, *_RUNS), *forced, *single),
+        sampling=sampling_of(body),
+        overridden=(*overridden(body, *_WITHOUT), *forced, *single),
     )
 
 

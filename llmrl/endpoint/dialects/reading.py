@@ -177,6 +177,23 @@ def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
     return found
 
 
+_SAMPLING = {
+    "temperature": float, "top_p": float, "min_p": float, "repetition_penalty": float, "top_k": int, "seed": int,
+}  # fmt: skip
+
+
+def sampling_of(body: Body) -> dict[str, Json]:
+    """Return what a request says of sampling, as a `SamplingConfig` has it.
+
+    Raises:
+        RefusedRequest: for what is no number.
+    """
+    asked = {name: entry_of(body, name, kind) for name, kind in _SAMPLING.items()}
+    if asked["top_k"] is not None:
+        asked["top_k"] = max(0, asked["top_k"])  # vLLM's -1 keeps all
+    return {name: value for name, value in asked.items() if value is not None}
+
+
 def overridden(body: Body, *names: str) -> tuple[str, ...]:
-    """Return which of these entries a request has: they are the run's to say."""
+    """Return which of these entries a request has: they cannot be had."""
     return tuple(name for name in names if body.get(name) is not None)

@@ -20,12 +20,13 @@ from llmrl.endpoint.dialects.reading import (
     object_of,
     overridden,
     positive,
+    sampling_of,
     text_parts,
 )
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json
 
-_RUNS = ("temperature", "top_p", "reasoning", "top_logprobs")
+_WITHOUT = ("reasoning", "top_logprobs")
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _ID = "resp_"
 
@@ -62,8 +63,9 @@ def read(body: Body) -> ModelRequest:
         may_call=choice != "none",
         previous_id=None if previous is None else previous.removeprefix(_ID),
         num_instructions=len(opening),
+        sampling=sampling_of(body),
         overridden=(
-            *overridden(body, *_RUNS),
+            *overridden(body, *_WITHOUT),
             *(("tool_choice",) if choice not in (None, "auto", "none") else ()),
             *(("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()),
         ),

@@ -1,0 +1,179 @@
+"""Milliseconds that a request at the endpoint costs beside `engine.generate`, 64 in flight; collection through it.
+
+The engine is scripted. The requests come over HTTP from a process of their own, with a bare client, so that what is
+measured is the endpoint: reading, rendering, recording, writing. Collection is that of one-turn conversations, of an
+engine that takes 0.2 s an answer, with the clients in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+NUM_IN_FLIGHT = 64
+NUM_REQUESTS = 2048
+NUM_SESSIONS = 1024
+NUM_REPEATS = 3
+NUM_CONVERSATIONS = 256
+LATENCY_S = 2.0
+GOAL_MS = 1.0
+GOAL_SHARE = 0.95
+ANSWER = "1 2 3 4<|im_end|>"
+
+# Reads URLs and keys, asks in turn, and prints the seconds between the first request and the last answer.
+_CLIENT = """
+import asyncio, json, sys, time, aiohttp
+
+async def main():
+    url, keys, num_requests, num_in_flight = json.load(sys.stdin)
+    numbers = iter(range(num_requests))
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        async def ask():
+            for number in numbers:
+                body = {"model": "policy", "messages": [{"role": "user", "content": f"{number} + 1 ="}]}
+                headers = {"Authorization": "Bearer " + keys[number % len(keys)]}
+                async with client.post(url, json=body, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+                    await response.read()
+        await asyncio.gather(*(ask() for _ in range(8)))
+        started = time.perf_counter()
+        numbers = iter(range(num_requests))
+        await asyncio.gather(*(ask() for _ in range(num_in_flight)))
+        print(time.perf_counter() - started)
+
+asyncio.run(main())
+"""
+
+
+def _engine(renderer: Any, latency_s: float = 0.0) -> Any:
+    from llmrl.testing import ScriptedEngine
+
+    return ScriptedEngine([renderer.encode(ANSWER)], latency_s=latency_s, record_requests=False)
+
+
+def direct_ms(renderer: Any) -> float:
+    """Milliseconds a request of the engine alone, its prompt rendered."""
+    from llmrl.engines import SamplingConfig
+
+    async def main() -> float:
+        engine, sampling, numbers = _engine(renderer), SamplingConfig(), iter(range(NUM_REQUESTS))
+
+        async def ask() -> None:
+            for number in numbers:
+                messages = [{"role": "user", "content": f"{number} + 1 ="}]
+                await engine.generate(renderer.render(messages, add_generation_prompt=True), sampling)
+
+        started = time.perf_counter()
+        await asyncio.gather(*(ask() for _ in range(NUM_IN_FLIGHT)))
+        return (time.perf_counter() - started) / NUM_REQUESTS * 1e3
+
+    return asyncio.run(main())
+
+
+def served_ms(renderer: Any, *, num_sessions: int, num_in_flight: int) -> float:
+    """Milliseconds a request over HTTP, so many sessions open."""
+    from llmrl.collectors.agents import KeyedSessions
+    from llmrl.endpoint import EndpointServer, Session, SessionLimits, TurnTree
+    from llmrl.engines import SamplingConfig
+
+    async def main() -> float:
+        engine, sessions = _engine(renderer), KeyedSessions()
+        server = EndpointServer(sessions)
+        await server.start()
+        limits = SessionLimits(max_prompt_tokens=engine.max_model_len - 1)
+        keys = [
+            sessions.add(Session(str(number), TurnTree(renderer), engine.generate, SamplingConfig(), limits))
+            for number in range(num_sessions)
+        ]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", textwrap.dedent(_CLIENT), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        task = [f"{server.url}/v1/chat/completions", keys, NUM_REQUESTS, num_in_flight]
+        printed, _ = await process.communicate(json.dumps(task).encode())
+        await server.close()
+        return float(printed) / NUM_REQUESTS * 1e3
+
+    return asyncio.run(main())
+
+
+async def _play(row: Any, model: Any) -> float:
+    import aiohttp
+
+    body = {"model": model.name, "messages": [{"role": "user", "content": row["query"]}]}
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    async with aiohttp.ClientSession() as client:
+        async with client.post(f"{model.base_url}/chat/completions", json=body, headers=headers) as response:
+            await response.json()
+    return 1.0
+
+
+def collect_s(renderer: Any, *, is_agent: bool) -> float:
+    """Seconds of a batch of conversations of one turn."""
+    from llmrl.collectors import LLMCollector
+    from llmrl.envs import AgentEnv, DatasetChatEnv
+    from llmrl.policies import LLMWrapperBase
+    from llmrl.transforms import RubricReward
+
+    def one(completion: str) -> float:
+        return 1.0
+
+    rows = [{"query": f"{number} + 1 ="} for number in range(32)]
+    env = AgentEnv(_play, rows) if is_agent else DatasetChatEnv(rows).append_transform(RubricReward(one))
+    policy = LLMWrapperBase(_engine(renderer, LATENCY_S), renderer=renderer)
+    options: dict[str, int] = {"groups_per_batch": NUM_CONVERSATIONS, "max_concurrent_rollouts": NUM_IN_FLIGHT}
+    with LLMCollector(env, policy=policy, **options) as collector:
+        started = time.perf_counter()
+        assert len(collector.next()) == NUM_CONVERSATIONS
+        return time.perf_counter() - started
+
+
+def run() -> dict[str, Any]:
+    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    from transformers import AutoTokenizer
+
+    from llmrl.rendering import make_renderer
+    from llmrl.testing.embedded_model import ensure_embedded_model
+
+    renderer = make_renderer(AutoTokenizer.from_pretrained(str(ensure_embedded_model())))
+    direct_ms(renderer)
+    collect_s(renderer, is_agent=True)
+    rows = [
+        {
+            "direct_ms": direct_ms(renderer),
+            "served_ms": served_ms(renderer, num_sessions=NUM_IN_FLIGHT, num_in_flight=NUM_IN_FLIGHT),
+            "served_1024_ms": served_ms(renderer, num_sessions=NUM_SESSIONS, num_in_flight=NUM_SESSIONS),
+            "turns_s": collect_s(renderer, is_agent=False),
+            "agents_s": collect_s(renderer, is_agent=True),
+        }
+        for _ in range(NUM_REPEATS)
+    ]
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    cost_ms, share = medians["served_ms"] - medians["direct_ms"], medians["turns_s"] / medians["agents_s"]
+    table = Table(title=f"A request at the endpoint, median of {NUM_REPEATS}")
+    table.add_column("")
+    table.add_column("llmrl", justify="right")
+    table.add_row("engine.generate, its prompt rendered", f"{medians['direct_ms']:.2f} ms")
+    table.add_row(f"over HTTP, {NUM_IN_FLIGHT} in flight", f"{medians['served_ms']:.2f} ms")
+    table.add_row(f"over HTTP, {NUM_SESSIONS:,} in flight, of as many sessions", f"{medians['served_1024_ms']:.2f} ms")
+    table.add_row(
+        f"collection, {NUM_IN_FLIGHT} in flight, {LATENCY_S:g} s an answer: by turns", f"{medians['turns_s']:.2f} s"
+    )
+    table.add_row("by agents", f"{medians['agents_s']:.2f} s")
+    Console().print(table)
+    return {
+        "name": "endpoint",
+        "ratio": cost_ms,
+        "ratio_of": f"milliseconds that a request costs beside engine.generate, {NUM_IN_FLIGHT} in flight",
+        "goal": GOAL_MS,
+        "met": cost_ms <= GOAL_MS and share >= GOAL_SHARE,
+        "medians": {**medians, "collection_share": share, "goal_share": GOAL_SHARE},
+    }

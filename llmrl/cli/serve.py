@@ -1,0 +1,137 @@
+"""`llmrl serve`: a model behind a URL, in the dialects that agents speak; what was said there is kept, if wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from llmrl.collectors.completing import Completer
+from llmrl.data import Rollout, RolloutStatus
+from llmrl.endpoint import EndpointServer, Session, SessionLimits, TurnTree
+from llmrl.endpoint.open_sessions import OpenSessions
+from llmrl.engines import Completion, SamplingConfig
+from llmrl.policies import LLMWrapperBase
+from llmrl.runs.run_folder import RunFolder, holds_run
+
+_LOOK_SECONDS = 10.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """Where to serve.
+
+    Raises:
+        ValueError: for an address that others reach, without a key.
+        FileExistsError: when `out` holds a run.
+    """
+
+    name: str
+    """By which clients ask for the model."""
+    host: str
+    port: int
+    """0 takes a free one."""
+    api_key: str | None
+    out: Path | None
+
+    def __post_init__(self) -> None:
+        if self.api_key is None and self.host not in _LOOPBACK:
+            raise ValueError(
+                f"--host {self.host} is reached from other machines: give a key that they need by --api-key."
+            )
+        if self.out is not None and holds_run(self.out):
+            raise FileExistsError(f"{self.out} holds a run already; name another folder.")
+
+
+class Recorder:
+    """Keeps the conversations of ended sessions in a run's folder: one record a leaf of the tree."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = RunFolder(path, trackers=())
+        self._steps = itertools.count(1)
+
+    def add(self, session: Session) -> None:
+        """Write a session's conversations."""
+        leaves = session.tree.leaf_turns
+        rollouts = [
+            Rollout(
+                rollout_id=f"{session.session_id}/{index}",
+                group_id=session.session_id,
+                sample_index=index,
+                group_size=len(leaves),
+                conversation=turn.conversation,
+                messages=turn.conversation.messages,
+                status=RolloutStatus.COMPLETED,
+                num_turns=turn.conversation.num_turns,
+                num_completion_tokens=turn.conversation.num_completion_tokens,
+                info=session.record(),
+            )
+            for index, turn in enumerate(leaves)
+        ]
+        if rollouts:
+            self._folder.log_evaluation(next(self._steps), "serve", rollouts)
+
+    def save_tokenizer(self, policy: LLMWrapperBase) -> None:
+        """Keep the tokenizer, so that a viewer can name tokens."""
+        if policy.tokenizer is not None:
+            self._folder.save_tokenizer(policy.tokenizer)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._folder.close()
+
+
+async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Console, *, until: asyncio.Event) -> None:
+    """Serve a policy until an event is set, by default on this machine alone.
+
+    Raises:
+        OSError: when the port is taken.
+    """
+    completer, numbers = Completer(policy, num_retries=2), itertools.count()
+    limits = SessionLimits(max_prompt_tokens=policy.engine.max_model_len - 1)
+
+    def open_session(name: str) -> Session:
+        async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
+            return await completer.complete(prompt_ids, sampling, name=f"{next(numbers)}", routing_key=name)
+
+        tree = TurnTree(policy.renderer, mode=policy.conversation_mode)
+        return Session(name, tree, complete, policy.sampling, limits, does_client_sample=True)
+
+    recorder = None if settings.out is None else Recorder(settings.out)
+    if recorder is not None:
+        recorder.save_tokenizer(policy)
+    sessions = OpenSessions(
+        open_session, api_key=settings.api_key, on_end=(lambda session: None) if recorder is None else recorder.add
+    )
+    server = EndpointServer(sessions, model_name=settings.name)
+    try:
+        await server.start(settings.host, settings.port)
+        console.print(f"{settings.name} is served at [bold]{server.url}/v1[/bold] until Ctrl-C", highlight=False)
+        while not until.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(until.wait(), _LOOK_SECONDS)
+            sessions.end_idle()
+    finally:
+        sessions.end_all()
+        await server.close()
+        if recorder is not None:
+            recorder.close()
+            console.print(f"kept: [bold]llmrl view {settings.out}[/bold]", highlight=False, soft_wrap=True)
+
+
+def run(settings: ServeSettings, policy: LLMWrapperBase, console: Console) -> None:
+    """Serve until Ctrl-C, or SIGTERM."""
+
+    async def main() -> None:
+        until = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, until.set)
+        await serve(settings, policy, console, until=until)
+
+    asyncio.run(main())

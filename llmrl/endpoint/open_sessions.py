@@ -1,0 +1,82 @@
+"""`OpenSessions`: sessions that clients open by asking."""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import time
+from collections.abc import Callable
+
+from llmrl.endpoint.requests import ModelRequest, RefusedRequest
+from llmrl.endpoint.session import Session
+from llmrl.endpoint.tree import ChainKey, chain_keys
+
+
+class OpenSessions:
+    """Whoever has the key may ask. A path, or `X-Session-ID`, names a session, which is opened at its first request.
+
+    A request that names none joins the session whose conversation it goes on with; one that begins a conversation opens
+    a session. What nobody has used for a while is ended.
+
+    Args:
+        open_session: makes a session of a name.
+        api_key: which clients must have; without one anybody may ask.
+        on_end: is given each session that has ended.
+        idle_seconds: after which a session is ended.
+    """
+
+    def __init__(
+        self,
+        open_session: Callable[[str], Session],
+        *,
+        api_key: str | None = None,
+        on_end: Callable[[Session], None] = lambda session: None,
+        idle_seconds: float = 600.0,
+    ) -> None:
+        self._open_session, self._api_key, self._on_end = open_session, api_key, on_end
+        self._idle_seconds = idle_seconds
+        self._sessions: dict[str, Session] = {}
+        self._by_prompt: dict[ChainKey, str] = {}  # of those without a name of their client's
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
+        """Return the session of a request.
+
+        Raises:
+            RefusedRequest: without the key.
+        """
+        if self._api_key is not None and not hmac.compare_digest((api_key or "").encode(), self._api_key.encode()):
+            raise RefusedRequest("the key is wrong.", status=401, code="invalid_api_key")
+        name = self._name(request) if session_id is None else f"named/{session_id}"
+        if name not in self._sessions:
+            self._sessions[name] = self._open_session(name)
+        return self._sessions[name]
+
+    def _name(self, request: ModelRequest) -> str:
+        keys = chain_keys(request.messages, request.tools)
+        # Those of prompts that messages were added to; the whole prompt is another sample, and begins anew.
+        known = (self._by_prompt.get(key) for key in reversed(keys[:-1]))
+        name = next((name for name in known if name in self._sessions), None) or f"unnamed/{next(self._numbers)}"
+        self._by_prompt[keys[-1]] = name
+        return name
+
+    def end_idle(self) -> None:
+        """End the sessions that nobody used for long; call it now and then."""
+        now_s = time.monotonic()
+        for name, session in list(self._sessions.items()):
+            if now_s - session.last_used_s > self._idle_seconds and not session.is_asked:
+                self._end(name)
+        self._by_prompt = {key: name for key, name in self._by_prompt.items() if name in self._sessions}
+
+    def end_all(self) -> None:
+        """End all sessions."""
+        for name in list(self._sessions):
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        session = self._sessions.pop(name)
+        session.end()
+        self._on_end(session)
