@@ -47,7 +47,7 @@ FOLDER = SCRIPTS / "config"
 ALGORITHMS = ("grpo", "grpo-async", "expert-iteration", "expert-iteration-async")
 TASKS = sorted(path.stem for path in FOLDER.glob("task/*.yaml"))
 HARDWARE = sorted(path.stem for path in FOLDER.glob("hardware/*.yaml"))
-# Every algorithm, task and hardware at least once.
+# Every algorithm, task and hardware at least once, but for the number of ranks, which a dry run has one of.
 DRY_RUNS = (
     ("grpo", "gsm8k", "gpu1"),
     ("grpo-async", "ifeval", "gpu8"),
@@ -84,7 +84,7 @@ def test_every_script_and_configuration_is_known_here():
         *("expert_iteration", "expert-iteration-sync", "expert-iteration-async"),
     }
     assert {task for _, task, _ in DRY_RUNS} | {"addition"} == set(TASKS)
-    assert {hardware for _, _, hardware in DRY_RUNS} == set(HARDWARE)
+    assert {hardware for _, _, hardware in DRY_RUNS} == {one for one in HARDWARE if not one.endswith("ranks")}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -91,7 +91,9 @@ class WeightSenders:
                     raise ValueError("the first update of the weights needs the trainer's model.")
                 sender = scheme.create_sender()
                 sender.register_model(model)
-                sender.init_all_workers_group(get_model_metadata(model), engine)
+                # On the ranks above 0 of a sharded trainer a sender only helps to gather.
+                sends = getattr(scheme, "rank", 0) == 0
+                sender.init_all_workers_group(get_model_metadata(model), engine if sends else None)
                 self._senders[name] = sender
             elif is_another and model is not None:
                 self._senders[name].register_model(model)

@@ -187,8 +187,10 @@ class TrainConfig:
     """End the training once a batch's mean reward is this high; null: never."""
     device: str = "cpu"
     """Of the trainer: `cpu`, `cuda`, `cuda:1`."""
+    num_ranks: int = 1
+    """Processes that the trainer is sharded over, one a GPU; under `torchrun` as many as that started."""
     cpu_threads: int | None = None
-    """Of the trainer; null is all cores."""
+    """Of each process of the trainer; null is all cores, which ranks on a CPU divide."""
     token_budget: int = 8192
     """Packed tokens of a micro-batch: bounds memory, changes no gradient."""
     bin_length: int | None = None
@@ -201,6 +203,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check("train.schedule", self.schedule, ("constant", "linear", "cosine"))
         _check("train.head_kernel", self.head_kernel, ("torch", "liger"))
+        if self.num_ranks < 1:
+            raise ValueError(f"train.num_ranks must be at least 1, got {self.num_ranks}.")
+        if self.num_ranks > 1 and self.device not in ("cpu", "cuda"):
+            raise ValueError(f"train.device={self.device!r} is one GPU, and train.num_ranks={self.num_ranks} need all.")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"train.device must be cpu, cuda or one GPU of it, as cuda:1, got {self.device!r}.")
 

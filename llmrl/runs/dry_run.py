@@ -51,7 +51,7 @@ def as_dry_run(cfg: Config) -> Config:
     cfg.collect = replace(cfg.collect, groups_per_batch=2, max_new_tokens=8, num_collectors=None)
     warmup_steps = min(cfg.train.warmup_steps, 1)
     cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
-    cfg.train = replace(cfg.train, device="cpu", cpu_threads=None, head_kernel="torch")
+    cfg.train = replace(cfg.train, device="cpu", num_ranks=1, cpu_threads=None, head_kernel="torch")
     return cfg
 
 
@@ -68,6 +68,7 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
         "dry run: this is what the configuration asks for, and what two tiny steps on the CPU stand for",
         f"  engines  {count} of {cfg.model.dtype}, {where}{shards}{share}; weights by {cfg.sync.transport}",
         f"  trainer  {train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens a micro-batch"
+        + (f", sharded over {train.num_ranks} processes" if train.num_ranks > 1 else "")
         + (", gradient checkpointing" if train.gradient_checkpointing else ""),
         f"  memory   {_memory(cfg)}",
         f"  batch    {collect.groups_per_batch} prompts, {collect.group_size} answers each of at most "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from llmrl._utils.arguments import SYNONYMS, nearest
 from llmrl._utils.imports import require
 from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import as_dry_run, plan_of
+from llmrl.runs.ranks import leave_ranks, start_ranks
 from llmrl.runs.resumed_config import own_config
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
 
     hydra composes the file, the groups that it names (`task=gsm8k`) and single entries (`train.learning_rate=1e-6`).
     An entry that there is none of, or a value of another type, ends the program with a message and the nearest name,
-    before anything is started. With `resume=true` the run's own configuration is what the command line changes.
+    before anything is started. With `resume=true` the run's own configuration is what the command line changes. With
+    `train.num_ranks` above 1 so many processes of this command are started, unless `torchrun` has done so.
 
     Args:
         main: the script.
@@ -40,6 +43,7 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
     """
     require("hydra", extra="scripts")
     import hydra
+    from torch.distributed.elastic.multiprocessing.errors import record
 
     register_schemas()
     path = (Path(main.__code__.co_filename).parent / config_path).resolve()
@@ -52,7 +56,9 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
         except (ValueError, FileNotFoundError) as error:
             raise SystemExit(str(error)) from None
         is_composed = True
-        main(config)
+        start_ranks(config)
+        record(main)(config)
+        leave_ranks()
 
     try:
         hydra.main(config_path=str(path.parent), config_name=path.stem, version_base=None)(task)()
@@ -82,7 +88,8 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
     config = typed(own_config(cfg), config_type)
     if not config.dry_run:
         return config
-    print("\n".join(plan_of(config)))
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(plan_of(config)))
     return as_dry_run(config)
 
 

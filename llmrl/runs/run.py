@@ -11,11 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-import torch
 from rich.console import Console
 from tensordict import TensorDictBase
 
@@ -28,6 +26,7 @@ from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
 from llmrl.runs.health import HealthJudge
 from llmrl.runs.live_view import LiveView
+from llmrl.runs.ranks import handed_on
 from llmrl.runs.report import Results, before_after_table, plot_curve, print_how_to_go_on, resume_command
 from llmrl.runs.resumed_config import resumed_config, save_config
 from llmrl.runs.run_folder import (
@@ -39,8 +38,7 @@ from llmrl.runs.run_folder import (
     seed_all,
 )
 from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
-from llmrl.runs.tracked import Stateful, restore_tracked
-from llmrl.trainer.trained_model import trained_model
+from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
 
 Entered = TypeVar("Entered")
 
@@ -205,6 +203,7 @@ class Run:
                         self.why_stopped = (
                             f"the mean reward reached train.target_reward={target_reward:g} at step {self._step}"
                         )
+        handed_on(None)
         self._wait_for_engines()
         self.console.print(f"trained for {time.perf_counter() - started:.0f} s; {self.why_stopped}", highlight=False)
 
@@ -229,6 +228,8 @@ class Run:
         if not is_replay:
             self._logged.pop(self._step, None)  # of a batch that somebody took away
         self._metrics, self._meter = {}, StepMeter(self._tracked, self._engine)
+        if self.cfg.train.num_ranks > 1:
+            handed_on((self._step, collected["batch"], random_states()))
         return self._step, collected["batch"]
 
     def _end(self) -> None:
@@ -236,8 +237,8 @@ class Run:
         collected, self._collected = self._collected, None
         assert collected is not None
         if self._step % self.cfg.run.checkpoint_every == 0:
-            tracked = {name: tracked.state_dict() for name, tracked in self._tracked.items()}
-            state = {"collector": collected["collector"], "random": random_states(), "tracked": tracked}
+            tracked = save_tracked(self._tracked, self.folder.path, self._step)
+            state = {"collector": collected["collector"], "random": random_states(), **tracked}
             self._writes.start(self.folder.save_checkpoint, {"step": self._step, **state})
         if self._is_interrupted:
             self.why_stopped = "interrupted; what was learned so far is kept"
@@ -330,8 +331,9 @@ class Run:
             reports = evaluator.evaluate()
             restore_random_states(states)
             metrics = metrics_of_evaluation(reports)
-        if self._best is not None and self._best.see(step, metrics) and is_new and step:
-            self._save_model(self.folder.path / "model-best")
+        is_best = self._best is not None and self._best.see(step, metrics) and is_new and step > 0
+        if self._best is not None and handed_on(is_best):
+            save_model(self._tracked["model"], self._tokenizer, self.folder.path / "model-best")
         if is_new:  # what is recorded is not done again, so this comes last
             for name, report in reports.items():
                 self.folder.log_evaluation(step, f"eval/{name}", report.rollouts)
@@ -360,7 +362,7 @@ class Run:
         if evaluator is not None:
             self.evaluate(self._step, evaluator)
         self._writes.wait()
-        self._save_model(self.folder.model_path)
+        save_model(self._tracked["model"], self._tokenizer, self.folder.model_path)
         metrics = self.folder.read_metrics()
         plot_curve(metrics, self.folder.curve_path)
         if "after" in self.summary:
@@ -373,10 +375,6 @@ class Run:
             self.console.print("dry run: two steps done")
         else:
             print_how_to_go_on(self.console, self.folder, resume_command(self.cfg.run.path, self._num_steps + 20))
-
-    def _save_model(self, path: Path) -> None:
-        model = self._tracked["model"]
-        save_model(model, self._tokenizer, path, trained_model(model).compute_dtype or torch.float32)
 
     def __enter__(self) -> Run:
         if threading.current_thread() is threading.main_thread():

@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import format_exception
@@ -22,10 +23,13 @@ from llmrl.data import Rollout
 from llmrl.engines import EngineError
 from llmrl.runs.findings import HealthLog
 from llmrl.runs.folder_lock import FolderLock
+from llmrl.runs.ranks import this_rank
 from llmrl.runs.state_file import DamagedFileError, load_state, save_state
 from llmrl.runs.step_metrics import is_logged, only_finite
 from llmrl.runs.token_log import TokenLog
 from llmrl.runs.tracking import CSVTracker, Tracker, grouped_name, open_trackers
+from llmrl.trainer.trained_model import trained_model
+from llmrl.weight_sync.source import named_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -264,6 +268,9 @@ class RunFolder:
         for path in self.batches_path.glob("[0-9]*"):
             if int(path.stem) < state["step"]:
                 path.unlink()
+        for folder in self.path.glob("shards-*"):  # of checkpoints before
+            if folder.name != state.get("shards", {}).get("folder"):
+                shutil.rmtree(folder)
 
     def load_checkpoint(self) -> StateDict | None:
         """The last checkpoint, memory-mapped; None before the first.
@@ -297,13 +304,28 @@ class RunFolder:
             self._lock.release()
 
 
-def save_model(model: PreTrainedModel, tokenizer: Tokenizer, path: Path, dtype: torch.dtype) -> None:
-    """Save in Hugging Face format, in the dtype that it was served in, adapters merged."""
-    # A copy, so that tied weights stay tied and the trainer's float32 weights stay what they are.
-    served = copy.deepcopy(model)
-    if hasattr(served, "merge_and_unload"):  # peft's
-        served = served.merge_and_unload()
-    served.to(dtype).config.dtype = dtype
+def save_model(model: PreTrainedModel, tokenizer: Tokenizer, path: Path) -> None:
+    """Save in Hugging Face format, in the dtype that it was served in, adapters merged.
+
+    Where it is sharded, every rank calls this, and the first one writes.
+    """
+    dtype = trained_model(model).compute_dtype or torch.float32
+    base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+    weights = {}
+    for name, tensor in named_weights(model):
+        if this_rank() == 0:  # the others only help to gather
+            weights[name] = tensor.to("cpu", dtype, copy=True)
+    if this_rank() > 0:
+        return
+    kept = base.state_dict().keys() - dict(base.named_parameters(remove_duplicate=False)).keys()
+    buffers = {name: tensor for name, tensor in base.named_buffers() if name in kept}
+    config = copy.deepcopy(base.config)
+    config.dtype = dtype
+    with torch.device("meta"):
+        served = type(base)(config).to(dtype)
+    served.load_state_dict(weights | buffers, strict=False, assign=True)
+    served.tie_weights()
+    served.generation_config = base.generation_config
     served.save_pretrained(path)
     tokenizer.save_pretrained(path)
 

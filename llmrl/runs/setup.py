@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Renderer
 from llmrl.runs.config import EvalEnvConfig, GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import with_differing_rewards
+from llmrl.runs.following import AbsentEngine
+from llmrl.runs.ranks import this_rank
 from llmrl.testing import ensure_embedded_model
 from llmrl.trainer import LoRAConfig
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
@@ -80,12 +82,16 @@ def lora_config(cfg: ScriptConfig) -> LoRAConfig | None:
     return LoRAConfig(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
 
 
-def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | EngineReplicas]:
+def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | EngineReplicas | AbsentEngine]:
     """vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
+
+    On ranks of a trainer above 0, which are handed batches, what stands for it.
 
     Raises:
         EngineError: when an engine does not start.
     """
+    if this_rank() > 0:
+        return nullcontext(AbsentEngine(model_folder(cfg)))
     options: dict[str, Any] = {
         "max_model_len": cfg.model.max_model_len,
         "dtype": cfg.model.dtype,
@@ -110,6 +116,7 @@ def sync_scheme(cfg: ScriptConfig) -> VLLMWeightSyncScheme:
     kept: dict[str, Any] = {
         "pause_mode": cfg.sync.pause_mode,
         "reset_running_requests": cfg.sync.reset_running_requests,
+        "rank": this_rank(),
     }
     if cfg.sync.transport == "files":
         folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
@@ -139,7 +146,7 @@ def make_collector(cfg: ScriptConfig, env: EnvBase, *, policy: vLLMWrapper, **ar
     """
     if cfg.dry_run:
         arguments["postproc"] = _after(with_differing_rewards, arguments["postproc"])
-    if cfg.collect.num_collectors is None:
+    if cfg.collect.num_collectors is None or this_rank() > 0:
         return LLMCollector(env, policy=policy, **arguments)
     assert isinstance(policy.engine, EngineReplicas), "start_engine makes no other on Ray"
     registry = EngineRegistry.start()

@@ -1,19 +1,37 @@
-"""What a training loop has that a checkpoint holds."""
+"""What a training loop has that a checkpoint holds: whole, or in shards that each rank writes for itself.
+
+Shards are safetensors files by `torch.distributed.checkpoint`, which gives them to any number of ranks; their
+checksums, and everything that is not sharded, are in the checkpoint's own file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from llmrl._utils.ranks import rank_and_size
 from llmrl._utils.types import StateDict
+from llmrl.runs.state_file import DamagedFileError
+
+Place = tuple[str | int, ...]
+"""Keys from the outermost dict to a tensor."""
+
+_CHUNK = 1 << 24
 
 
 class Stateful(Protocol):
     """What a checkpoint can hold."""
 
     def state_dict(self) -> StateDict:
-        """Everything needed to go on, as `llmrl.runs.state_file` can write it."""
+        """Everything needed to go on, as `llmrl.runs.state_file` can write it, and sharded tensors."""
         ...
 
     def load_state_dict(self, state_dict: StateDict) -> object:
@@ -21,17 +39,131 @@ class Stateful(Protocol):
         ...
 
 
+def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> StateDict:
+    """The states of a loop's objects, for the checkpoint's file; what is sharded every rank writes to a folder of it.
+
+    Args:
+        tracked: by name. Where one has sharded tensors, all ranks call this.
+        path: of the run, which all ranks see.
+        step: after which the checkpoint is taken.
+    """
+    states: StateDict = {name: one.state_dict() for name, one in tracked.items()}
+    shards = {place: tensor for place, tensor in _tensors(states) if isinstance(tensor, DTensor)}
+    if not shards:
+        return {"tracked": states}
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+
+    folder = path / f"shards-{step:06d}"
+    if dist.get_rank() == 0 and folder.exists():  # of a run that was killed while it wrote
+        shutil.rmtree(folder)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    save({_name(place): tensor for place, tensor in shards.items()}, storage_writer=writer)
+    return {
+        "tracked": _without(states, shards),
+        "shards": {"folder": folder.name, "places": list(shards), "checksums": _checksums(folder)},
+    }
+
+
 def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path: Path) -> None:
-    """Put a loop's objects into the states that the checkpoint at `path` has of them.
+    """Put a loop's objects into the states that the checkpoint at `path` has of them, on however many ranks.
 
     Raises:
         ValueError: when it has none of one of them.
+        DamagedFileError: when its shards are not those that were written.
     """
-    missing = [name for name in tracked if name not in checkpoint["tracked"]]
+    states = checkpoint["tracked"]
+    missing = [name for name in tracked if name not in states]
     if missing:
         raise ValueError(
-            f"{path} has no state of {', '.join(missing)}, but of {', '.join(checkpoint['tracked'])}: the run was "
-            "begun by another loop."
+            f"{path} has no state of {', '.join(missing)}, but of {', '.join(states)}: the run was begun by another "
+            "loop."
         )
+    layouts = dict(_layouts(tracked))
+    if "shards" in checkpoint:
+        _read_shards(states, checkpoint["shards"], path, layouts)
+    elif layouts:
+        for place, tensor in list(_tensors(states)):
+            like = layouts.get(place, layouts.get(place[:-1]))
+            if like is not None and like.shape == tensor.shape:
+                part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+                _put(states, place, part)
     for name, one in tracked.items():
-        one.load_state_dict(checkpoint["tracked"][name])
+        one.load_state_dict(states[name])
+
+
+def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapping[Place, DTensor]) -> None:
+    """Read shards into `states`: as this loop lays them out, or whole where it has one rank."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    folder = path.parent / shards["folder"]
+    found = _checksums(folder)
+    if found != shards["checksums"]:
+        names = sorted(name for name in found | shards["checksums"] if found.get(name) != shards["checksums"].get(name))
+        raise DamagedFileError(
+            f"{folder} is damaged: {', '.join(names)} is not what was written, or missing. Put a copy of it in its "
+            "place, or begin another run, from a model that you have, in another folder."
+        )
+    reader = HuggingFaceStorageReader(str(folder))
+    known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    targets: dict[str, torch.Tensor] = {}
+    for place in shards["places"]:
+        entry, like = known[_name(place)], layouts.get(place, layouts.get(place[:-1]))
+        target = torch.empty(entry.size, dtype=entry.properties.dtype) if like is None else torch.empty_like(like)
+        targets[_name(place)] = target
+        _put(states, place, target)
+    load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+def _layouts(tracked: Mapping[str, Stateful]) -> Iterator[tuple[Place, DTensor]]:
+    """How tensors of states are sharded here; of an optimizer, by the place of what it keeps of each parameter."""
+    for name, one in tracked.items():
+        if isinstance(one, torch.optim.Optimizer):
+            parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+            places: Any = (((name, "state", number), parameter) for number, parameter in enumerate(parameters))
+        else:
+            places = _tensors({name: one.state_dict()})
+        yield from ((place, tensor) for place, tensor in places if isinstance(tensor, DTensor))
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of each file of a folder; ranks share the reading."""
+    rank, num_ranks = rank_and_size(dist.group.WORLD if dist.is_initialized() else None)
+    own = {path.name: _crc(path) for path in sorted(folder.glob("*.safetensors"))[rank::num_ranks]}
+    held = [own] * num_ranks
+    if num_ranks > 1:
+        dist.all_gather_object(held, own)
+    return {name: crc for part in held for name, crc in part.items()}
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        for _ in range(math.ceil(path.stat().st_size / _CHUNK)):
+            crc = zlib.crc32(file.read(_CHUNK), crc)
+    return crc
+
+
+def _tensors(states: Mapping[Any, Any], place: Place = ()) -> Iterator[tuple[Place, torch.Tensor]]:
+    for key, value in states.items():
+        if isinstance(value, torch.Tensor):
+            yield (*place, key), value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value, (*place, key))
+
+
+def _without(states: StateDict, places: Mapping[Place, object], place: Place = ()) -> StateDict:
+    return {
+        key: _without(value, places, (*place, key)) if isinstance(value, dict) else value
+        for key, value in states.items()
+        if (*place, key) not in places
+    }
+
+
+def _put(states: dict[Any, Any], place: Place, tensor: torch.Tensor) -> None:
+    for key in place[:-1]:
+        states = states[key]
+    states[place[-1]] = tensor
+
+
+def _name(place: Place) -> str:
+    return "/".join(map(str, place))

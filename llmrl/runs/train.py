@@ -34,7 +34,7 @@ from llmrl.runs.config import (
     SyncConfig,
 )
 from llmrl.runs.evaluation import Evaluator
-from llmrl.runs.run import Run
+from llmrl.runs.following import open_run
 from llmrl.runs.setup import autocast_dtype, clip_bounds, lora_config, model_folder, start_engine
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_reference, minibatches, train_step
@@ -205,7 +205,7 @@ def _train(
     cfg: GRPOConfig, env: EnvBase, eval_envs: Mapping[str, EnvBase], own_engine: Engine | None, console: Console | None
 ) -> None:
     """What `main` of the script does, of environments and an engine that are there; a test holds the two together."""
-    with Run(cfg, console=console) as run:
+    with open_run(cfg, console=console) as run:
         device = TrainerDevice(cfg)
         engine: Any = run.enter(start_engine(cfg)) if own_engine is None else own_engine
         tokenizer = engine.get_tokenizer()
@@ -227,6 +227,7 @@ def _train(
             head_kernel=cfg.train.head_kernel,
             autocast_dtype=autocast_dtype(cfg),
         )
+        device.shard(model)  # where there are several ranks
         loss = GRPOLoss(
             actor,
             clip_epsilon=clip_bounds(cfg),

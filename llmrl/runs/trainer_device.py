@@ -9,10 +9,16 @@ import torch
 
 from llmrl.engines.ray_cluster import connect
 from llmrl.runs.config import ScriptConfig
-from llmrl.runs.setup import ray_config
+from llmrl.runs.ranks import this_rank
+from llmrl.runs.setup import autocast_dtype, ray_config
+from llmrl.trainer import shard_model
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+    from transformers import PreTrainedModel
+
+_LOCAL_RANKS = (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+"""What torchrun says of this process's place among those of its host, and what holds without it."""
 
 
 class GpuReservation:
@@ -26,37 +32,57 @@ class GpuReservation:
 
 
 class TrainerDevice:
-    """Where the trainer's model is, with `train.cpu_threads`. On Ray a GPU of this host is reserved while this lives.
+    """Where the trainer's model is, with `train.cpu_threads`: of several ranks, each has a GPU of its host.
 
-    Make it before the engines are started, which are then not given that GPU.
+    Make it before the engines are started. On Ray GPUs of this host are reserved while this lives, so that no engine is
+    put there.
 
     Args:
         cfg: the configuration.
 
     Raises:
-        RuntimeError: when `train.device` is a GPU and there is none.
+        RuntimeError: when `train.device` is a GPU and there is none, or fewer than ranks of this host.
     """
 
     def __init__(self, cfg: ScriptConfig) -> None:
         self.name: str = cfg.train.device
-        self._reservation: ActorHandle | None = None
+        self._compute_dtype = autocast_dtype(cfg)
+        self._reservations: list[ActorHandle] = []
         if cfg.train.cpu_threads is not None:
             torch.set_num_threads(cfg.train.cpu_threads)
         if not self.name.startswith("cuda"):
             return
-        if not torch.cuda.is_available():
-            raise RuntimeError(f"train.device is {self.name!r} and this process sees no GPU; choose hardware=cpu.")
+        place, num_here = (int(os.environ.get(name, other)) for name, other in _LOCAL_RANKS)
+        if torch.cuda.device_count() < num_here:
+            raise RuntimeError(
+                f"train.device is {self.name!r} and this process sees {torch.cuda.device_count()} GPUs for "
+                f"{num_here} ranks; choose hardware=cpu, or fewer train.num_ranks."
+            )
         if cfg.engine.use_ray:
-            self.name = f"cuda:{self._reserve(cfg)}"
+            own = self._reserve(cfg, num_here) if place == 0 else []
+            reserved: list[list[int]] = [own] * cfg.train.num_ranks
+            if cfg.train.num_ranks > 1:
+                torch.distributed.all_gather_object(reserved, own)
+            self.name = f"cuda:{reserved[this_rank() - place][place]}"
+        elif num_here > 1:
+            self.name = f"cuda:{place}"
+        if num_here > 1:
+            torch.cuda.set_device(self.name)
 
-    def _reserve(self, cfg: ScriptConfig) -> int:
+    def _reserve(self, cfg: ScriptConfig, num_gpus: int) -> list[int]:
         ray = connect(ray_config(cfg))
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(GpuReservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=here)
-        self._reservation = actor.remote()
-        return local_gpu_index(ray.get(self._reservation.gpu.remote()), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._reservations = [actor.remote() for _ in range(num_gpus)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return [local_gpu_index(gpu, visible) for gpu in ray.get([one.gpu.remote() for one in self._reservations])]
+
+    def shard(self, model: PreTrainedModel) -> None:
+        """Spread a model over the ranks, where there are several: after its policy is made, before its optimizer."""
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            shard_model(model, compute_dtype=self._compute_dtype)
 
 
 def local_gpu_index(gpu: str, visible: str | None) -> int:

@@ -23,8 +23,8 @@ from llmrl.objectives import SFTLoss, TopKRewardSelector
 from llmrl.policies import vLLMWrapper
 from llmrl.runs.config import ExpertIterationConfig
 from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.following import open_run
 from llmrl.runs.launch import launch
-from llmrl.runs.run import Run
 from llmrl.runs.setup import (
     autocast_dtype,
     lora_config,
@@ -42,7 +42,7 @@ from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, train
 
 def main(cfg: ExpertIterationConfig) -> None:
     """Train by expert iteration."""
-    with Run(cfg) as run:
+    with open_run(cfg) as run:
         # What is asked. For an environment of your own build a `DatasetChatEnv`, transformed, here.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
 
@@ -69,6 +69,7 @@ def main(cfg: ExpertIterationConfig) -> None:
             head_kernel=cfg.train.head_kernel,
             autocast_dtype=autocast_dtype(cfg),
         )
+        device.shard(model)  # where there are several ranks
         loss = SFTLoss(actor)
         optimizer, schedule = make_optimizer(
             model,

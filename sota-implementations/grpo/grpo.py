@@ -22,8 +22,8 @@ from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.policies import vLLMWrapper
 from llmrl.runs.config import GRPOConfig
 from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.following import open_run
 from llmrl.runs.launch import launch
-from llmrl.runs.run import Run
 from llmrl.runs.setup import (
     autocast_dtype,
     clip_bounds,
@@ -41,7 +41,7 @@ from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_
 
 def main(cfg: GRPOConfig) -> None:
     """Train by GRPO."""
-    with Run(cfg) as run:
+    with open_run(cfg) as run:
         # What is asked. For an environment of your own build a `DatasetChatEnv`, transformed, here.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
 
@@ -68,6 +68,7 @@ def main(cfg: GRPOConfig) -> None:
             head_kernel=cfg.train.head_kernel,
             autocast_dtype=autocast_dtype(cfg),
         )
+        device.shard(model)  # where there are several ranks
         # The ratio is to the trainer's own log-probs; what the engine computes otherwise is a truncated weight.
         loss = GRPOLoss(
             actor,

@@ -1,0 +1,175 @@
+"""`open_run`: the run of a training loop on whichever rank of a trainer this is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+from tensordict import TensorDictBase
+
+from llmrl._utils.types import Tokenizer
+from llmrl.collectors import LLMCollector
+from llmrl.engines import Completion, Engine, EngineError, SamplingConfig
+from llmrl.runs.config import ScriptConfig
+from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.ranks import handed_on, join_ranks
+from llmrl.runs.run import Run
+from llmrl.runs.run_folder import RunFolder, restore_random_states, save_model, seed_all
+from llmrl.runs.step_metrics import Learned
+from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Entered = TypeVar("Entered")
+
+
+def open_run(cfg: ScriptConfig, *, console: Console | None = None) -> Run | FollowingRun:
+    """A `Run`; in a trainer of several ranks, on all but the first, what follows it.
+
+    Every rank goes through the same loop. The first has engines, collector and folder; the others are handed its
+    batches, and take part in what all do to the model: training on them, sending and saving it.
+
+    Args:
+        cfg, console: see `Run`.
+    """
+    return FollowingRun(cfg) if join_ranks(cfg) else Run(cfg, console=console)
+
+
+class FollowingRun:
+    """A training loop's run on the ranks above 0: it does what concerns all ranks, when the first one does it.
+
+    Args:
+        cfg: of the script; `run.path` is the first rank's.
+    """
+
+    def __init__(self, cfg: ScriptConfig) -> None:
+        # What they would say the first rank says.
+        warnings.simplefilter("ignore")
+        logging.getLogger("llmrl").setLevel(logging.ERROR)
+        self.cfg = cfg
+        self._exit = contextlib.ExitStack()
+        self._tracked: dict[str, Any] = {}
+        self._tokenizer: Tokenizer  # of `track`
+        self._step, self._is_in_step = 0, False
+        seed_all(cfg.seed)
+
+    def enter(self, part: contextlib.AbstractContextManager[Entered]) -> Entered:
+        """Enter a context manager that is left at the end of the run."""
+        return self._exit.enter_context(part)
+
+    def track(self, collector: LLMCollector, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
+        """Name what a checkpoint holds; of a resumed run, restore it, and take part in sending the weights."""
+        self._tokenizer, self._tracked = tokenizer, dict(objects)
+        if not self.cfg.resume:
+            return
+        folder = RunFolder(self.cfg.run.path, read_only=True)
+        if (checkpoint := folder.load_checkpoint()) is not None:
+            restore_tracked(self._tracked, checkpoint, folder.checkpoint_path)
+            self._step = checkpoint["step"]
+            collector.update_policy_weights_(self._tracked["model"])
+
+    def steps(
+        self,
+        num_steps: int,
+        *,
+        target_reward: float | None = None,
+        in_background: bool = False,
+        needs_batch: Callable[[], bool] = lambda: True,
+    ) -> Iterator[tuple[int, TensorDictBase]]:
+        """The steps that the first rank makes, with its batches and its random numbers."""
+        while (given := handed_on(None)) is not None:
+            self._step, batch, states = given
+            restore_random_states(states)
+            self._is_in_step = True
+            yield self._step, batch
+            self._end()
+
+    def _end(self) -> None:
+        self._is_in_step = False
+        if self._step % self.cfg.run.checkpoint_every == 0:
+            save_tracked(self._tracked, Path(self.cfg.run.path), self._step)
+
+    def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing is measured here."""
+        return contextlib.nullcontext()
+
+    def follow(self, update: Future[int]) -> int:
+        """Wait for an update of the weights."""
+        return update.result()
+
+    def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
+        """Nothing is recorded here."""
+        return {}
+
+    is_due = staticmethod(Run.is_due)
+
+    def evaluate(self, step: int, evaluator: Evaluator) -> dict[str, float]:
+        """Take part in saving the best model, where the first rank finds that it is one."""
+        if evaluator.num_rollouts and self.cfg.eval.metric is not None and handed_on(False):
+            save_model(self._tracked["model"], self._tokenizer, Path(self.cfg.run.path))
+        return {}
+
+    def finish(self, evaluator: Evaluator | None = None) -> None:
+        """Take part in saving the model."""
+        if self._is_in_step:  # the loop was left in the midst of a step
+            self._end()
+        if evaluator is not None:
+            self.evaluate(self._step, evaluator)
+        save_model(self._tracked["model"], self._tokenizer, Path(self.cfg.run.path))
+
+    def __enter__(self) -> FollowingRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exit.close()
+
+
+class AbsentEngine:
+    """Stands for the engine on a rank that has none: it knows the tokenizer.
+
+    Args:
+        model: name or folder of the model.
+    """
+
+    vocab_size: int | None = None
+    max_model_len: int = sys.maxsize
+    is_alive: bool = False
+    policy_version: int = 0
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._model)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Not here.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError("only the first rank of a trainer has engines.")
+
+    async def abort(self, request_id: str) -> None:
+        """Nothing runs here."""
+
+    def shutdown(self) -> None:
+        """Nothing is held here."""
