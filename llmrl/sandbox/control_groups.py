@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 _CONTROLLER = "memory"
@@ -41,23 +42,30 @@ class MemoryGroups:
         self._limits = {"memory.max": num_bytes, "memory.swap.max": 0}
         if version == 1:
             self._limits = {"memory.limit_in_bytes": num_bytes, "memory.memsw.limit_in_bytes": num_bytes}
+        self._is_used: dict[Path, Callable[[], bool]] = {}
         self._folder.mkdir()
         try:
             if version == 2:
                 (self._folder / "cgroup.subtree_control").write_text(f"+{_CONTROLLER}")
             # Rules of who may join which group differ between kernels: try.
-            subprocess.run(["/bin/sh", "-c", 'echo 0 >"$0"', str(self.add())], check=True, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                ["/bin/sh", "-c", 'echo 0 >"$0"', str(self.add(lambda: False))], check=True, stderr=subprocess.DEVNULL
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             self.close()
             raise OSError(errno.EACCES, f"processes cannot join a group below {own}: {error}") from None
 
-    def add(self) -> Path:
-        """Make a group: the file that a process joins it by, by writing 0 to it. Those that are empty are removed."""
-        for left in self._folder.iterdir():
-            if left.is_dir():
-                with contextlib.suppress(OSError):  # some process lives in it
-                    left.rmdir()
+    def add(self, is_used: Callable[[], bool]) -> Path:
+        """Make a group: the file that a process joins it by, by writing 0 to it.
+
+        Groups that are used no more are removed, once their processes have ended.
+        """
+        for left in [group for group, is_still_used in self._is_used.items() if not is_still_used()]:
+            with contextlib.suppress(OSError):  # some process lives in it
+                left.rmdir()
+                del self._is_used[left]
         group = self._folder / str(next(_numbers))
+        self._is_used[group] = is_used
         group.mkdir()
         for name, num_bytes in self._limits.items():
             if (group / name).exists():  # without swap there is no limit of it

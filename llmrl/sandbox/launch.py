@@ -34,7 +34,7 @@ _CODE = (
     "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import Settings, main; sys.path.pop(0); main()"
 )
 # As `kernel.be_killed_first` and `zygote._start`, before a program that cannot.
-_PREPARE = 'echo 0 >"$0"; echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
+_PREPARE = 'echo 0 >"$0" || exit 1; echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -174,18 +174,21 @@ class Launcher:
             IsolationError: when none can be started any more.
         """
         ours, theirs = socket.socketpair()
+        group = os.devnull
+        if self._groups is not None:
+            group = str(self._groups.add(lambda: ours.fileno() >= 0))
         with theirs:
             if self.level == "bubblewrap":
-                self._start_bubblewrap(theirs)
+                self._start_bubblewrap(theirs, group)
             else:
-                self._ask_zygote(theirs)
+                self._ask_zygote(theirs, group)
         return ours
 
-    def _ask_zygote(self, theirs: socket.socket) -> None:
+    def _ask_zygote(self, theirs: socket.socket, group: str) -> None:
         for _ in range(2):
             try:
                 assert self._control is not None
-                with Path(os.devnull if self._groups is None else self._groups.add()).open("wb") as joins:
+                with Path(group).open("wb") as joins:
                     socket.send_fds(self._control, [b"start"], [theirs.fileno(), joins.fileno()])
                 return
             except OSError:
@@ -209,7 +212,7 @@ class Launcher:
             self._control.close()
         self._control = ours
 
-    def _start_bubblewrap(self, theirs: socket.socket) -> None:
+    def _start_bubblewrap(self, theirs: socket.socket, group: str) -> None:
         self._num_started += 1
         package = str(Path(llmrl.__file__).parent)
         command = ["bwrap", "--die-with-parent", "--new-session", "--as-pid-1", "--dev", "/dev", "--proc", "/proc"]
@@ -233,7 +236,6 @@ class Launcher:
             command += ["--symlink", kernel.BOX, "/tmp"]
         for path in ("/", "/dev", "/proc"):  # in `/dev` there is a folder for files in memory
             command += ["--remount-ro", path]
-        group = "/dev/null" if self._groups is None else str(self._groups.add())
         command = ["/bin/sh", "-c", _PREPARE, group, *command]
         index = os.getpid() * 100 + self._num_started % 100
         self._spawn([*command, sys.executable], theirs, {**self._settings, "index": index})

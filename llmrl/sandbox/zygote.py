@@ -62,9 +62,7 @@ def main() -> None:
             return
         if not os.fork():
             control.close()
-            os.write(received[1], b"0")  # a control group is joined so
-            os.close(received[1])
-            _start(settings, socket.socket(fileno=received[0]), is_root=is_root)
+            _start(settings, socket.socket(fileno=received[0]), received[1], is_root=is_root)
         for descriptor in received:
             os.close(descriptor)
 
@@ -80,9 +78,11 @@ def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
     kernel.change_root(settings["folder"], settings["readable"])
 
 
-def _start(settings: Settings, service: socket.socket, *, is_root: bool) -> None:
-    """In a fork: become a supervisor, and never return."""
+def _start(settings: Settings, service: socket.socket, joining: int, *, is_root: bool) -> None:
+    """In a fork: join a control group by writing to a descriptor, become a supervisor, and never return."""
     try:
+        os.write(joining, b"0")
+        os.close(joining)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if settings["level"] == "namespaces":
             own = kernel.NEW_PIDS | kernel.NEW_MOUNTS  # a new IPC namespace for each would cost 30 ms

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,17 @@ def test_groups_are_as_many_as_interpreters_and_gone_with_the_service():
         assert service.execute(f"print({number})")["stdout"] == f"{number}\n"
     assert len([path for path in folder.iterdir() if path.is_dir()]) < 12
     service.close()
-    assert groups_in(own) == before
+    assert not folder.exists()
+
+
+def test_no_group_is_removed_before_its_interpreter_is_in_it():
+    own_groups()
+    service = PythonExecutorService(num_ready=8, isolation="process")
+    with ThreadPoolExecutor(32) as threads:
+        results = list(threads.map(lambda number: service.execute(f"print({number})"), range(96)))
+    assert [result["stdout"] for result in results] == [f"{number}\n" for number in range(96)]
+    assert len(service._launcher._processes) == 1  # what starts interpreters lived through all
+    service.close()
 
 
 def test_groups_of_a_program_that_was_killed_are_removed_by_the_next():
