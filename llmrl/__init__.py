@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmrl.collectors import GroupRules, LLMCollector, RayLLMCollector, RolloutLimits
     from llmrl.data import History, RolloutStatus
     from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig, ServerEngine, TransformersEngine
-    from llmrl.envs import AgentEnv, ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+    from llmrl.envs import AgentEnv, ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep, MixedEnv
     from llmrl.objectives import GRPOLoss, MCAdvantage
     from llmrl.policies import vLLMWrapper
     from llmrl.rewards import RewardFn, Rubric
@@ -43,6 +43,7 @@ _EXPORTS = {
     "MessageChatEnv": "llmrl.envs",
     "MessageEnv": "llmrl.envs",
     "MessageStep": "llmrl.envs",
+    "MixedEnv": "llmrl.envs",
     "PolicyVersion": "llmrl.transforms",
     "RewardFn": "llmrl.rewards",
     "RolloutLimits": "llmrl.collectors",
@@ -75,6 +76,7 @@ __all__ = [
     "MessageChatEnv",
     "MessageEnv",
     "MessageStep",
+    "MixedEnv",
     "PolicyVersion",
     "RayLLMCollector",
     "RewardFn",

@@ -12,10 +12,10 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
 from llmrl._utils.terminal import printable
-from llmrl.collectors.source import dataset_env_of
 from llmrl.data import History, Message, text_of
 from llmrl.data.tensordicts import plain
 from llmrl.envs import ChatEnv, make_task_env
+from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PythonInterpreter
 

@@ -26,7 +26,7 @@ from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSour
 from llmrl.collectors.shape import BatchShape, check_group_size
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
 from llmrl.data import Rollout
-from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
 
 Result = TypeVar("Result")
 
@@ -34,12 +34,15 @@ Result = TypeVar("Result")
 class CollectorSource(RolloutSource, Protocol):
     """A source of rollouts with all that a collector asks of it."""
 
-    dataset_env: DatasetChatEnv | DataLoadingPrimer | None
-    """Whose position is part of the saved state."""
     is_open: asyncio.Event
     """Cleared while nothing new may start."""
     is_group_scored: bool
     """Whether the rollouts of a group are scored together."""
+
+    @property
+    def dataset_env(self) -> DatasetChatEnv | DataLoadingPrimer | MixedEnv | None:
+        """Whose position is part of the saved state."""
+        ...
 
     @property
     def engine(self) -> object:
@@ -82,10 +85,8 @@ class BatchCollector:
         self._batch_lock = threading.Lock()  # held by whoever waits for a batch, until it has it
         self._num_turns = 0
         self._left_over: list[TensorDictBase] = []
-        self._once_delivered: tuple[int, list[TensorDictBase]] = (
-            0,
-            [],
-        )  # turns of the batch at hand, and left over
+        # turns of the batch at hand, and left over
+        self._once_delivered: tuple[int, list[TensorDictBase]] = (0, [])
         self._groups: list[list[Rollout]] = []  # those of the batch at hand
         self._collected = self._reported = Collected(is_grouped=shape.is_grouped)
         self._signal_detector = StallDetector(

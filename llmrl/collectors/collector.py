@@ -15,6 +15,7 @@ from llmrl.collectors.admission import Gate
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer, TakesBatches, TakesItems
 from llmrl.collectors.groups import GroupRules
+from llmrl.collectors.mixed_source import MixedSource
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
@@ -23,7 +24,7 @@ from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
 from llmrl.collectors.weights import WeightScheme
 from llmrl.data import Rollout
-from llmrl.envs import EndOfData
+from llmrl.envs import EndOfData, MixedEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
 
@@ -47,7 +48,7 @@ class LLMCollector(KnownArguments, BatchCollector):
     `StalenessGate`). With `replay_buffer`, `start()` fills it in the background.
 
     Args:
-        env: a `DatasetChatEnv`, usually transformed; or a function that builds one.
+        env: a `DatasetChatEnv`, usually transformed; several, as a `MixedEnv`; or a function that builds one.
         policy: generates, such as a `vLLMWrapper`; or pass `policy_factory`.
         total_dialog_turns: turns after which iteration ends; -1 never ends.
         postproc: applied to each batch before it is yielded or written, such as `MCAdvantage`.
@@ -61,7 +62,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         reset_at_each_iter: begin each batch with new conversations, none ahead; what one has beyond its number of
             turns is dropped, and so are conversations that it did not wait for.
         group_rules: what of a settled group is delivered (filters, dynamic sampling); every drop is counted.
-        limits: turn, prompt and time limits of a rollout.
+        limits: turn, prompt and time limits of a rollout; of a `MixedEnv` by its environments' names, too.
         step_timeout_seconds: limit of one environment step, its tools included.
         track_policy_version: adds a `PolicyVersion` that follows the engine; or one of yours.
         weight_sync_schemes: by policy name (`{"policy": scheme}`), for `update_policy_weights_`; by default the scheme
@@ -79,7 +80,7 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     def __init__(
         self,
-        env: EnvBase | Callable[[], EnvBase],
+        env: EnvBase | MixedEnv | Callable[[], EnvBase | MixedEnv],
         policy: LLMWrapperBase | None = None,
         *,
         policy_factory: Callable[[], LLMWrapperBase] | None = None,
@@ -98,7 +99,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         num_extra_groups: int = 0,
         reset_at_each_iter: bool = False,
         group_rules: GroupRules | None = None,
-        limits: RolloutLimits | None = None,
+        limits: RolloutLimits | Mapping[str, RolloutLimits] | None = None,
         step_timeout_seconds: float | None = None,
         track_policy_version: bool | PolicyVersion = False,
         weight_sync_schemes: Mapping[str, WeightScheme] | None = None,
@@ -135,10 +136,10 @@ class LLMCollector(KnownArguments, BatchCollector):
             raise ValueError("batches go to a replay_buffer or to a queue: pass one of them.")
         per_batch = shape.size if shape.kind != "tokens" else 8
         source = self._make_source(
-            (lambda: env) if isinstance(env, EnvBase) else env,
+            (lambda: env) if isinstance(env, EnvBase | MixedEnv) else env,
             policy_factory or (lambda: policy),  # type: ignore[arg-type,return-value]
             shape=shape,
-            limits=limits or RolloutLimits(),
+            limits=RolloutLimits() if limits is None else limits,
             step_timeout_seconds=step_timeout_seconds,
             track_policy_version=track_policy_version,
         )
@@ -181,18 +182,30 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     def _make_source(
         self,
-        make_env: Callable[[], EnvBase],
+        make_env: Callable[[], EnvBase | MixedEnv],
         make_policy: Callable[[], LLMWrapperBase],
         *,
         shape: BatchShape,
-        limits: RolloutLimits,
+        limits: RolloutLimits | Mapping[str, RolloutLimits],
         step_timeout_seconds: float | None,
         track_policy_version: bool | PolicyVersion,
     ) -> CollectorSource:
         self.policy: LLMWrapperBase = make_policy()
-        self.env: EnvBase = make_env()
+        self.env: EnvBase | MixedEnv = make_env()
         self.policy_version_tracker: PolicyVersion | None = None
         """The transform that writes each step's version, where one was asked for."""
+        if isinstance(self.env, MixedEnv):
+            if track_policy_version:
+                raise ValueError("track_policy_version is of one environment: append a PolicyVersion to each.")
+            return MixedSource(
+                self.env,
+                self.policy,
+                in_groups=shape.is_grouped,
+                limits=limits,
+                step_timeout_seconds=step_timeout_seconds,
+            )
+        if not isinstance(limits, RolloutLimits):
+            raise ValueError(f"limits by name are those of a MixedEnv; got {sorted(limits)} for one environment.")
         if track_policy_version:
             follow = PolicyVersion(source=lambda: self.policy.engine.policy_version)
             self.policy_version_tracker = (

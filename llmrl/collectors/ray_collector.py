@@ -14,6 +14,7 @@ from llmrl.collectors.ray_source import RaySource
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.shape import BatchShape
 from llmrl.engines.ray_cluster import connect
+from llmrl.envs import MixedEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
 
@@ -73,14 +74,16 @@ class RayLLMCollector(LLMCollector):
 
     def _make_source(
         self,
-        make_env: Callable[[], EnvBase],
+        make_env: Callable[[], EnvBase | MixedEnv],
         make_policy: Callable[[], LLMWrapperBase],
         *,
         shape: BatchShape,
-        limits: RolloutLimits,
+        limits: RolloutLimits | Mapping[str, RolloutLimits],
         step_timeout_seconds: float | None,
         track_policy_version: bool | PolicyVersion,
     ) -> CollectorSource:
+        if isinstance(limits, Mapping):
+            raise ValueError("limits by name are those of a MixedEnv, which is collected in one process.")
         if isinstance(track_policy_version, PolicyVersion):
             raise ValueError("a PolicyVersion of yours does not reach the actors: pass track_policy_version=True.")
         connect(self._ray_init_config)

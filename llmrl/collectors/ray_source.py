@@ -17,8 +17,10 @@ from llmrl._utils.imports import require
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.rows import portable_turn, rollout_rows
 from llmrl.collectors.scheduler import RolloutTask
-from llmrl.collectors.source import EnvSource, dataset_env_of
+from llmrl.collectors.source import EnvSource
 from llmrl.data import Rollout
+from llmrl.envs import MixedEnv
+from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
 from llmrl.transforms.reward import find_rubric_reward
@@ -107,7 +109,7 @@ class RaySource:
 
     def __init__(
         self,
-        make_env: Callable[[], EnvBase],
+        make_env: Callable[[], EnvBase | MixedEnv],
         make_policy: Callable[[], LLMWrapperBase],
         *,
         in_groups: bool,
@@ -123,7 +125,7 @@ class RaySource:
         own_env = make_env()
         self.dataset_env = dataset_env_of(own_env)
         if self.dataset_env is None:
-            raise ValueError("env must build a DatasetChatEnv: actors are told which of its prompts to play.")
+            raise ValueError("env must build one DatasetChatEnv: actors are told which of its prompts to play.")
         rubric_reward = find_rubric_reward(own_env)
         self.is_group_scored = rubric_reward is not None and rubric_reward.rubric.is_group_scored
         self.is_open = asyncio.Event()

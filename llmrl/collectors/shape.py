@@ -12,7 +12,7 @@ from llmrl.collectors.admission import DemandGate
 from llmrl.collectors.rows import batch_rows, rollout_rows
 from llmrl.collectors.staleness import LatePolicy, StalenessGate
 from llmrl.data import Rollout
-from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
 
 Kind = Literal["groups", "tokens", "turns", "trajectories", "last_steps"]
 
@@ -134,7 +134,7 @@ class BatchShape:
         return (lazy_stack(batch, 0) if batch else None), rest
 
 
-def check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | None) -> None:
+def check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | MixedEnv | None) -> None:
     """Refuse advantages (`MCAdvantage`) of groups of another size than those that the environment draws."""
     for part in getattr(transform, "transforms", [transform]):
         size = getattr(part, "sampled_group_size", None)

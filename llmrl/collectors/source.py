@@ -15,10 +15,10 @@ from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout
 from llmrl.engines import Engine
-from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, EndOfData
+from llmrl.envs import EndOfData
+from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import Drawn
 from llmrl.policies import LLMWrapperBase
-from llmrl.transforms import environment_parts
 
 
 class EnvSource:
@@ -30,6 +30,7 @@ class EnvSource:
         in_groups: play groups of one prompt each.
         limits: what may end a rollout early.
         step_timeout_seconds: limit of one environment step, its tools included.
+        is_open: between turns, rollouts wait while it is not set; default, an event of its own.
 
     Raises:
         ValueError: when groups are wanted of an environment without a dataset, or the environment is batch-locked.
@@ -44,12 +45,13 @@ class EnvSource:
         in_groups: bool,
         limits: RolloutLimits | None = None,
         step_timeout_seconds: float | None = None,
+        is_open: asyncio.Event | None = None,
     ) -> None:
         self.stepper = EnvStepper(env, timeout_seconds=step_timeout_seconds, keep_steps=not in_groups)
         self.dataset_env = dataset_env_of(env)
         if in_groups and self.dataset_env is None:
             raise ValueError("groups need a DatasetChatEnv, whose repeats give the size of a group.")
-        self.is_open = asyncio.Event()
+        self.is_open = asyncio.Event() if is_open is None else is_open
         """Between turns, rollouts wait while it is not set."""
         self.is_open.set()
         if env.observation_spec.get("tools", None) is not None:
@@ -184,13 +186,3 @@ class EnvSource:
         """End the environment's threads; environment and engine are their owner's."""
         self.stepper.shutdown()
         self.runner.judge_loop.close()
-
-
-def dataset_env_of(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer | None:
-    """Return what draws an environment's prompts and has their position: a dataset environment, or its own primer."""
-    drawing = [
-        part
-        for part in environment_parts(env)
-        if isinstance(part, DatasetChatEnv) or (isinstance(part, DataLoadingPrimer) and not part.is_shared)
-    ]
-    return drawing[0] if drawing else None

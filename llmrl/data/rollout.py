@@ -23,6 +23,8 @@ class Rollout:
     sample_index: int
     """Place in its group."""
     group_size: int
+    env: str = ""
+    """Its environment's name, of a `MixedEnv`."""
     columns: dict[str, object] = field(default_factory=dict)
     """The dataset's columns for the prompt."""
     conversation: Any = None
@@ -66,6 +68,7 @@ class Rollout:
         record = {
             "rollout_id": self.rollout_id,
             "group_id": self.group_id,
+            "env": self.env,
             "sample_index": self.sample_index,
             "status": self.status.name.lower(),
             "reason": self.reason,

@@ -13,6 +13,7 @@ from llmrl.envs.ifeval import IFEvalEnv, IfEvalScorer, make_ifeval_env
 from llmrl.envs.llm import LLMEnv
 from llmrl.envs.math import MATHEnv, MATHRewardParser, make_math_env
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.mixed import EnvProgress, MixedEnv
 from llmrl.envs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
 from llmrl.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems, make_reasoning_gym_env
@@ -33,6 +34,7 @@ __all__ = [
     "DataLoadingPrimer",
     "DatasetChatEnv",
     "EndOfData",
+    "EnvProgress",
     "GSM8KEnv",
     "GSM8KPrepareQuestion",
     "GSM8KRewardParser",
@@ -48,6 +50,7 @@ __all__ = [
     "MessageChatEnv",
     "MessageEnv",
     "MessageStep",
+    "MixedEnv",
     "PromptSampler",
     "RayDataLoadingPrimer",
     "ReasoningGymEnv",

@@ -15,8 +15,10 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
+from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.sampler import RESERVED_ENTRIES, Drawn, EndOfData, PromptSampler, columns_of, with_columns
 from llmrl.envs.sources import Source, load_rows, rows_of_loader
+from llmrl.transforms import environment_parts
 
 _READ_BY_ENVIRONMENTS = {"text", "tokens"}
 _COUNTS = ("sample_index", "group_size")
@@ -247,3 +249,13 @@ def _rows(source: Source) -> Sequence[Row]:
     """Return a loader's batches as rows; any other source through `load_rows`."""
     rows = load_rows(rows_of_loader(source) if isinstance(source, DataLoader) else source)
     return [{"query": row} for row in rows] if isinstance(rows[0], str) else rows
+
+
+def dataset_env_of(env: object) -> DatasetChatEnv | DataLoadingPrimer | None:
+    """Return what draws an environment's prompts and has their position: a dataset environment, or its own primer."""
+    drawing = [
+        part
+        for part in environment_parts(env)
+        if isinstance(part, DatasetChatEnv) or (isinstance(part, DataLoadingPrimer) and not part.is_shared)
+    ]
+    return drawing[0] if drawing else None

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import LLMCollector
 from llmrl.runs.read_ahead import ReadAhead
-from llmrl.runs.rollout_metrics import rollout_metrics
+from llmrl.runs.rollout_metrics import metrics_by_env, rollout_metrics
 from llmrl.runs.run_folder import random_states, restore_random_states
 
 
@@ -54,12 +54,12 @@ class BatchSource:
 
     def _draw(self) -> Iterator[Collected]:
         for batch in self._collector:
-            report = self._collector.report
+            report, played = self._collector.report, self._collector.rollouts
             assert batch is not None and report is not None
             yield {
                 "batch": batch,
-                "metrics": report.to_metrics() | rollout_metrics(self._collector.rollouts),
-                "rollouts": [rollout.to_record() for rollout in self._collector.rollouts],
+                "metrics": report.to_metrics() | rollout_metrics(played) | metrics_by_env(played),
+                "rollouts": [rollout.to_record() for rollout in played],
                 "collector": self._collector.state_dict(),
                 "random": random_states(),
             }

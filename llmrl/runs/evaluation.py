@@ -14,8 +14,8 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.collectors.source import dataset_env_of
 from llmrl.data import Rollout
+from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.estimates import Estimate, estimate_of_mean, pass_at_k
 from llmrl.runs.rollout_metrics import is_right, rollout_metrics

@@ -47,6 +47,27 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {**metrics, **dict(_reward_metrics(scored)), **_tool_metrics(rollouts), **_answer_metrics(rollouts)}
 
 
+def metrics_by_env(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return `rollout_metrics` and mean rewards of each environment of a `MixedEnv`, as `env/NAME/METRIC`.
+
+    Example:
+        >>> rollout = Rollout(rollout_id="", group_id="sums/0/1", sample_index=0, group_size=1, env="sums", reward=1.0,
+        ...                   is_scored=True)
+        >>> metrics_by_env([rollout])["env/sums/reward_mean"]
+        1.0
+    """
+    of_env: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.env:
+            of_env[rollout.env].append(rollout)
+    metrics: dict[str, float] = {}
+    for name, played in of_env.items():
+        scored = [rollout.reward for rollout in played if rollout.is_scored]
+        own = {"num_rollouts": float(len(played)), **({"reward_mean": fmean(scored)} if scored else {})}
+        metrics |= {f"env/{name}/{key}": value for key, value in (own | rollout_metrics(played)).items()}
+    return metrics
+
+
 def _reward_metrics(scored: Sequence[Rollout]) -> Iterator[tuple[str, float]]:
     if not scored:
         return

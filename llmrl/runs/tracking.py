@@ -42,7 +42,7 @@ def grouped_name(name: str) -> str:
         >>> [grouped_name(name) for name in ("reward_mean", "train_seconds", "eval/sums/pass@1")]
         ['train/reward_mean', 'perf/train_seconds', 'eval/sums/pass@1']
     """
-    if name.startswith("eval/"):
+    if name.startswith(("eval/", "env/")):
         return name
     is_performance = name.endswith(_PERFORMANCE) or name.startswith("engine_")
     return f"{'perf' if is_performance else 'train'}/{name}"

@@ -14,10 +14,10 @@ from torchrl.envs import EnvBase
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.collectors.source import dataset_env_of
 from llmrl.engines import Engine
 from llmrl.engines.base import HasTokenizer
-from llmrl.envs import DataLoadingPrimer, DatasetChatEnv
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
+from llmrl.envs.primer import dataset_env_of
 from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.config import (
@@ -53,7 +53,7 @@ _EXPLAINED = {
 
 def train(
     model: str | Path,
-    env: EnvBase,
+    env: EnvBase | MixedEnv,
     *,
     eval_envs: EnvBase | Mapping[str, EnvBase] | None = None,
     eval_every: int | None = None,
@@ -89,7 +89,8 @@ def train(
 
     Args:
         model: a Hugging Face name or folder, or `embedded` (SmolLM2-135M-Instruct from its package).
-        env: a `DatasetChatEnv` with a `RubricReward`; its `repeats` are the answers that are compared.
+        env: a `DatasetChatEnv` with a `RubricReward`; its `repeats` are the answers that are compared. Several as a
+            `MixedEnv`.
         eval_envs: environments of problems held out, by name, or one of them, which is then named `eval`; evaluated
             before and after training.
         eval_every: steps between evaluations; None adds none.
@@ -175,21 +176,23 @@ def train(
     return Path(cfg.run.path)
 
 
-def _dataset_of(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer:
+def _dataset_of(env: EnvBase | MixedEnv) -> DatasetChatEnv | DataLoadingPrimer | MixedEnv:
+    if isinstance(env, MixedEnv):
+        return env
     dataset_env = dataset_env_of(env)
     if dataset_env is None:
         raise ValueError(f"{type(env).__name__} has no dataset to draw prompts from: build a DatasetChatEnv.")
     return dataset_env
 
 
-def _check_envs(env: EnvBase, eval_envs: Mapping[str, EnvBase]) -> int:
+def _check_envs(env: EnvBase | MixedEnv, eval_envs: Mapping[str, EnvBase]) -> int:
     """The number of answers to each prompt that is trained on."""
     prompts = _dataset_of(env).prompts
     if prompts.num_samples < 2:
         raise ValueError(
             f"env has repeats={prompts.num_samples}: GRPO compares the answers to one prompt; build it with repeats=8."
         )
-    names = [prompts.name]
+    names = [name for name, _ in env.items()] if isinstance(env, MixedEnv) else [prompts.name]
     for key, eval_env in eval_envs.items():
         name = _dataset_of(eval_env).prompts.name
         if name in names:
@@ -202,7 +205,11 @@ def _check_envs(env: EnvBase, eval_envs: Mapping[str, EnvBase]) -> int:
 
 
 def _train(
-    cfg: GRPOConfig, env: EnvBase, eval_envs: Mapping[str, EnvBase], own_engine: Engine | None, console: Console | None
+    cfg: GRPOConfig,
+    env: EnvBase | MixedEnv,
+    eval_envs: Mapping[str, EnvBase],
+    own_engine: Engine | None,
+    console: Console | None,
 ) -> None:
     """What `main` of the script does, of environments and an engine that are there; a test holds the two together."""
     with open_run(cfg, console=console) as run:

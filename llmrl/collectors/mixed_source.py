@@ -1,0 +1,123 @@
+"""Rollouts of several environments in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from llmrl.collectors.rollout_runner import RolloutLimits
+from llmrl.collectors.scheduler import RolloutTask
+from llmrl.collectors.source import EnvSource
+from llmrl.data import Rollout
+from llmrl.engines import Engine
+from llmrl.envs import MixedEnv
+from llmrl.policies import LLMWrapperBase
+
+
+class MixedSource:
+    """Draws each group from the environment whose turn it is, and has that one's source play and score it.
+
+    Args:
+        mixed: the environments.
+        policy: generates, for all of them.
+        limits: what may end a rollout early; or by the environments' names, where those that are not named have none.
+        in_groups, step_timeout_seconds: see `EnvSource`.
+
+    Raises:
+        ValueError: for limits of an environment that there is none of, or as `EnvSource`.
+    """
+
+    def __init__(
+        self,
+        mixed: MixedEnv,
+        policy: LLMWrapperBase,
+        *,
+        in_groups: bool,
+        limits: RolloutLimits | Mapping[str, RolloutLimits],
+        step_timeout_seconds: float | None = None,
+    ) -> None:
+        self.dataset_env, self._prompts = mixed, mixed.prompts
+        self.is_open = asyncio.Event()
+        """Between turns, rollouts wait while it is not set."""
+        self.is_open.set()
+        names = [name for name, _ in mixed.items()]
+        by_name = dict.fromkeys(names, limits) if isinstance(limits, RolloutLimits) else limits
+        if unknown := sorted(set(by_name) - set(names)):
+            raise ValueError(f"limits has {unknown}, and the environments are {names}.")
+        self._sources = {
+            name: EnvSource(
+                env,
+                policy,
+                in_groups=in_groups,
+                limits=by_name.get(name),
+                step_timeout_seconds=step_timeout_seconds,
+                is_open=self.is_open,
+            )
+            for name, env in mixed.items()
+        }
+        self._first = next(iter(self._sources.values()))
+        self.group_size = max(source.group_size for source in self._sources.values())
+        self.is_group_scored = any(source.is_group_scored for source in self._sources.values())
+        """Whether the rollouts of a group are scored together, in one of the environments at least."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that generates."""
+        return self._first.engine
+
+    @property
+    def policy_version(self) -> int:
+        """The engine's count of weight updates."""
+        return self._first.policy_version
+
+    async def open(self, num_groups: int) -> list[list[RolloutTask]]:
+        """Draw the next groups; fewer where all data ends.
+
+        Raises:
+            ValueError: when a function gives weights that are no shares.
+        """
+        groups: list[list[RolloutTask]] = []
+        while len(groups) < num_groups and (chosen := self._prompts.choose(self.group_size)) is not None:
+            name, positions = chosen
+            source = self._sources[name]
+            drawn = [await source.open_at(positions)] if positions else await source.open(1)
+            groups += [self._named(name, jobs) for jobs in drawn]
+            if not drawn:
+                self._prompts.end(name)
+        return groups
+
+    async def open_rollouts(self, count: int) -> list[RolloutTask]:
+        """Draw so many rollouts, each of the environment whose turn it is; fewer where all data ends."""
+        jobs: list[RolloutTask] = []
+        while len(jobs) < count and (chosen := self._prompts.choose(1)) is not None:
+            name, positions = chosen
+            source = self._sources[name]
+            drawn = await (source.open_at(positions) if positions else source.open_rollouts(1))
+            jobs += self._named(name, drawn)
+            if not drawn:
+                self._prompts.end(name)
+        return jobs
+
+    def _named(self, name: str, jobs: list[RolloutTask]) -> list[RolloutTask]:
+        for job in jobs:
+            job.positions = tuple(self._prompts.position(name, position) for position in job.positions)
+            for record in job.records:
+                record.env = name
+        return jobs
+
+    async def play(self, job: RolloutTask) -> list[Rollout]:
+        """Play one rollout to its end."""
+        return await self._sources[job.records[0].env].play(job)
+
+    async def score_group(self, rollouts: list[Rollout]) -> None:
+        """Score a group together where its rubric does, and note what its environment's progress is."""
+        name = rollouts[0].env
+        await self._sources[name].score_group(rollouts)
+        for rollout in rollouts:
+            if rollout.is_scored:
+                self._prompts.progress[name].add(rollout.reward)
+
+    def shutdown(self) -> None:
+        """End the environments' threads."""
+        for source in self._sources.values():
+            source.shutdown()

@@ -1,0 +1,207 @@
+"""`MixedEnv`: several environments in one run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrl.envs import EnvBase
+
+from llmrl._utils.numbers import finite_number
+from llmrl._utils.types import StateDict
+from llmrl.envs.primer import dataset_env_of
+from llmrl.envs.sampler import PromptSampler
+
+_RECENT = 64
+"""Rollouts that count in a mean reward, roughly: each later one takes so much of its share."""
+
+
+@dataclass(slots=True)
+class EnvProgress:
+    """What an own function of weights knows of an environment."""
+
+    num_groups: int = 0
+    """Groups that were drawn of it."""
+    num_scored: int = 0
+    """Rollouts of it that were scored."""
+    reward: float = 0.0
+    """Mean reward of its scored rollouts, of which the last 64 or so count."""
+
+    def add(self, reward: float) -> None:
+        """Count a scored rollout."""
+        self.num_scored += 1
+        self.reward += (reward - self.reward) / min(self.num_scored, _RECENT)
+
+
+Weights = Mapping[str, float] | Callable[[Mapping[str, EnvProgress]], Mapping[str, float]]
+"""Of environments by name: numbers, or a function that gives them before each draw."""
+
+
+class MixedPrompts:
+    """Says which environment the next group is of, and keeps the place in each.
+
+    After any number of draws each environment has had its share of them, up to one group: the one that lacks most is
+    next (smooth weighted round-robin). Nothing is random, so that a saved state goes on exactly.
+
+    Args:
+        samplers: what draws the prompts of each environment, by name.
+        weights: by name; None for equal ones.
+
+    Raises:
+        ValueError: for weights that are no shares of these environments.
+
+    Example:
+        >>> samplers = {name: PromptSampler([{"query": name}]) for name in ("a", "b")}
+        >>> prompts = MixedPrompts(samplers, {"a": 2, "b": 1})
+        >>> "".join(prompts.choose(1)[0] for _ in range(6))
+        'abaaba'
+    """
+
+    def __init__(self, samplers: Mapping[str, PromptSampler], weights: Weights | None = None) -> None:
+        self._samplers, self._names = dict(samplers), list(samplers)
+        self._weights = dict.fromkeys(self._names, 1.0) if weights is None else weights
+        if not callable(self._weights):
+            self._shares(self._weights)
+        self.num_samples = next(iter(self._samplers.values())).num_samples
+        """Rollouts of a group."""
+        self.name = "+".join(self._names)
+        self.progress = {name: EnvProgress() for name in self._names}
+        self._credits = dict.fromkeys(self._names, 0.0)
+        self._ended: set[str] = set()
+        self._again: deque[int] = deque()
+
+    def choose(self, group_size: int) -> tuple[str, list[int]] | None:
+        """Return the environment of the next group, and the places in its dataset where it is one to be drawn again.
+
+        None when every environment's data has ended.
+        """
+        if self._again:
+            name, _ = self.place(self._again[0])
+            return name, [self.place(self._again.popleft())[1] for _ in range(min(group_size, len(self._again)))]
+        names = [name for name in self._names if name not in self._ended]
+        if not names:
+            return None
+        weights = self._weights(self.progress) if callable(self._weights) else self._weights
+        shares = self._shares(weights, names)
+        for name in names:
+            self._credits[name] += shares[name]
+        chosen = max(names, key=lambda name: self._credits[name])
+        self._credits[chosen] -= 1.0
+        self.progress[chosen].num_groups += 1
+        return chosen, []
+
+    def end(self, name: str) -> None:
+        """Leave out an environment whose data has ended, so that it could not be drawn; the others share its draws."""
+        self._ended.add(name)
+        self.progress[name].num_groups -= 1
+
+    def position(self, name: str, position: int) -> int:
+        """Return one number for a place in the dataset of an environment."""
+        return position * len(self._names) + self._names.index(name)
+
+    def place(self, position: int) -> tuple[str, int]:
+        """Return the environment of a position, and the place in its dataset."""
+        place, index = divmod(position, len(self._names))
+        return self._names[index], place
+
+    def _shares(self, weights: Mapping[str, float], names: Sequence[str] = ()) -> dict[str, float]:
+        names = names or self._names
+        if set(weights) != set(self._names):
+            raise ValueError(f"weights must name the environments {self._names}; got {sorted(weights)}.")
+        shares = {name: finite_number(weights[name], f"the weight of {name!r}") for name in names}
+        if min(shares.values()) < 0:
+            raise ValueError(f"weights must not be negative, got {shares}.")
+        if not (total := sum(shares.values())):
+            raise ValueError(f"weights must not all be 0; they are, of the environments whose data goes on: {shares}.")
+        return {name: share / total for name, share in shares.items()}
+
+    def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
+        """Return the place in every environment, and whose turn it is.
+
+        `unfinished` are positions that were drawn and whose rollouts will not outlive this process.
+        """
+        progress = {name: [one.num_groups, one.num_scored, one.reward] for name, one in self.progress.items()}
+        return {
+            "samplers": {name: sampler.state_dict() for name, sampler in self._samplers.items()},
+            "credits": dict(self._credits),
+            "ended": sorted(self._ended),
+            "progress": progress,
+            "again": [*unfinished, *self._again],
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Continue from a saved place.
+
+        Raises:
+            ValueError: when it is of other environments.
+        """
+        if list(state["samplers"]) != self._names:
+            raise ValueError(f"the saved state is of the environments {list(state['samplers'])}, not {self._names}.")
+        for name, sampler in self._samplers.items():
+            sampler.load_state_dict(state["samplers"][name])
+        self._credits, self._ended = dict(state["credits"]), set(state["ended"])
+        self.progress = {name: EnvProgress(*saved) for name, saved in state["progress"].items()}
+        self._again = deque(state["again"])
+
+
+class MixedEnv:
+    """Several environments for one collector: each group is of one of them, with its own rubric, tools and prompt.
+
+    It is drawn from and not stepped: to play one of them by hand take it by its name, `mixed["gsm8k"]`. The ids of a
+    group begin with its environment's name, which is also in each record (`Rollout.env`) and in metrics. An
+    environment whose data has ended is left out; collection ends with the last.
+
+    Args:
+        envs: by name, each over a dataset (`DatasetChatEnv`, transformed or not), with the same `repeats`.
+        weights: how often each is drawn, relative to the others: numbers by name, or a function that is called with the
+            `EnvProgress` of each before a group is drawn. Equal ones by default.
+
+    Raises:
+        ValueError: for no environment, one without a dataset, names or `repeats` that do not fit, or weights that are
+            no shares.
+
+    Example:
+        >>> from llmrl.envs import DatasetChatEnv
+        >>> envs = {name: DatasetChatEnv([{"query": name}], repeats=2) for name in ("easy", "hard")}
+        >>> mixed = MixedEnv(envs, weights={"easy": 1, "hard": 3})
+        >>> mixed["hard"].reset()["query"], mixed.prompts.num_samples
+        ('hard', 2)
+    """
+
+    def __init__(self, envs: Mapping[str, EnvBase], *, weights: Weights | None = None) -> None:
+        if not envs:
+            raise ValueError("envs is empty; at least one environment is needed.")
+        self._envs = dict(envs)
+        samplers: dict[str, PromptSampler] = {}
+        for name, env in self._envs.items():
+            dataset_env = dataset_env_of(env)
+            if not name or "/" in name:
+                raise ValueError(
+                    f"the name of an environment begins its ids: it needs a name without '/', got {name!r}."
+                )
+            if dataset_env is None:
+                raise ValueError(f"the environment {name!r} has no dataset to draw prompts from: use a DatasetChatEnv.")
+            if any(dataset_env.prompts is other for other in samplers.values()):
+                raise ValueError(f"the environment {name!r} draws from the prompts of another one: build its own.")
+            samplers[name] = dataset_env.prompts
+            samplers[name].name = name
+        repeats = {name: sampler.num_samples for name, sampler in samplers.items()}
+        if len(set(repeats.values())) > 1:
+            raise ValueError(f"groups of a batch have one size: give all environments the same repeats, not {repeats}.")
+        self.prompts = MixedPrompts(samplers, weights)
+
+    def __getitem__(self, name: str) -> EnvBase:
+        return self._envs[name]
+
+    def items(self) -> list[tuple[str, EnvBase]]:
+        """Return names and environments."""
+        return list(self._envs.items())
+
+    def state_dict(self) -> StateDict:
+        """Return the place in every dataset."""
+        return {"prompts": self.prompts.state_dict()}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue from a saved place."""
+        self.prompts.load_state_dict(state_dict["prompts"])
