@@ -109,9 +109,9 @@ def make_collector() -> Any:
     )
     env = MessageChatEnv(Kind, [{"kind": kind} for kind in SCRIPTS])
     env = env.append_transform(PythonInterpreter(persistent=True)).append_transform(ToolTransform([measure]))
-    limits = RolloutLimits(max_turns=5, max_prompt_tokens=1500, rollout_timeout_seconds=3.0, num_engine_retries=1)
+    limits = RolloutLimits(max_turns=5, max_prompt_tokens=1500, rollout_timeout_seconds=5.0, num_engine_retries=1)
     policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 64})
-    return LLMCollector(env, policy=policy, groups_per_batch=1, max_concurrent_rollouts=256, limits=limits)
+    return LLMCollector(env, policy=policy, groups_per_batch=1, max_concurrent_rollouts=32, limits=limits)
 
 
 def used(folder: Path) -> dict[str, float]:
@@ -159,7 +159,8 @@ def soak(num_conversations: int, num_parts: int) -> tuple[list[dict[str, float]]
                 for part in range(num_parts):
                     begun, end = (num_conversations * number // num_parts for number in (part, part + 1))
                     for rollout in collector.play(end - begun):
-                        kind = rollout.messages[0]["content"].removeprefix("Kind: ").removesuffix(".")
+                        opening = rollout.messages[0]["content"] if rollout.messages else "none yet"
+                        kind = opening.removeprefix("Kind: ").removesuffix(".")
                         endings[kind, rollout.status.name, rollout.reason] += 1
                     del rollout
                     collector.rollouts = []

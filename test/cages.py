@@ -102,11 +102,13 @@ class OtherUsersService:
             shutil.copytree(package / name, folder / "llmrl" / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(package / "__init__.py", folder / "llmrl")
         shutil.copy(__file__, folder)
+        subprocess.run([python, "-m", "venv", "--without-pip", folder / "venv"], check=True)
         for path in (folder, *folder.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-            os.chown(path, _USER_ID, _USER_ID)
+            if not path.is_symlink():
+                path.chmod(0o755 if path.is_dir() else 0o644)
+                os.chown(path, _USER_ID, _USER_ID)
         self._process = subprocess.Popen(
-            [python, "cages.py", level, json.dumps(asdict(LIMITS))],
+            [folder / "venv/bin/python", "cages.py", level, json.dumps(asdict(LIMITS))],
             env={"LLMRL_TEST_SECRET": SECRET, "PATH": os.environ["PATH"]},
             user=_USER_ID, group=_USER_ID, extra_groups=[], cwd=folder,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

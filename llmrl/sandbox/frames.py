@@ -6,14 +6,17 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 16 << 20
 
 
 class Answer(TypedDict):
-    """How a piece of code ended, as a supervisor tells the service."""
+    """How a piece of code ended, as a supervisor tells the service; before the first, whether it watches one."""
+
+    why: NotRequired[str]
+    """Why it does not."""
 
     returncode: int
     is_exit: bool

@@ -46,10 +46,15 @@ class PythonResult:
 class _Interpreter:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self.why_not = "the process that watches it ended"
+        """Why it is not started, where it is not."""
 
     async def is_started(self) -> bool:
         """Return whether there is a supervisor; waits until it says so, or its end is seen. Asked once."""
-        return await self._answer(_START_SECONDS) is not None
+        answer = await self._answer(_START_SECONDS)
+        if answer is not None:
+            self.why_not = answer.get("why", "")
+        return not self.why_not
 
     async def run(self, code: str, timeout: float) -> frames.Answer | None:
         """Return what the supervisor answers; None when it is gone."""
@@ -172,7 +177,7 @@ class PythonExecutorService:
         answer = await interpreter.run("import os, json", 20) if await interpreter.is_started() else None
         if answer is None or answer["returncode"] != 0:
             interpreter.close()
-            reason = (answer["stderr"].strip() if answer else "") or "the process that watches it ended"
+            reason = (answer["stderr"].strip() if answer else "") or interpreter.why_not or "its first call failed"
             raise IsolationError(f"an interpreter does not start: {reason}.")
         self._ready.append(interpreter)
 

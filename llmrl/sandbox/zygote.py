@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypedDict
 
-from llmrl.sandbox import kernel
+from llmrl.sandbox import frames, kernel
 from llmrl.sandbox.supervisor import Confinement, Supervisor
 
 # Users that nobody is: one for each interpreter of this machine that runs at the same time, by its process id.
@@ -81,31 +81,41 @@ def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
 def _start(settings: Settings, service: socket.socket, joining: int, *, is_root: bool) -> None:
     """In a fork: join a control group by writing to a descriptor, become a supervisor, and never return."""
     try:
-        os.write(joining, b"0")
-        os.close(joining)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if settings["level"] == "namespaces":
-            own = kernel.NEW_PIDS | kernel.NEW_MOUNTS  # a new IPC namespace for each would cost 30 ms
-            kernel.unshare(own if is_root else own | kernel.NEW_USER)
-            if not is_root:
-                kernel.map_to_root(0, 0)
-            if os.fork():
-                os._exit(0)  # the child is the first process of the new namespace
-            user = _FIRST_USER + int(str(Path("/proc/self").readlink())) if is_root else 0
-            kernel.be_killed_first()
-            kernel.mount_own_proc()
-            kernel.mount_private_tmp(kernel.BOX, settings["limits"]["folder_bytes"], user)
-            _supervise(settings, service, folder=kernel.BOX, is_root=is_root, user=user if is_root else None)
-        else:
-            os.setsid()
-            kernel.become_reaper()
-            folder = tempfile.mkdtemp(dir=settings["folder"])
-            user = _FIRST_USER + os.getpid()
-            if is_root:
-                os.chown(folder, user, user)
-            _supervise(settings, service, folder=folder, is_root=is_root, user=user if is_root else None)
+        try:
+            os.write(joining, b"0")
+            os.close(joining)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            folder, user = _settle(settings, is_root=is_root)
+        except OSError as error:
+            said = f"{error}; root needs CAP_CHOWN, CAP_SETUID and CAP_SETGID" if is_root else str(error)
+            service.sendall(frames.encode({"is_started": False, "why": said}))
+            return
+        _supervise(settings, service, folder=folder, is_root=is_root, user=user if is_root else None)
     finally:
         os._exit(0)
+
+
+def _settle(settings: Settings, *, is_root: bool) -> tuple[str, int]:
+    """Enter what confines an interpreter: its folder, and the user that it becomes where this is root."""
+    if settings["level"] == "namespaces":
+        own = kernel.NEW_PIDS | kernel.NEW_MOUNTS  # a new IPC namespace for each would cost 30 ms
+        kernel.unshare(own if is_root else own | kernel.NEW_USER)
+        if not is_root:
+            kernel.map_to_root(0, 0)
+        if os.fork():
+            os._exit(0)  # the child is the first process of the new namespace
+        user = _FIRST_USER + int(str(Path("/proc/self").readlink())) if is_root else 0
+        kernel.be_killed_first()
+        kernel.mount_own_proc()
+        kernel.mount_private_tmp(kernel.BOX, settings["limits"]["folder_bytes"], user)
+        return kernel.BOX, user
+    os.setsid()
+    kernel.become_reaper()
+    folder = tempfile.mkdtemp(dir=settings["folder"])
+    user = _FIRST_USER + os.getpid()
+    if is_root:
+        os.chown(folder, user, user)
+    return folder, user
 
 
 def _supervise(

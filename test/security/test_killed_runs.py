@@ -26,7 +26,7 @@ from llmrl.runs.run_folder import RunFolder
 NUM_KILLS = int(os.environ.get("LLMRL_NUM_KILLS", "10"))
 
 
-@pytest.mark.timeout(120 + 10 * NUM_KILLS)
+@pytest.mark.timeout(120 + 60 * NUM_KILLS)
 def test_whenever_a_run_is_killed_it_ends_with_the_weights_of_one_that_was_not(model_path, tmp_path, own_programs):
     command = [sys.executable, killed_runs.__file__, str(tmp_path), str(NUM_KILLS), "0"]
     result = subprocess.run(command, capture_output=True, text=True)
