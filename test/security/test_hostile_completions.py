@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
 import re
 from dataclasses import replace
 
+import killed_runs
 import pytest
 from tensordict import TensorDict
 
@@ -112,6 +114,33 @@ def test_a_rollout_with_a_bad_completion_fails_with_what_it_had_and_the_others_l
         assert (rollout.status, rollout.reason) == (RolloutStatus.ERROR, StopReason.ENGINE_ERROR)
         assert re.search(BAD_COMPLETIONS[name][1], rollout.error)
         assert rollout.num_turns == 1 and len(rollout.conversation.turns) == 1 and not rollout.is_scored
+
+
+def test_a_run_survives_each_bad_completion_and_replays(renderer, tmp_path, monkeypatch):
+    class Hostile(ScriptedEngine):
+        """A bad completion after every second good one, each kind in turn, whatever is asked for again included."""
+
+        requested, is_bad = itertools.count(), itertools.cycle(FAULTS)
+
+        async def generate(self, prompt_ids, sampling, **arguments):
+            completion = await super().generate(prompt_ids, sampling, **arguments)
+            return BAD_COMPLETIONS[next(self.is_bad)][0] if next(self.requested) % 6 >= 3 else completion
+
+    def stop(step, batch):
+        if step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(killed_runs, "ScriptedEngine", Hostile)
+    with pytest.raises(KeyboardInterrupt):
+        killed_runs.train(tmp_path, renderer, resume=False, on_step=stop)
+    killed_runs.train(tmp_path, renderer, resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    errors = [line["error"] for line in lines if line["status"] == "error"]
+    # Three requests one after another are bad, and an error says what the last of them was.
+    assert errors and all(any(re.search(said, error) for _, said in BAD_COMPLETIONS.values()) for error in errors)
+    assert {line["step"] for line in lines if line["split"] == "train"} == set(range(1, killed_runs.NUM_STEPS + 1))
+    weights = json.loads((tmp_path / "weights.json").read_text())["weights"]
+    assert all(math.isfinite(value) for value in [*weights["weight"][0], *weights["bias"]])
 
 
 def test_good_completions_pass_the_border_unchanged(renderer):

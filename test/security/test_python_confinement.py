@@ -187,6 +187,32 @@ def test_its_own_folder_is_empty_writable_and_bounded(cage):
     assert "File too large" in result["stderr"] or "SIGXFSZ" in result["stderr"]
 
 
+def test_files_in_memory_are_bounded_in_number_and_size(cage):
+    if cage.level == "process":
+        pytest.skip("its folder is on the disk")
+    code = f"""
+import os
+sizes = []
+try:
+    while len(sizes) < 40_000:
+        open(str(len(sizes)), 'wb').close()
+        sizes.append(0)
+except OSError: pass
+print(len(sizes))
+for name in range(len(sizes)): os.unlink(str(name))
+try:
+    for number in range(200):
+        with open(str(number), 'wb') as file: file.write(bytes({LIMITS.file_bytes}))
+except OSError: pass
+print(sum(entry.stat().st_size for entry in os.scandir('.')))
+for entry in os.scandir('.'): os.unlink(entry)
+"""
+    num_files, num_bytes = map(int, cage.lines(code))
+    # The program bubblewrap knows no bound on the number.
+    assert num_files <= LIMITS.folder_bytes >> 12 or cage.level == "bubblewrap"
+    assert LIMITS.folder_bytes // 2 < num_bytes <= LIMITS.folder_bytes
+
+
 def test_files_of_one_conversation_are_not_seen_by_another(cage):
     cage.run("import os; open('mine', 'w').write('secret'); print(os.path.abspath('mine'))")
     path = cage.run("print(os.path.abspath('mine'))")["stdout"].strip()
