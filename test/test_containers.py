@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
@@ -133,3 +134,25 @@ def test_a_container_made_without_checks_is_as_the_public_constructor_makes_it(w
         assert type(both[0]) is type(both[1])
         assert plain(both[0]) == value if made is pairs[0][0] else both[0].full.tolist() == [0, 1, 2]
         assert both[0].batch_size == torch.Size([])
+
+
+def test_a_container_without_batch_size_holds_several_turns(tokenizer):
+    question = [{"role": "user", "content": "2 + 2 ="}]
+    chats = [[*question, {"role": "assistant", "content": content}] for content in ("4", "It is four.")]
+    turns = ChatHistory(prompt=History.from_chats([question] * 2), full=History.from_chats(chats))
+    text, tokens = turns.to_text(tokenizer), turns.to_tokens(tokenizer)
+    assert text.full == [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    assert [prompt + response for prompt, response in zip(text.prompt, text.response, strict=True)] == text.full
+    assert [tokenizer.decode(ids) for ids in tokens.full.unbind()] == text.full
+    assert tokens.to_history(tokenizer).response.content == [["4"], ["It is four."]]
+    assert tokens.padded is False
+    tokens.padded = True
+    with pytest.raises(ValueError, match="padded tokens"):
+        tokens.to_text(tokenizer)
+
+
+def test_a_tokenizer_without_a_template_writes_chatml(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    history = History.from_chats([{"role": "user", "content": "Hi"}])
+    assert history.apply_chat_template(bare) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -371,7 +371,7 @@ def test_losses_are_left_per_sequence_when_asked() -> None:
         (lambda: DrGRPOLoss(fixed_length=3, max_stalenes=1), TypeError, "did you mean 'max_staleness'"),
         (lambda: RLOOLoss(clip_epsilon=0.2), TypeError, "no ratio to clip"),
         (lambda: SFTLoss(normalise_by_seq_length=True), TypeError, "did you mean 'normalize_by_seq_length'"),
-        (lambda: SFTLoss(tokenizer=None), TypeError, "nothing is tokenized"),
+        (lambda: SFTLoss(device="cpu"), TypeError, "works on the policy's device"),
         (lambda: DistillationLoss(kl_directoin="reverse"), TypeError, "did you mean 'kl_direction'"),
         (lambda: DistillationLoss(kl_estimator="k1"), ValueError, "kl_estimator"),
         (lambda: DistillationLoss(kl_direction="sideways"), ValueError, "kl_direction"),

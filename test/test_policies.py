@@ -15,7 +15,7 @@ from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from llmrl.collectors import LLMCollector
 from llmrl.data import ChatHistory, History, Masks, Text, Tokens
 from llmrl.envs import DatasetChatEnv
-from llmrl.objectives import DistillationLoss, GRPOLoss, KLPenalty
+from llmrl.objectives import DistillationLoss, GRPOLoss, KLPenalty, SFTLoss
 from llmrl.policies import LLMWrapperBase, sampling_from_kwargs
 from llmrl.testing import ScriptedEngine
 from llmrl.trainer import TransformersWrapper, write_log_probs
@@ -269,3 +269,21 @@ def test_what_a_batch_lacks_is_named():
         with pytest.raises(KeyError) as error:
             read(rows)
         assert missing in str(error.value).replace("\\", "") and "it has" in str(error.value)
+
+
+def test_supervised_losses_take_conversations_without_tokens(model, tokenizer, expected_log_probs):
+    chats = [
+        [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": answer}] for answer in ("4", "Four!")
+    ]
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False, chat_template_name="chatml")
+    batch = TensorDict(history=ChatHistory(full=History.from_chats(chats), batch_size=(2,)), batch_size=(2,))
+    losses = SFTLoss(policy, reduction="none", normalize_by_seq_length=False)(batch).loss_sft
+    same = SFTLoss(policy, tokenizer=tokenizer, tokenizer_kwargs={"chat_template_name": "llama4"}, reduction="sum")
+    for loss, answer in zip(losses.tolist(), ("4", "Four!"), strict=True):
+        prompt = "<|im_start|>user\n2 + 2 =<|im_end|>\n<|im_start|>assistant\n"
+        given = tokenizer.encode(prompt, add_special_tokens=False)
+        written = tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False)
+        assert loss == pytest.approx(
+            -float(expected_log_probs(torch.tensor([*given, *written]))[len(given) :].sum()), abs=1e-4
+        )
+    assert same(batch).loss_sft != losses.sum() and "tokens" not in batch

@@ -154,7 +154,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "rows are ragged, nothing is padded",
     ),
     (_LOSSES, "device", "the loss works on the policy's device"),
-    ("SFTLoss DistillationLoss", "tokenizer tokenizer_kwargs", "rows carry token ids and masks, nothing is tokenized"),
     ("DistillationLoss", "assistant_only", "use masking_strategy, 'rlhf' or 'generic'"),
     ("SFTLoss DistillationLoss", ".default_keys", "tensor_keys has the entries that are read"),
     (_COLLECTORS, "weight_updater", "pass weight_sync_schemes={'policy': VLLMWeightSyncScheme()}"),
@@ -168,7 +167,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     (_COLLECTORS, ".reset", "pass reset_at_each_iter=True, or make a new collector"),
     (_WRAPPERS, "batching batching_timeout min_batch_size", "the engine batches the requests of all threads"),
     (_WRAPPERS, "max_batch_size", "pass max_num_seqs= to the engine"),
-    (_WRAPPERS, "chat_template_name", "the tokenizer's own template needs no marks; another is chat_template="),
     (_WRAPPERS, "device", "a policy computes where its model is: model.to(device)"),
     (_WRAPPERS, "layout", "entries are ragged; .as_nested_tensor(key) of a container makes a nested tensor"),
     (

@@ -119,17 +119,16 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
             # By number of ids, since the text of a prompt may end within a token of the whole.
             is_split = prompt is not None and full is not None
             response = full[len(prompt) :] if is_split else encode(turn.response)  # type: ignore[index, arg-type]
-            return Tokens(prompt=prompt, response=response, full=full)
+            return Tokens(prompt=prompt, response=response, full=full, padded=False)
 
         return _each(self, convert)
 
-    def to_history(
-        self,
-        chat_template_name: str | None = None,
-        chat_template: str | None = None,
-        tokenizer: Tokenizer | None = None,
-    ) -> ChatHistory:
+    def to_history(self, tokenizer: Tokenizer | None = None, chat_template_name: str | None = None) -> ChatHistory:
         r"""Read the messages that a chat template wrote, see `History.from_text`; the response follows the prompt.
+
+        Args:
+            tokenizer: without effect, as there.
+            chat_template_name: as there.
 
         Raises:
             ValueError: for an unknown family, or a text without its marks.
@@ -196,7 +195,7 @@ class Tokens(_Ragged):
     response: torch.Tensor | None = None
     full: torch.Tensor | None = None
     padded: bool | None = None
-    """Whether a policy padded them; None where they are no policy's answer to its caller."""
+    """Whether they are padded; None where nobody said so."""
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
@@ -204,7 +203,11 @@ class Tokens(_Ragged):
         return _ragged_spec(Tokens, shape, keys, torch.int64)
 
     def to_text(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> Text:
-        """Decoded."""
+        """Decoded.
+
+        Raises:
+            ValueError: for padded tokens.
+        """
 
         def decode(token_ids: torch.Tensor | None) -> str | None:
             if token_ids is None:
@@ -213,6 +216,9 @@ class Tokens(_Ragged):
                 token_ids.tolist(), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
 
+        if any(turn.padded for turn in batch_elements(self)):
+            raise ValueError("padded tokens do not say where they end; take those of a policy without pad_output.")
+
         def convert(turn: Tokens) -> Text:
             return Text(prompt=decode(turn.prompt), response=decode(turn.response), full=decode(turn.full))
 
@@ -220,7 +226,7 @@ class Tokens(_Ragged):
 
     def to_history(self, tokenizer: Tokenizer, chat_template_name: str | None = None) -> ChatHistory:
         """Decoded, and read back as messages; see `Text.to_history`."""
-        return self.to_text(tokenizer).to_history(chat_template_name)
+        return self.to_text(tokenizer).to_history(tokenizer, chat_template_name)
 
 
 @documented
@@ -277,4 +283,39 @@ def _ragged_spec(cls: type, shape: Sequence[int], keys: Sequence[str], dtype: to
 
 def _each(container: TensorClass, convert: Callable[[Turn], Converted]) -> Converted:
     """Return the conversions of the single conversations of a batch of any shape."""
-    return restacked([convert(turn) for turn in batch_elements(container)], container.batch_size)
+    return restacked([_converted(turn, convert) for turn in batch_elements(container)], container.batch_size)
+
+
+def _converted(turn: TensorClass, convert: Callable[[Turn], Converted]) -> Converted:
+    """Convert a turn, or, where a container without batch size holds entries of several, each of them."""
+    entries = {name: getattr(turn, name) for name in _TURN if getattr(turn, name) is not None}
+    sizes = {_num_within(entry) for entry in entries.values()}
+    if sizes <= {None}:
+        return convert(turn)
+    if len(sizes) != 1:
+        raise ValueError(f"{type(turn).__name__} has entries of several lengths, {sizes}; give it a batch_size.")
+    several = [
+        convert(type(turn)(**dict(zip(entries, one, strict=True)))) for one in zip(*entries.values(), strict=True)
+    ]
+    columns = {name: [getattr(one, name) for one in several] for name in _TURN}
+    joined = {name: _joined(column) for name, column in columns.items() if column[0] is not None}
+    return type(several[0])(**joined, **({"padded": False} if isinstance(several[0], Tokens) else {}))
+
+
+_TURN = ("prompt", "response", "full")
+
+
+def _num_within(entry: object) -> int | None:
+    if isinstance(entry, History):
+        return len(entry) if entry.conversation_shape else None
+    is_several = entry.ndim > 1 if isinstance(entry, torch.Tensor) else isinstance(entry, list)
+    return len(entry) if is_several else None
+
+
+def _joined(column: list) -> object:
+    if isinstance(column[0], History):
+        return torch.stack(column)
+    if not isinstance(column[0], torch.Tensor):
+        return column
+    is_even = len({len(ids) for ids in column}) == 1
+    return torch.stack(column) if is_even else torch.nested.as_nested_tensor(column, layout=torch.jagged)

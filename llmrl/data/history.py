@@ -177,20 +177,21 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         Raises:
             ValueError: when the message is malformed or is not one for each, or `dim` is another dimension.
+            RuntimeError: when this is a message itself.
         """
         if not isinstance(history, History):
             return self.extend([history], inplace=inplace)
         if history.is_message:
             added: Nested[tuple[Message, ...]] = history.chats
-        elif history.batch_size == self._conversations and are_messages(history._leaves):
+        elif history.batch_size == self.conversation_shape and are_messages(history._leaves):
             added = unwrapped(history._leaves)
         else:
             raise ValueError(
-                f"append takes one message, or one for each conversation of the batch {list(self._conversations)}, got "
-                f"a history of batch size {list(history.batch_size)}; use extend for several."
+                f"append takes one message, or one for each conversation of the batch {list(self.conversation_shape)}, "
+                f"got a history of batch size {list(history.batch_size)}; use extend for several."
             )
-        if dim not in (-1, len(self._conversations)):
-            raise ValueError(f"dim must be that of the messages, {len(self._conversations)} or -1, got {dim}.")
+        if dim not in (-1, len(self.conversation_shape)):
+            raise ValueError(f"dim must be that of the messages, {len(self.conversation_shape)} or -1, got {dim}.")
         return self._longer(added, inplace)
 
     def extend(
@@ -206,28 +207,33 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         Raises:
             ValueError: when a message is malformed, or the batches differ.
+            RuntimeError: for a message alone.
         """
         if not isinstance(history, History):
             return self._longer(check_messages(history), bool(inplace))
-        place = (0 if dim is None else dim) % (len(self._conversations) + 1)
-        if place == len(self._conversations):
-            if history._conversations != self._conversations:
+        if history.is_message:
+            raise RuntimeError("The new history to extend with is a message alone; append it.")
+        place = (0 if dim is None else dim) % (len(self.conversation_shape) + 1)
+        if place == len(self.conversation_shape):
+            if history.conversation_shape != self.conversation_shape:
                 raise ValueError(
-                    f"extend takes a history of the batch size {list(self._conversations)} for the messages, got "
-                    f"{list(history._conversations)}."
+                    f"extend takes a history of the batch size {list(self.conversation_shape)} for the messages, got "
+                    f"{list(history.conversation_shape)}."
                 )
             return self._longer(history.chats, inplace)
         both = [History.from_chats(part.chats, check=False).unbind(place) for part in (self, history)]
         return self._changed(cast(History, lazy_stack([*both[0], *both[1]], place)), inplace)
 
     @property
-    def _conversations(self) -> torch.Size:
+    def conversation_shape(self) -> torch.Size:
         """Batch size without the dimension of the messages."""
         return self.batch_size[:-1] if are_messages(self._leaves) else self.batch_size
 
     def _longer(self, added: Nested[tuple[Message, ...]], inplace: bool | None) -> History:
         if self.is_message:
-            raise ValueError("a message alone has nothing to append to; stack it: torch.stack([message]).")
+            raise RuntimeError(
+                "a message alone has nothing to append to; make it a conversation: message.unsqueeze(0)."
+            )
         return self._changed(History.from_chats(concatenated(self.chats, added), check=False), inplace)
 
     def _changed(self, other: History, inplace: bool | None) -> History:
@@ -264,7 +270,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         content forges a turn; a text does not say whose they are: do not tokenize one whose contents others wrote.
 
         Args:
-            tokenizer: encodes, and has the template unless another is given.
+            tokenizer: encodes, and has the template unless another is given; where it has none, that is `chatml`.
             add_generation_prompt: end with the beginning of an answer.
             chat_template: a template in place of the tokenizer's.
             chat_template_name: or that of a family, `chatml`, `llama3`, `llama4` or `gemma`, or of a model of one.

@@ -14,7 +14,7 @@ from llmrl._utils.types import Nested, Tokenizer
 from llmrl.data.chats import map_chats
 from llmrl.data.content_marks import ContentMarks, with_plain_marks
 from llmrl.data.message import Message, ToolSchema
-from llmrl.data.templated_text import assistant_spans
+from llmrl.data.templated_text import assistant_spans, template_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class ChatRendering:
     def __post_init__(self) -> None:
         if (self.truncation or self.padding == "max_length") and self.max_length is None:
             raise ValueError("truncation and padding='max_length' need max_length.")
+        if not self.chat_template and not self.tokenizer.chat_template:  # a base model's; as TorchRL writes it
+            object.__setattr__(self, "chat_template", template_named("chatml"))
         template = self.chat_template or self.tokenizer.chat_template
         if isinstance(template, str):
             unread = [name for name in self.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]

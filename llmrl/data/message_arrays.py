@@ -39,7 +39,7 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
     The tensorclass machinery writes its own methods over those that a body defines, so these are set on the class.
     """
     made: Any = cls  # mypy knows nothing of what tensordict has made
-    generated_init, generated_get = made.__init__, made.__getitem__
+    generated_init, generated_get, generated_unbind = made.__init__, made.__getitem__, made.unbind
 
     def initialize(
         self: _Messages,
@@ -50,10 +50,12 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
         tool_responses: object = None,
         *,
         messages: Chat | NonTensorData | NonTensorStack | None = None,
-        batch_size: Sequence[int] | None = None,
+        batch_size: Sequence[int] | int | None = None,
         device: torch.device | str | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
+        if isinstance(batch_size, int):
+            batch_size = (batch_size,)
         if messages is None:
             if role is None:
                 raise ValueError("History takes role and content of messages; or History.from_chats takes messages.")
@@ -80,6 +82,9 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
     def iterate(self: _Messages) -> Iterator[_Messages]:
         return (get(self, place) for place in range(length(self)))
 
+    def unbind(self: _Messages, dim: int = 0) -> tuple[_Messages, ...]:
+        return generated_unbind(self, dim) if self.batch_dims or self.is_message else tuple(iterate(self))
+
     def represent(self: _Messages) -> str:
         body = "\n--\n".join(
             "\n".join(f"  {message['role']}: {text_of(message.get('content'))}" for message in chat)
@@ -88,7 +93,7 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
         return f"{cls.__name__}(batch_size={list(self.batch_size)}):\n{body}"
 
     made.__init__, made.__repr__ = initialize, represent
-    made.__getitem__, made.__len__, made.__iter__ = get, length, iterate
+    made.__getitem__, made.__len__, made.__iter__, made.unbind = get, length, iterate, unbind
     return cls
 
 

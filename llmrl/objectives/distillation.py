@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.types import Tokenizer
 from llmrl.objectives.base import MicroLoss
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.kl import is_clamped_in_kl, kl_estimate
@@ -24,8 +26,8 @@ class DistillationLoss(SequenceLoss):
     """The KL between student and teacher on the trained tokens (arXiv:2306.13649, section 3), estimated from samples.
 
     The teacher's log-probs of the same tokens are in the batch: `write_log_probs(teacher, batch,
-    ("next", "teacher_log_probs", "full"))`. Names, keys and defaults are TorchRL's, without the tokenizer: rows carry
-    ids and masks. `kl_to_teacher` is the mean over trained tokens.
+    ("next", "teacher_log_probs", "full"))`. Names, keys and defaults are TorchRL's. `kl_to_teacher` is the mean over
+    trained tokens.
 
     Which gradient is followed depends on the estimator. With tokens sampled from the student, `k2` has the gradient of
     the reverse KL, which is the policy gradient with the advantage `log pi_teacher - log pi` of each token; `k3`,
@@ -39,6 +41,7 @@ class DistillationLoss(SequenceLoss):
         reduction: over sequences or tokens, see `SequenceLoss`.
         normalize_by_seq_length: divide the KL of a sequence by its number of trained tokens.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+        tokenizer, tokenizer_kwargs: of conversations without tokens, see `SequenceLoss`.
 
     Raises:
         TypeError: for an unknown keyword, naming the nearest.
@@ -63,6 +66,8 @@ class DistillationLoss(SequenceLoss):
         reduction: Reduction = "mean",
         normalize_by_seq_length: bool = True,
         masking_strategy: MaskingStrategy = "rlhf",
+        tokenizer: Tokenizer | None = None,
+        tokenizer_kwargs: Mapping[str, object] | None = None,
         **unknown: object,
     ) -> None:
         known = set(inspect.signature(DistillationLoss.__init__).parameters) - {"self", "unknown"}
@@ -71,6 +76,8 @@ class DistillationLoss(SequenceLoss):
             reduction=reduction,
             normalize_by_seq_length=normalize_by_seq_length,
             masking_strategy=masking_strategy,
+            tokenizer=tokenizer,
+            tokenizer_kwargs=tokenizer_kwargs,
         )
         if kl_direction not in ("reverse", "forward"):
             raise ValueError(f"kl_direction must be 'reverse' or 'forward', got {kl_direction!r}.")
@@ -107,7 +114,7 @@ class DistillationLoss(SequenceLoss):
         keys = self.tensor_keys
         return self._weighted(
             read_inputs(
-                tensordict,
+                self._with_tokens(tensordict),
                 tokens_key=keys.action,
                 masking_strategy=self.masking_strategy,
                 mask_key=keys.assistant_mask,

@@ -30,7 +30,7 @@ class GroupKeys:
     """Where rows say what they belong to."""
 
     group: NestedKey | None = None
-    """By default `("rollout", "group_id")`, or `"query"`, the prompt, of rows without one."""
+    """By default `("rollout", "group_id")`; of rows without one their prompt, `"query"` or `("text", "prompt")`."""
     rollout: NestedKey = ("rollout", "rollout_id")
     is_scored: NestedKey = ("rollout", "is_scored")
     rewards: NestedKey = ("next", "reward")
@@ -77,7 +77,8 @@ class GroupKeys:
         """Return the id of the row's group."""
         if has_entry(row, _TRAJECTORY_GROUP):
             return _identifier(row, _TRAJECTORY_GROUP)
-        default = GROUP_KEY if has_entry(row, GROUP_KEY) else "query"
+        keys: tuple[NestedKey, ...] = (GROUP_KEY, "query", ("text", "prompt"))
+        default = next((key for key in keys if has_entry(row, key)), "query")
         return _identifier(row, default if self.group is None else self.group)
 
     def size(self, row: TensorDictBase, default: int) -> int:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
+from llmrl._utils.types import Tokenizer
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, value_column
+from llmrl.data.tensordicts import batch_elements
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 ROLLOUT_ID_KEY: NestedKey = ("rollout", "rollout_id")
 GROUP_ID_KEY: NestedKey = ("rollout", "group_id")
+_HISTORY: NestedKey = ("history", "full")
 
 
 class NonFiniteColumnError(ValueError):
@@ -143,6 +146,34 @@ def read_inputs(
         .index_copy(0, sequence_of_row, group_of_row)
         .to(device),
     )
+
+
+def with_tokens(
+    tensordict: TensorDictBase,
+    tokenizer: Tokenizer | None,
+    *,
+    tokens_key: NestedKey,
+    mask_key: NestedKey,
+    **template: Any,
+) -> TensorDictBase:
+    """Return a batch that has conversations alone with the tokens of these, and the mask of what the assistant wrote.
+
+    Args:
+        tensordict: the batch, which stays as it is; one that has tokens is returned.
+        tokenizer: encodes; without one the batch is returned, too.
+        tokens_key, mask_key: entries written.
+        template: options of `History.apply_chat_template`.
+    """
+    if tokenizer is None or has_entry(tensordict, tokens_key) or not has_entry(tensordict, _HISTORY):
+        return tensordict
+    rows = [row.copy() for row in batch_elements(tensordict)]
+    for row in rows:
+        written = row.get(_HISTORY).apply_chat_template(
+            tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True, **template
+        )
+        row.set(tokens_key, written["input_ids"])
+        row.set(mask_key, written["assistant_masks"])
+    return lazy_stack(rows)
 
 
 def at_least_float32(values: torch.Tensor) -> torch.Tensor:

@@ -125,10 +125,10 @@ def _squares(values: Sequence[float]) -> float:
 class TopKRewardSelector(KnownArguments, Transform):
     """Keeps the rollouts of highest reward of each group: expert iteration, rejection sampling.
 
-    A group is what shares `("rollout", "group_id")`. At most `topk_size` of its scored rollouts are kept, and only
-    those above the group's mean reward, so that a group without signal leaves nothing, and a group in which half or
-    more succeeded still leaves its successes. (TorchRL groups by prompt text and compares with the median, which drops
-    a group in which most succeeded.)
+    A group is what shares `("rollout", "group_id")`. At most `topk_size` of its scored rollouts are kept, the best
+    first, and only those above the group's mean reward, so that a group without signal leaves nothing, and a group in
+    which half or more succeeded still leaves its successes. (TorchRL groups by prompt text and compares with the
+    median, which drops a group in which most succeeded.)
 
     Appended to a replay buffer (`inv`, on `extend`) rows are held back until `total_dialog_turns` rollouts of their
     group have come. A collector, whose groups are complete, takes `postproc=selector.select`.
@@ -196,6 +196,6 @@ class TopKRewardSelector(KnownArguments, Transform):
                 continue
             mean = sum(rewards.values()) / len(rewards)
             best = [name for name in sorted(rewards, key=lambda name: -rewards[name]) if rewards[name] > mean]
-            chosen = set(best[: self.topk_size])
-            kept += [row for row in scored if self.keys.rollout_id(row) in chosen]
+            for name in best[: self.topk_size]:
+                kept += [row for row in scored if self.keys.rollout_id(row) == name]
         return stack_rows(kept)

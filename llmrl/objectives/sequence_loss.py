@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
+from tensordict import TensorDictBase
 
+from llmrl._utils.types import Tokenizer
 from llmrl.objectives.base import LLMLoss
-from llmrl.objectives.inputs import LossInputs, MaskingStrategy
+from llmrl.objectives.inputs import LossInputs, MaskingStrategy, with_tokens
 
 Reduction = Literal["mean", "sum", "token_mean", "none"]
 
@@ -21,15 +24,24 @@ class SequenceLoss(LLMLoss):
         normalize_by_seq_length: divide a sequence's loss by its number of trained tokens; without meaning for
             `token_mean`.
         masking_strategy: which tokens are trained.
+        tokenizer, tokenizer_kwargs: of batches that have `("history", "full")` and no tokens: what encodes them, by
+            default the policy's, and options of `History.apply_chat_template`, by default the policy's template.
 
     Raises:
         ValueError: for a value out of range.
     """
 
     def __init__(
-        self, *, reduction: Reduction, normalize_by_seq_length: bool, masking_strategy: MaskingStrategy
+        self,
+        *,
+        reduction: Reduction,
+        normalize_by_seq_length: bool,
+        masking_strategy: MaskingStrategy,
+        tokenizer: Tokenizer | None,
+        tokenizer_kwargs: Mapping[str, object] | None,
     ) -> None:
         super().__init__()
+        self._tokenizer, self._tokenizer_kwargs = tokenizer, tokenizer_kwargs
         if reduction not in get_args(Reduction):
             raise ValueError(f"reduction must be one of {list(get_args(Reduction))}, got {reduction!r}.")
         if masking_strategy not in get_args(MaskingStrategy):
@@ -47,6 +59,15 @@ class SequenceLoss(LLMLoss):
     def is_scalar(self) -> bool:
         """Whether the loss is one number."""
         return self.sequence_reduction != "none"
+
+    def _with_tokens(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the batch with tokens of its conversations, where it has none."""
+        template = self._tokenizer_kwargs
+        if template is None:
+            template = {"chat_template": getattr(self.actor_network, "chat_template", None)}
+        tokenizer = self._tokenizer or getattr(self.actor_network, "tokenizer", None)
+        keys = self.tensor_keys
+        return with_tokens(tensordict, tokenizer, tokens_key=keys.action, mask_key=keys.assistant_mask, **template)
 
     def _weighted(self, inputs: LossInputs) -> LossInputs:
         super()._weighted(inputs)

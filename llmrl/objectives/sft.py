@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,6 +14,7 @@ from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.types import Tokenizer
 from llmrl.objectives.base import MicroLoss
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.kl import KLEstimator, is_clamped_in_kl, kl_estimate
@@ -24,9 +26,9 @@ from llmrl.objectives.sequence_loss import Reduction, SequenceLoss
 class SFTLoss(SequenceLoss):
     """The negative log-likelihood of the trained tokens; optionally with a KL to a reference.
 
-    Names, keys and defaults are TorchRL's, without the tokenizer: rows carry ids and masks. Two differences: the KL is
-    the mean over trained tokens (TorchRL's mean counts the rest too, and shrinks as prompts grow), and `minor_sft`
-    sums the reference's log-probs over trained tokens (TorchRL's over all).
+    Names, keys and defaults are TorchRL's. Two differences: the KL is the mean over trained tokens (TorchRL's mean
+    counts the rest too, and shrinks as prompts grow), and `minor_sft` sums the reference's log-probs over trained
+    tokens (TorchRL's over all).
 
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `log_probs`' entry with gradients.
@@ -39,6 +41,7 @@ class SFTLoss(SequenceLoss):
             row (arXiv:2408.10642, equation 8), in which the reference is a regularizer by itself.
         beta: of `minor_sft`.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+        tokenizer, tokenizer_kwargs: of conversations without tokens, see `SequenceLoss`.
 
     Raises:
         TypeError: for an unknown keyword, naming the nearest.
@@ -65,6 +68,8 @@ class SFTLoss(SequenceLoss):
         loss_function: Literal["sft", "minor_sft"] = "sft",
         beta: float = 0.1,
         masking_strategy: MaskingStrategy = "rlhf",
+        tokenizer: Tokenizer | None = None,
+        tokenizer_kwargs: Mapping[str, object] | None = None,
         **unknown: object,
     ) -> None:
         known = set(inspect.signature(SFTLoss.__init__).parameters) - {"self", "unknown"}
@@ -73,6 +78,8 @@ class SFTLoss(SequenceLoss):
             reduction=reduction,
             normalize_by_seq_length=normalize_by_seq_length,
             masking_strategy=masking_strategy,
+            tokenizer=tokenizer,
+            tokenizer_kwargs=tokenizer_kwargs,
         )
         if kl_estimator not in get_args(KLEstimator):
             raise ValueError(f"kl_estimator must be one of {list(get_args(KLEstimator))}, got {kl_estimator!r}.")
@@ -129,7 +136,7 @@ class SFTLoss(SequenceLoss):
         """Read a whole batch and give every trained token its share of the loss."""
         keys = self.tensor_keys
         inputs = read_inputs(
-            tensordict,
+            self._with_tokens(tensordict),
             tokens_key=keys.action,
             masking_strategy=self.masking_strategy,
             mask_key=keys.assistant_mask,

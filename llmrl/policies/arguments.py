@@ -18,6 +18,7 @@ class WrapperOptions(TypedDict, total=False):
     tokenizer: Tokenizer | str | None
     renderer: Renderer | None
     chat_template: str | None
+    chat_template_name: str | None
     input_mode: InputMode
     input_key: NestedKey | None
     attention_mask_key: NestedKey

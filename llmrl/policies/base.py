@@ -16,6 +16,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import CONTEXT_VERSION, ChatHistory, History, LogProbs, Masks, Text, Tokens
+from llmrl.data.templated_text import template_named
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
 from llmrl.engines.border import check_completion
@@ -36,6 +37,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         renderer: messages to tokens and back; built from `tokenizer` when not given.
         tokenizer: of the model, or its name; needed for history and text.
         chat_template: Jinja text, in place of the tokenizer's.
+        chat_template_name: or the name of one, see `History.apply_chat_template`.
         input_mode: `history`, `text` or `tokens`.
         input_key: entry read, in place of `(input_mode, "prompt")`.
         attention_mask_key: entry that tells a padded prompt of tokens from its padding, where there is one.
@@ -72,6 +74,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         renderer: Renderer | None = None,
         tokenizer: Tokenizer | str | None = None,
         chat_template: str | None = None,
+        chat_template_name: str | None = None,
         input_mode: InputMode = "history",
         input_key: NestedKey | None = None,
         attention_mask_key: NestedKey = "attention_mask",
@@ -95,6 +98,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             raise ValueError("return_log_probs must be True when generate=False: there is nothing else to return.")
         if num_samples is not None and (num_samples < 1 or inplace or not generate):
             raise ValueError("num_samples must be at least 1, and needs inplace=False (or None) and generate=True.")
+        if chat_template is None and chat_template_name is not None:
+            chat_template = template_named(chat_template_name)
         if isinstance(tokenizer, str):
             from transformers import AutoTokenizer
 
