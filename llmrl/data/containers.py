@@ -305,7 +305,7 @@ def _converted(turn: TensorClass, convert: Callable[[Turn], Converted]) -> Conve
 _TURN = ("prompt", "response", "full")
 
 
-def _num_within(entry: object) -> int | None:
+def _num_within(entry: History | torch.Tensor | str | list[str]) -> int | None:
     if isinstance(entry, History):
         return len(entry) if entry.conversation_shape else None
     is_several = entry.ndim > 1 if isinstance(entry, torch.Tensor) else isinstance(entry, list)
