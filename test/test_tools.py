@@ -21,7 +21,7 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.rendering.tool_calls import find_tool_call_parser, make_tool_call
 from llmrl.rewards import RewardFn
 from llmrl.testing import ScriptedEngine
-from llmrl.tools import ToolError, ToolSession, class_tools, function_tool
+from llmrl.tools import InstanceTools, ToolError, ToolSession, function_tool
 from llmrl.transforms import PythonInterpreter, RubricReward, ToolTransform
 
 
@@ -291,7 +291,7 @@ def test_each_conversation_has_its_own_instance_also_in_a_batch():
 
 
 def test_a_reset_begins_with_nothing():
-    transform = ToolTransform(class_tools(Notes))
+    transform = ToolTransform(InstanceTools(Notes).tools)
     assert [Chat(transform).call("note", line="x") for _ in range(2)] == ["1", "1"]
     transform.close()
 

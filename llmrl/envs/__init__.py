@@ -22,6 +22,7 @@ from llmrl.envs.sampler import EndOfData, PromptSampler
 from llmrl.envs.search import SearchEnv, make_search_env, search_corpus
 from llmrl.envs.sum_of_digits import SumOfDigitsEnv, make_sum_of_digits_env, sum_of_digits_problems
 from llmrl.envs.task import TaskEnv, TaskOptions
+from llmrl.envs.tool_env import ToolEnv
 from llmrl.rewards import IFEvalScoreData
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "SumOfDigitsEnv",
     "TaskEnv",
     "TaskOptions",
+    "ToolEnv",
     "addition_problems",
     "command",
     "countdown_problems",

@@ -72,7 +72,7 @@ class MessageEnv(ABC):
 
 
 @dataclass(slots=True, eq=False)
-class _Opened:
+class Opened:
     """A conversation whose environment has opened it."""
 
     drawn: Drawn
@@ -138,7 +138,7 @@ class MessageChatEnv(DatasetChatEnv):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         opened = None if tensordict is None else plain(tensordict.get("message_env", None))
-        if isinstance(opened, _Opened):  # by `before_reset`
+        if isinstance(opened, Opened):  # by `before_reset`
             return self._opened_step(opened)
         return super()._reset(tensordict, **kwargs)
 
@@ -146,7 +146,7 @@ class MessageChatEnv(DatasetChatEnv):
         """Open one conversation, which may take long: what to call `reset` with."""
         loop = self._loops.current
         message_env, messages = await self._loops.wait(self._init(drawn[0], loop), on=loop)
-        return tensordict_of({"message_env": non_tensor(_Opened(drawn, message_env, messages))})
+        return tensordict_of({"message_env": non_tensor(Opened(drawn, message_env, messages))})
 
     async def _init(self, item: Row, loop: BackgroundLoop) -> tuple[MessageEnv, Sequence[Message]]:
         message_env = self._factory(item)
@@ -172,7 +172,7 @@ class MessageChatEnv(DatasetChatEnv):
         opened = iter([plain(element.get("message_env")) for element in elements])
         return [self._opened_step(None if one is None else next(opened)) for one in drawn]
 
-    def _opened_step(self, opened: _Opened | None) -> TensorDictBase:
+    def _opened_step(self, opened: Opened | None) -> TensorDictBase:
         """Return the first step; without a conversation, the place of one that goes on."""
         if opened is None:
             step = self._opened(self.prompts.items[0], "", 0, query="")
@@ -237,7 +237,7 @@ class MessageChatEnv(DatasetChatEnv):
             Exception: whatever its `close` raised.
         """
         message_env = plain(element.get("message_env", None))
-        if isinstance(message_env, _Opened):
+        if isinstance(message_env, Opened):
             message_env = message_env.env
         if message_env is not None and type(message_env).close is not MessageEnv.close:
             (message_env._loop or self._loops.current).run(message_env.close())

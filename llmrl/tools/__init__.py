@@ -7,11 +7,12 @@ from llmrl.tools.mcp import MCPToolTransform
 from llmrl.tools.python_interpreter import PythonInterpreter
 from llmrl.tools.search import SearchIndex
 from llmrl.tools.session import ToolSession, outcomes_of, states_of
-from llmrl.tools.tool import Tool, ToolError, class_tools, function_tool
+from llmrl.tools.tool import InstanceTools, Tool, ToolError, function_tool
 from llmrl.tools.transform import ToolTransform
 
 __all__ = [
     "BrowserTransform",
+    "InstanceTools",
     "IsolationError",
     "MCPToolTransform",
     "PythonExecutorService",
@@ -23,7 +24,6 @@ __all__ = [
     "ToolError",
     "ToolSession",
     "ToolTransform",
-    "class_tools",
     "function_tool",
     "outcomes_of",
     "states_of",

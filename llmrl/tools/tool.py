@@ -90,18 +90,22 @@ def function_tool(function: Callable[..., object], *, name: str | None = None) -
     signature = Signature(function)
 
     async def run(arguments: dict[str, object], conversation_id: str) -> object:
-        return await _call(function, signature.validate(arguments))
+        return await call(function, signature.validate(arguments))
 
     return Tool(name or function.__name__, signature.description, signature.schema, run)
 
 
-def class_tools(cls: type) -> list[Tool]:
+class InstanceTools:
     """Tools with a memory: each conversation has its own instance of a class, whose public methods are the tools.
 
     The instance is made without arguments before the conversation's first answer is looked at, called or not. Then its
     method `reset`, if it has one, is called with those columns of the conversation's row that it names. When the
     conversation ends, and is scored, its method `close` is called; an `async` one on the loop that its other methods
     ran on. Reward functions read the instance by the class's name, `class ShoppingBasket` as `shopping_basket`.
+
+    Args:
+        cls: the class; `reset`, `close` and `get_reward` are no tools.
+        make: makes an instance, where that takes arguments.
 
     Raises:
         TypeError: when the class has no public method, or one that is no tool.
@@ -114,51 +118,61 @@ def class_tools(cls: type) -> list[Tool]:
         ...         '''Write a line down; the answer is how many there are.'''
         ...         self.lines.append(line)
         ...         return len(self.lines)
-        >>> (tool,) = class_tools(Notes)
+        >>> [tool] = InstanceTools(Notes).tools
         >>> [asyncio.run(tool.run({"line": "a"}, name)) for name in ("first", "first", "second")]
         [1, 2, 1]
     """
-    functions = {
-        name: function
-        for name, function in inspect.getmembers(cls, inspect.isfunction)
-        if not name.startswith("_") and name not in ("close", "reset")
-    }
-    if not functions:
-        raise TypeError(f"{cls.__name__} has no public method that could be a tool.")
-    state_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-    instances: dict[str, Any] = {}
-    loops: dict[str, asyncio.AbstractEventLoop] = {}
 
-    async def open_instance(conversation_id: str, row: Row) -> object:
-        instance = instances[conversation_id] = cls()
-        loops[conversation_id] = asyncio.get_running_loop()
-        reset = getattr(instance, "reset", None)
-        if reset is not None:
-            parameters = inspect.signature(reset).parameters.values()
-            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-            names = [parameter.name for parameter in parameters]
-            await _call(reset, {name: value for name, value in row.items() if takes_all or name in names})
-        return instance
+    def __init__(self, cls: type, make: Callable[[], Any] | None = None) -> None:
+        functions = {
+            name: function
+            for name, function in inspect.getmembers(cls, inspect.isfunction)
+            if not name.startswith("_") and name not in ("close", "get_reward", "reset")
+        }
+        if not functions:
+            raise TypeError(f"{cls.__name__} has no public method that could be a tool.")
+        self.state_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        """By which rewards read the instance."""
+        self._make = make or cls
+        self._instances: dict[str, Any] = {}
+        self._loops: dict[str, asyncio.AbstractEventLoop] = {}
+        self.tools = [self._tool(name, function) for name, function in functions.items()]
 
-    def release(conversation_id: str) -> Future[None] | None:
-        instance, loop = instances.pop(conversation_id, None), loops.pop(conversation_id, None)
-        closing = instance.close() if hasattr(instance, "close") else None
-        if not inspect.iscoroutine(closing) or loop is None:
-            return None
-        return asyncio.run_coroutine_threadsafe(_told(closing), loop)  # where its other methods ran
-
-    def make(name: str, function: Callable[..., object]) -> Tool:
+    def _tool(self, name: str, function: Callable[..., object]) -> Tool:
         signature = Signature(function, is_method=True)
 
         async def run(arguments: dict[str, object], conversation_id: str) -> object:
             valid = signature.validate(arguments)
-            if conversation_id not in instances:
-                await open_instance(conversation_id, {})
-            return await _call(getattr(instances[conversation_id], name), valid)
+            if conversation_id not in self._instances:
+                await self.open(conversation_id, {})
+            return await call(getattr(self._instances[conversation_id], name), valid)
 
-        return Tool(name, signature.description, signature.schema, run, release, open_instance, state_name)
+        async def open_instance(conversation_id: str, row: Row) -> object:
+            return (await self.open(conversation_id, row))[0]
 
-    return [make(name, function) for name, function in functions.items()]
+        described = signature.description, signature.schema
+        return Tool(name, *described, run, self.release, open_instance, self.state_name)
+
+    async def open(self, conversation_id: str, row: Row) -> tuple[object, object]:
+        """Make a conversation's instance; return it, and what its `reset` returned."""
+        instance = self._instances[conversation_id] = self._make()
+        self._loops[conversation_id] = asyncio.get_running_loop()
+        reset = getattr(instance, "reset", None)
+        if reset is None:
+            return instance, None
+        parameters = inspect.signature(reset).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        names = [parameter.name for parameter in parameters]
+        given = {name: value for name, value in row.items() if takes_all or name in names}
+        return instance, await call(reset, given)
+
+    def release(self, conversation_id: str) -> Future[None] | None:
+        """Close a conversation's instance; may be called twice. A coroutine is given, as a future, to its loop."""
+        instance, loop = self._instances.pop(conversation_id, None), self._loops.pop(conversation_id, None)
+        closing = instance.close() if hasattr(instance, "close") else None
+        if not inspect.iscoroutine(closing) or loop is None:
+            return None
+        return asyncio.run_coroutine_threadsafe(_told(closing), loop)  # where its other methods ran
 
 
 def collect_tools(tools: Iterable[object]) -> list[Tool]:
@@ -173,7 +187,7 @@ def collect_tools(tools: Iterable[object]) -> list[Tool]:
         if isinstance(tool, Tool):
             collected.append(tool)
         elif isinstance(tool, type):
-            collected.extend(class_tools(tool))
+            collected.extend(InstanceTools(tool).tools)
         elif callable(tool):
             collected.append(function_tool(tool))
         else:
@@ -264,7 +278,8 @@ async def _told(closing: Awaitable[object]) -> None:
         logger.warning("a tool failed to close what it kept for a conversation", exc_info=error)
 
 
-async def _call(function: Callable[..., object], arguments: dict[str, object]) -> object:
+async def call(function: Callable[..., object], arguments: dict[str, object]) -> object:
+    """Call a function with named arguments, a sync one in a thread of its own."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     return await run_in_thread(function, **arguments)

@@ -29,7 +29,7 @@ from llmrl.tools.tool import InvalidArguments, Tool, ToolError, collect_tools
 class ToolTransform(KnownArguments, Transform):
     """Answers the tool calls of each assistant message with tool messages, and shows the tools in the prompt.
 
-    Tools are functions, classes whose instances serve one conversation each (`class_tools`), or `Tool`s. The calls of
+    Tools are functions, classes whose instances serve one conversation each (`InstanceTools`), or `Tool`s. The calls of
     a message run in parallel. Whatever goes wrong (an unknown tool, arguments that do not fit, unreadable JSON, a
     failure, a time-out) is told to the model in a tool message and counted; it never ends a rollout. An answer that
     was cut by its length is left alone.

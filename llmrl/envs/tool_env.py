@@ -1,0 +1,166 @@
+"""`ToolEnv`: an environment whose public methods are the model's tools, as TRL's `environment_factory` has them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.envs import TransformedEnv
+
+from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.types import Row
+from llmrl.data import Message
+from llmrl.data.message import text_of
+from llmrl.data.tensordicts import non_tensor, tensordict_of
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
+from llmrl.envs.sources import load_rows
+from llmrl.rewards import RewardFn, Rubric
+from llmrl.tools import InstanceTools, ToolSession, ToolTransform
+from llmrl.tools.session import STATE_KEY
+from llmrl.tools.tool import call
+from llmrl.transforms import RubricReward
+
+
+class ToolEnv(KnownArguments, TransformedEnv):
+    """Conversations with an environment whose public methods are the tools: TRL's `environment_factory`.
+
+    One instance plays one conversation. Its `reset` is called first, with those columns of the row that it names, and
+    what it returns, a text or None, is appended to the last user message. `get_reward`, where there is one, gives the
+    rollout's reward when the conversation has ended; a rubric may score instead, and reads the instance by the class's
+    name, `class WordGame` as `word_game`. `close` is called in every case. Each of them may be `async`.
+
+    Args:
+        factory: the class, or a `functools.partial` of it.
+        dataset: the rows, see `DatasetChatEnv`; the column `prompt`, or `query`, is a text or messages.
+        rubric: scores in place of `get_reward`.
+        system_prompt: what the model is told first, if anything.
+        timeout: seconds that one call of a tool may take.
+        repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
+
+    Raises:
+        TypeError: for a factory that is no class, or a method that is no tool.
+        ValueError: for rows without a prompt, or where there is neither `get_reward` nor a rubric.
+
+    Example:
+        >>> class Counter:
+        ...     def reset(self, start):
+        ...         self.number = start
+        ...         return f" The counter is at {start}."
+        ...     def add(self, amount: int) -> str:
+        ...         '''Add to the counter.'''
+        ...         self.number += amount
+        ...         return f"The counter is at {self.number}."
+        ...     def get_reward(self):
+        ...         return float(self.number == 7)
+        >>> env = ToolEnv(Counter, [{"prompt": "Count to 7.", "start": 4}], repeats=2)
+        >>> env.reset()["history"].prompt.content
+        ['Count to 7. The counter is at 4.']
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], object],
+        dataset: str | Path | Iterable[Row],
+        *,
+        rubric: Rubric | None = None,
+        system_prompt: str | None = None,
+        timeout: float = 30.0,
+        repeats: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        name: str = "train",
+    ) -> None:
+        cls = factory.func if isinstance(factory, functools.partial) else factory
+        if not isinstance(cls, type):
+            raise TypeError(f"factory must be a class, or a functools.partial of one, got {factory!r:.80}.")
+        rows = load_rows(dataset, split=None)
+        column = next((column for column in ("prompt", "query") if column in rows[0]), None)
+        if column is None:
+            raise ValueError(f"the rows have neither 'prompt' nor 'query', only {sorted(rows[0])}.")
+        instances = InstanceTools(cls, factory)
+        if rubric is None:
+            if not hasattr(cls, "get_reward"):
+                raise ValueError(f"{cls.__name__} has no get_reward: give it one, or pass a rubric.")
+            rubric = Rubric(RewardFn(_OwnReward(instances.state_name), name="get_reward"))
+        chat_env = _OpenedByTools(
+            lambda row: _Opening(instances, row, column, system_prompt),
+            rows,
+            repeats=repeats,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+            name=name,
+        )
+        tools = _ToolsAtHome(instances, chat_env.loop, timeout)
+        super().__init__(chat_env.append_transform(tools), RubricReward(rubric))
+
+
+class _ToolsAtHome(ToolTransform):
+    """Tools that run on the loop on which their instances were opened."""
+
+    def __init__(self, instances: InstanceTools, home: BackgroundLoop, timeout: float) -> None:
+        super().__init__(instances.tools, timeout=timeout)
+        self._home = home
+
+
+class _Opening(MessageEnv):
+    """Makes the instance of a conversation, and its first messages; tools answer the rest."""
+
+    def __init__(self, instances: InstanceTools, row: Row, column: str, system_prompt: str | None) -> None:
+        self._instances, self._row, self._column, self._system_prompt = instances, row, column, system_prompt
+        self.session = ToolSession()
+
+    async def init(self) -> Sequence[Message]:
+        prompt = self._row[self._column]
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        instance, said = await self._instances.open(self.session.id, self._row)
+        self.session.states[self._instances.state_name] = instance
+        if said is None:
+            return messages
+        if not isinstance(said, str):
+            raise TypeError(f"reset must return a text or None, got {type(said).__name__}.")
+        last = max((index for index, one in enumerate(messages) if one["role"] == "user"), default=None)
+        if last is None:
+            return [*messages, {"role": "user", "content": said}]
+        messages[last] = {**messages[last], "content": text_of(messages[last].get("content")) + said}
+        return messages
+
+    async def step(self, message: Message) -> MessageStep:
+        return MessageStep()
+
+    async def close(self) -> None:
+        self._instances.release(self.session.id)  # for one that no tools were told of
+
+
+class _OpenedByTools(MessageChatEnv):
+    """Gives tools the session in which a conversation's instance is."""
+
+    @property
+    def loop(self) -> BackgroundLoop:
+        """Where conversations are opened."""
+        return self._loops.current
+
+    def _opened_step(self, opened: Opened | None) -> TensorDictBase:
+        step = super()._opened_step(opened)
+        if opened is not None and isinstance(opened.env, _Opening):
+            step.set(STATE_KEY, tensordict_of({"session": non_tensor(opened.env.session)}))
+        return step
+
+
+class _OwnReward:
+    """A reward function that asks a conversation's instance."""
+
+    def __init__(self, state_name: str) -> None:
+        self._state_name = state_name
+        self.__signature__ = inspect.Signature([inspect.Parameter(state_name, inspect.Parameter.KEYWORD_ONLY)])
+
+    async def __call__(self, **given: Any) -> Any:
+        return await call(given[self._state_name].get_reward, {})
