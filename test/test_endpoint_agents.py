@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
+from concurrent.futures import CancelledError
 
 import openai
 import pytest
@@ -264,6 +267,32 @@ def test_groups_that_fail_are_replaced(renderer):
     assert [len(batch) for batch in batches] == [2, 2]
     assert {row["rollout", "group_id"].rsplit("/")[-1] for batch in batches for row in batch.unbind(0)} == {"1"}
     assert {one.status for one in rollouts} == {RolloutStatus.COMPLETED, RolloutStatus.ERROR}
+
+
+def test_a_collector_that_is_shut_down_cancels_its_agents(renderer):
+    begun, ended = threading.Event(), threading.Event()
+
+    async def play(row, model):
+        await ask_once(row, model)
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    collector = make_collector(play, renderer)
+
+    def wait():
+        with contextlib.suppress(CancelledError):
+            next(iter(collector))
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert begun.wait(60)
+    url = collector._source.runner._endpoint._server.url
+    collector.shutdown()
+    assert ended.wait(60)
+    with pytest.raises(openai.APIConnectionError):
+        openai.OpenAI(base_url=url, api_key="x", max_retries=0).models.list()
 
 
 def test_agents_are_evaluated(renderer):

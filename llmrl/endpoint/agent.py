@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -26,7 +27,11 @@ class AgentModel:
     def environment(self) -> dict[str, str]:
         """Return the variables by which programs find a model."""
         bare_url = self.base_url.removesuffix("/v1")
+        # What goes to this machine goes through no proxy of the user's.
+        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
         return {
+            "NO_PROXY": direct,
+            "no_proxy": direct,
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
             "OPENAI_API_KEY": self.api_key,

@@ -81,8 +81,14 @@ class TurnTree:
         longest: RecordedTurn | None = None
         for turn in self.turns:
             num_tokens = turn.conversation.num_tokens
-            if num_tokens < len(shown) and (longest is None or num_tokens > longest.conversation.num_tokens):
-                longest = turn if shown[:num_tokens] == turn.conversation.prompt_ids else longest
+            if num_tokens >= len(shown) or (longest is not None and num_tokens <= longest.conversation.num_tokens):
+                continue
+            # The last token first: most turns of other conversations differ there, and nothing is copied.
+            sampled = turn.completion.token_ids
+            if sampled and shown[num_tokens - 1] != sampled[-1]:
+                continue
+            if shown[:num_tokens] == turn.conversation.prompt_ids:
+                longest = turn
         return prompted if longest is None else longest.conversation.with_prompt(messages, tools=tools)
 
     @staticmethod

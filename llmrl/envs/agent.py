@@ -28,7 +28,8 @@ class AgentEnv(DatasetChatEnv):
 
     An agent ends by itself. A `RolloutLimits` of the collector has its requests refused (`max_turns`,
     `max_completion_tokens`) or ends it (`rollout_timeout_seconds`): the rollout is truncated, and keeps what it had. An
-    answer that was cut by its length ends nothing: the agent is told. `env.step` alone plays nothing.
+    answer that was cut by its length ends nothing: the agent is told. `env.step` alone plays nothing. Train on
+    groups: in a batch of turns or of trajectories there is one turn of a rollout, the one that was answered last.
 
     Args:
         play: a function, plain or async, of a row and an `AgentModel`, or a `command`. It returns a number, named parts

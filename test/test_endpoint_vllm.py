@@ -1,0 +1,40 @@
+"""Agents on real vLLM: what they are trained on is what was sampled, with its log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import torch
+
+from llmrl.collectors import LLMCollector
+from llmrl.envs import AgentEnv
+from llmrl.policies import vLLMWrapper
+
+
+async def play(row, model):
+    create = openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key).chat.completions.create
+    messages = [{"role": "user", "content": row["query"]}]
+    answer = await create(model=model.name, messages=messages, n=2, max_tokens=12)
+    said = {"role": "assistant", "content": answer.choices[1].message.content}
+    others = ({"role": "user", "content": text} for text in ("Go on.", "Why?"))
+    await asyncio.gather(*(create(model=model.name, messages=[*messages, said, other]) for other in others))
+    await create(model=model.name, messages=[{"role": "user", "content": "Count."}], stop=["3"], max_tokens=30)
+    return 1.0
+
+
+def test_an_agents_rows_have_the_log_probs_of_the_model(vllm_engine, reference_model, tokenizer):
+    policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 16, "temperature": 0.8})
+    env = AgentEnv(play, [{"query": "Tell me a story."}], repeats=2)
+    with LLMCollector(env, policy=policy, groups_per_batch=1) as collector:
+        rows = next(iter(collector)).unbind(0)
+        rollouts = collector.rollouts
+    assert [one.num_turns for one in rollouts] == [5, 5]
+    num_trained = sum(int(row["masks", "all_assistant_mask"].sum()) for row in rows)
+    assert num_trained == sum(one.num_completion_tokens for one in rollouts)
+    for row in rows:
+        ids, mask = row["tokens", "full"], row["masks", "all_assistant_mask"][1:]
+        with torch.no_grad():
+            logits = reference_model(input_ids=ids[None]).logits[0, :-1].float() / 0.8
+        expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(row["log_probs", "full"][1:][mask], expected[mask], atol=0.02, rtol=0)
