@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from loss_batches import ragged_batch, tiny_model, with_lora
 from rich.console import Console
+from tensordict import lazy_stack
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: F401
 
 from llmrl import DatasetChatEnv, RubricReward
@@ -164,27 +165,42 @@ def losses(folder, num_ranks):
     return ranks(num_ranks, work)
 
 
-def memory(folder, num_ranks):
-    """A step of a larger model; bytes that it holds at most, of the first rank."""
+# Where weights, activations, or the head are most of what is held.
+MEMORY = {
+    "weights": {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 5, "vocab_size": 64},
+    "activations": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 64},
+    "head": {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 60_000},
+}
+MEMORY["checkpointing"] = MEMORY["activations"]
+NUM_TOKENS = {"weights": 64, "activations": 2048, "checkpointing": 2048, "head": 512}
+
+
+def memory(folder, name, num_ranks):
+    """A step of a larger model on one long row; bytes that the first rank holds at most beside what it began with."""
 
     def work(rank):
         before = in_use("VmRSS")
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=512, intermediate_size=1280, num_hidden_layers=8, num_attention_heads=8
-        )
-        model = LlamaForCausalLM(config)
-        policy = TransformersWrapper(model, generate=False)
-        num_bytes = 4 * model.num_parameters()
+        model = LlamaForCausalLM(LlamaConfig(**MEMORY[name], num_attention_heads=8, tie_word_embeddings=False))
+        if name == "checkpointing":
+            model.gradient_checkpointing_enable()
+        length = NUM_TOKENS[name]
+        policy = TransformersWrapper(model, generate=False, token_budget=length, bin_length=length)
         if num_ranks > 1:
             shard_model(model)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
         optimizer, _ = make_optimizer(model, learning_rate=1e-4)
-        train_step(GRPOLoss(policy), ragged_batch(0, num_rows=9), optimizer)
+        row = ragged_batch(0)[:1].unbind(0)[0]
+        mask = torch.arange(length) > 0
+        row["tokens", "full"] = torch.arange(length) % 41
+        row["masks"] = {"all_assistant_mask": mask, "all_attention_mask": torch.ones_like(mask)}
+        row["log_probs", "full"], row["policy_versions", "full"] = -1.0 * mask, 0 * mask
+        for _ in range(1 if name == "weights" else 2):  # from the second on there are moments
+            report = train_step(GRPOLoss(policy), lazy_stack([row]), optimizer)
+            assert report.num_trained_tokens == length - 1
         if rank == 0:
-            peak = {"peak": in_use("VmHWM") - before, "weights": num_bytes}
-            (folder / f"memory-{num_ranks}.json").write_text(json.dumps(peak))
+            (folder / f"memory-{name}-{num_ranks}").write_text(str(in_use("VmHWM") - before))
 
     return ranks(num_ranks, work)
 
@@ -200,6 +216,8 @@ def main():
     folder = Path(sys.argv[1])
     os.environ["STORE"] = str(folder / "store")
     model = make_tiny_model(folder / "tiny")
+    tied = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=True)  # as small models are
+    tied.save_pretrained(model)
     codes = {f"losses-{num_ranks}": losses(folder, num_ranks) for num_ranks in (1, 2, 4)}
 
     def run(name, num_ranks, **entries):
@@ -221,7 +239,9 @@ def main():
     killed("lora-resumed", 2, 5, resume=True, **ADAPTERS)
     run("lora-resumed", 1, resume=True, **ADAPTERS)
     for num_ranks in (1, 2, 4):
-        codes[f"memory {num_ranks}"] = memory(folder, num_ranks)
+        codes[f"memory {num_ranks}"] = memory(folder, "weights", num_ranks)
+    for name in ("activations", "checkpointing", "head"):
+        codes[f"memory {name}"] = memory(folder, name, 1)
     print(json.dumps(codes))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
-import json
 import shutil
 import tempfile
 from dataclasses import replace
@@ -16,7 +15,8 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.types import Row
 from llmrl.runs.config import EngineConfig, RayConfig, RunConfig, ScriptConfig
-from llmrl.testing.embedded_model import ensure_embedded_model
+from llmrl.runs.fit import GIB, lines_of, shape_of, training_shape
+from llmrl.trainer.memory_plan import plan_memory
 
 Config = TypeVar("Config", bound=ScriptConfig)
 
@@ -78,19 +78,17 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
 
 
 def _memory(cfg: ScriptConfig) -> str:
-    """An estimate of what the trainer holds beside activations: weights, gradients and two moments in float32."""
-    folder = ensure_embedded_model() if cfg.model.path == "embedded" else Path(cfg.model.path)
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if not num_bytes or not (folder / "config.json").exists():
-        return "of the trainer is known when the model is here"
-    stored = json.loads((folder / "config.json").read_text())
-    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")
-    num_parameters = num_bytes / (4 if dtype == "float32" else 2)
-    trained = num_parameters * (4 if cfg.model.lora.rank is not None else 16)
-    served = num_parameters * (4 if cfg.model.dtype == "float32" else 2)
+    """What the trainer and an engine hold."""
+    model = shape_of(cfg)
+    if model is None:
+        return "of the trainer is known when the model is here, and a dense transformer"
+    plan, served = (
+        plan_memory(model, training_shape(cfg)),
+        model.num_parameters * (4 if cfg.model.dtype == "float32" else 2),
+    )
     return (
-        f"{num_parameters / 1e9:.2f} B parameters: the trainer about {trained / 2**30:.1f} GiB before activations, an "
-        f"engine {served / 2**30:.1f} GiB before its key-value cache"
+        f"{model.num_parameters / 1e9:.2f} B parameters: the trainer about {plan.total / GIB:.1f} GiB on each device "
+        f"({', '.join(lines_of(plan))}), an engine {served / GIB:.1f} GiB before its key-value cache"
     )
 
 

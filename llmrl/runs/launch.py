@@ -13,6 +13,7 @@ from llmrl._utils.arguments import SYNONYMS, nearest
 from llmrl._utils.imports import require
 from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import as_dry_run, plan_of
+from llmrl.runs.fit import check_fit
 from llmrl.runs.ranks import leave_ranks, start_ranks
 from llmrl.runs.resumed_config import own_config
 
@@ -53,6 +54,7 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
         nonlocal is_composed
         try:
             config = prepared(cfg, config_type)
+            check_fit(config)
         except (ValueError, FileNotFoundError) as error:
             raise SystemExit(str(error)) from None
         is_composed = True

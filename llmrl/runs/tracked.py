@@ -57,10 +57,11 @@ def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> Stat
     if dist.get_rank() == 0 and folder.exists():  # of a run that was killed while it wrote
         shutil.rmtree(folder)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    save({_name(place): tensor for place, tensor in shards.items()}, storage_writer=writer)
+    names = _names(shards)
+    save({name: shards[place] for place, name in reversed(names)}, storage_writer=writer)
     return {
         "tracked": _without(states, shards),
-        "shards": {"folder": folder.name, "places": list(shards), "checksums": _checksums(folder)},
+        "shards": {"folder": folder.name, "names": names, "checksums": _checksums(folder)},
     }
 
 
@@ -106,11 +107,10 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
     reader = HuggingFaceStorageReader(str(folder))
     known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     targets: dict[str, torch.Tensor] = {}
-    for place in shards["places"]:
-        entry, like = known[_name(place)], layouts.get(place, layouts.get(place[:-1]))
+    for place, name in shards["names"]:
+        entry, like = known[name], layouts.get(place, layouts.get(place[:-1]))
         target = torch.empty(entry.size, dtype=entry.properties.dtype) if like is None else torch.empty_like(like)
-        targets[_name(place)] = target
-        _put(states, place, target)
+        _put(states, place, targets.setdefault(name, target))
     load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
@@ -123,6 +123,18 @@ def _layouts(tracked: Mapping[str, Stateful]) -> Iterator[tuple[Place, DTensor]]
         else:
             places = _tensors({name: one.state_dict()})
         yield from ((place, tensor) for place, tensor in places if isinstance(tensor, DTensor))
+
+
+def _names(shards: Mapping[Place, DTensor]) -> list[tuple[Place, str]]:
+    """What each tensor is called in the files; weights that are tied are one."""
+    first: dict[int, str] = {}
+    names = [
+        (place, first.setdefault(tensor.to_local().data_ptr(), "/".join(map(str, place))))
+        for place, tensor in shards.items()
+    ]
+    # The first rank's: others may have nothing of a small tensor, and so no address.
+    dist.broadcast_object_list(names, src=0)
+    return names
 
 
 def _checksums(folder: Path) -> dict[str, int]:
@@ -163,7 +175,3 @@ def _put(states: dict[Any, Any], place: Place, tensor: torch.Tensor) -> None:
     for key in place[:-1]:
         states = states[key]
     states[place[-1]] = tensor
-
-
-def _name(place: Place) -> str:
-    return "/".join(map(str, place))

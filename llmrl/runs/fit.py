@@ -1,0 +1,114 @@
+"""Whether a configuration fits into the memory of this machine, asked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmrl.runs.config import GRPOTrainConfig, ScriptConfig
+from llmrl.testing import ensure_embedded_model
+from llmrl.trainer.memory_plan import MemoryPlan, ModelShape, TrainingShape, plan_memory, what_fits
+
+GIB = 2**30
+_USABLE = 0.92
+"""Of a device: the rest is the context's, and what allocators cannot use."""
+
+
+def training_shape(cfg: ScriptConfig) -> TrainingShape:
+    """What a configuration says of the trainer."""
+    train = cfg.train
+    longest = cfg.model.max_model_len or train.token_budget
+    return TrainingShape(
+        num_ranks=train.num_ranks,
+        token_budget=train.token_budget,
+        bin_length=min(train.bin_length or longest, train.token_budget),
+        gradient_checkpointing=train.gradient_checkpointing,
+        is_bfloat16=cfg.model.dtype == "bfloat16",
+        lora_rank=cfg.model.lora.rank,
+        has_reference=isinstance(train, GRPOTrainConfig) and train.kl_to_ref_coeff is not None,
+        is_gpu=train.device != "cpu",
+    )
+
+
+def shape_of(cfg: ScriptConfig) -> ModelShape | None:
+    """Of the model, where it is here and of a kind that can be planned."""
+    folder = ensure_embedded_model() if cfg.model.path == "embedded" else Path(cfg.model.path)
+    try:
+        return ModelShape.read(folder)
+    except (ValueError, OSError):
+        return None
+
+
+def check_fit(cfg: ScriptConfig) -> None:
+    """Refuse a run whose trainer has no room.
+
+    Raises:
+        ValueError: when it needs more than there is, with its parts and what would fit. What is not known (a model on a
+            hub, another architecture, no GPU here) is not refused.
+    """
+    model, training = shape_of(cfg), training_shape(cfg)
+    num_bytes = _gpu_memory() if training.is_gpu else _share_of_memory(cfg, model)
+    if model is None or num_bytes is None:
+        return
+    if training.is_gpu and not cfg.engine.use_ray:  # an engine has its share of the same GPU
+        num_bytes = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)))
+    usable = int(num_bytes * _USABLE)
+    plan = plan_memory(model, training)
+    if plan.total <= usable:
+        return
+    device = "GPU" if training.is_gpu else "process"
+    fitting = what_fits(model, training, usable)
+    raise ValueError(
+        f"the trainer needs {plan.total / GIB:.1f} GiB on each {device} and has {usable / GIB:.1f}: "
+        f"{', '.join(lines_of(plan))}. "
+        + (f"What would fit: {'; or '.join(fitting)}." if fitting else "No entry would make it fit.")
+    )
+
+
+def lines_of(plan: MemoryPlan) -> Iterator[str]:
+    """The parts of a plan, the largest first."""
+    parts = plan.lasting | plan.passing
+    if plan.total == plan.loading:
+        yield f"loading {plan.loading / GIB:.1f}"
+    for name, part in sorted(parts.items(), key=lambda pair: -pair[1]):
+        yield f"{name} {part / GIB:.1f}"
+
+
+def _gpu_memory() -> int | None:
+    """Bytes of the smallest GPU; CUDA is not touched, since engines have yet to be started."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    result = subprocess.run(asked, capture_output=True, text=True)
+    sizes = [int(line) for line in result.stdout.split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes and not result.returncode else None
+
+
+def _share_of_memory(cfg: ScriptConfig, model: ModelShape | None) -> int | None:
+    """Bytes that each process of a trainer on the CPU may take, beside its engines."""
+    if model is None:
+        return None
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    served = model.num_parameters * (2 if cfg.model.dtype == "bfloat16" else 4) * (cfg.engine.num_replicas or 1)
+    return max(0, whole - served) // cfg.train.num_ranks
+
+
+def plan_table(model: ModelShape) -> list[list[str]]:
+    """GiB on each device by number of devices, with adapters beside it: rows of text, for a table."""
+    rows = []
+    for ranks in (1, 2, 8):
+        whole, adapted = (
+            plan_memory(
+                model,
+                TrainingShape(num_ranks=ranks, token_budget=16384, gradient_checkpointing=True, lora_rank=lora),
+            )
+            for lora in (None, 16)
+        )
+        parts: dict[str, Any] = whole.lasting | whole.passing
+        numbers = [*parts.values(), whole.loading, whole.total, adapted.total]
+        rows.append([str(ranks), *(f"{number / GIB:.1f}" for number in numbers)])
+    return rows

@@ -1,0 +1,204 @@
+"""What training a model takes of a device's memory, by parts, from its shape alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmrl.trainer.log_probs import NUM_CHUNK_LOGITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A dense transformer with gated feed-forward layers, as Llama's and Qwen's are."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    vocab_size: int
+    query_size: int
+    """Of all query heads together."""
+    key_size: int
+    """Of all key heads together, and of all value heads."""
+    is_tied: bool
+
+    @classmethod
+    def read(cls, folder: str | Path) -> ModelShape:
+        """From `config.json` of a folder.
+
+        Raises:
+            ValueError: for a model of another kind, such as one with experts.
+        """
+        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        config = config.get("text_config") or config
+        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        missing = [name for name in needed if not isinstance(config.get(name), int)]
+        experts = [name for name in config if "expert" in name and config[name]]
+        if missing or experts:
+            raise ValueError(
+                f"{folder}: memory is planned for dense transformers, and its config has "
+                + (f"no {', '.join(missing)}." if missing else f"{', '.join(experts)}.")
+            )
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head = config.get("head_dim") or hidden // heads
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            vocab_size=config["vocab_size"],
+            query_size=heads * head,
+            key_size=(config.get("num_key_value_heads") or heads) * head,
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer; biases and norms are left out."""
+        return self.hidden_size * (2 * self.query_size + 2 * self.key_size + 3 * self.intermediate_size)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output head, and of the embedding."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return self.num_layers * self.layer_parameters + self.head_parameters * (1 if self.is_tied else 2)
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of LoRA adapters of all linear layers but the head."""
+        hidden, queries, keys, wide = self.hidden_size, self.query_size, self.key_size, self.intermediate_size
+        return self.num_layers * rank * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingShape:
+    """How a model is trained."""
+
+    num_ranks: int = 1
+    """Devices that it is sharded over."""
+    token_budget: int = 8192
+    """Tokens of a micro-batch."""
+    bin_length: int = 2048
+    """Tokens that attend to each other: the longest row at least."""
+    gradient_checkpointing: bool = False
+    is_bfloat16: bool = True
+    """Computes in bfloat16 over float32 weights."""
+    lora_rank: int | None = None
+    has_reference: bool = False
+    """A KL to the model as it was; with adapters that is the model itself."""
+    is_gpu: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes on each device, by parts."""
+
+    lasting: dict[str, int] = field(default_factory=dict)
+    """From step to step: `weights`, `gradients`, `optimizer`, `reference`."""
+    passing: dict[str, int] = field(default_factory=dict)
+    """While a micro-batch is computed: `activations`, `gathered` (weights, cast or of others), `head`, `mask`."""
+    loading: int = 0
+    """While the model is loaded: it is whole on each device before it is sharded."""
+    stepping: int = 0
+    """While the optimizer steps, when nothing that passes is left."""
+
+    @property
+    def total(self) -> int:
+        """The most that is held at once."""
+        return max(sum(self.lasting.values()) + max(sum(self.passing.values()), self.stepping), self.loading)
+
+
+def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
+    """Count the bytes that each device of a trainer holds.
+
+    Activations are what autograd keeps of a layer: in float32 8 values of the hidden size, 5.5 of the queries', 4.5 of
+    the keys' and 5 of the feed-forward's a token; under autocast residuals and norms stay float32. A test holds these
+    numbers, and the head's, against what is measured.
+
+    Args:
+        model: its shape.
+        training: how it is trained.
+
+    Example:
+        >>> small = ModelShape(hidden_size=896, intermediate_size=4864, num_layers=24, vocab_size=151936,
+        ...                    query_size=896, key_size=128, is_tied=True)
+        >>> plan = plan_memory(small, TrainingShape(num_ranks=2))
+        >>> plan.lasting["optimizer"] == 8 * small.num_parameters // 2
+        True
+    """
+    ranks, tokens, size = training.num_ranks, training.token_budget, 2 if training.is_bfloat16 else 4
+    trained = model.num_parameters if training.lora_rank is None else model.adapter_parameters(training.lora_rank)
+    lasting = {
+        "weights": 4 * (model.num_parameters + (0 if training.lora_rank is None else trained)) // ranks,
+        "gradients": 4 * trained // ranks,
+        "optimizer": 8 * trained // ranks,
+    }
+    if training.has_reference and training.lora_rank is None:
+        lasting["reference"] = 4 * model.num_parameters // ranks
+    hidden, queries, keys, wide = model.hidden_size, model.query_size, model.key_size, model.intermediate_size
+    layer = tokens * (
+        30 * hidden + 11 * queries + 9 * keys + 10 * wide
+        if training.is_bfloat16
+        else 4 * (8 * hidden + 5.5 * queries + 4.5 * keys + 5 * wide)
+    )
+    ends = 16 * tokens * hidden  # embedding, last norm, what the head reads
+    if training.gradient_checkpointing:  # each layer's input, and one layer as it is computed again
+        activations = 4 * tokens * hidden * model.num_layers + layer + ends
+    else:
+        activations = layer * model.num_layers + ends
+    if ranks > 1:  # a layer, the next one that is fetched meanwhile, and the gradient before it is scattered
+        gathered = model.layer_parameters * (2 * size + 4)
+    elif training.is_bfloat16:  # copies that the backward pass needs
+        gathered = 2 * model.layer_parameters * (1 if training.gradient_checkpointing else model.num_layers)
+    else:
+        gathered = 0
+    weight = size if ranks > 1 or training.is_bfloat16 else 0
+    head = model.head_parameters * (weight + (4 if training.lora_rank is None else 0))
+    chunk = 4 * max(64 * model.vocab_size, NUM_CHUNK_LOGITS)
+    bytes_of_mask = (3 if training.is_gpu and training.is_bfloat16 else 1) * tokens * training.bin_length
+    passing = {
+        "activations": int(activations),
+        "gathered": gathered,
+        "head": head + 2 * chunk,
+        "mask": bytes_of_mask,
+    }
+    loading = 4 * model.num_parameters + (lasting["weights"] if "reference" in lasting and ranks > 1 else 0)
+    # What AdamW makes of all weights at once on a GPU.
+    return MemoryPlan(lasting, passing, loading, 4 * trained // ranks if training.is_gpu else 0)
+
+
+def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> list[str]:
+    """The least changes, each alone the first of its kind, with which a device of `num_bytes` is enough."""
+    found = []
+    for kind in _changes(training):
+        for entries, changed in kind:
+            if plan_memory(model, changed).total <= num_bytes:
+                found.append(entries)
+                break
+    return found
+
+
+def _changes(training: TrainingShape) -> Iterator[Iterator[tuple[str, TrainingShape]]]:
+    """Changes by kind, those of a kind from the least on."""
+    budgets = [training.token_budget >> halved for halved in range(1, 8) if training.token_budget >> halved >= 512]
+    yield ((f"train.token_budget={budget}", replace(training, token_budget=budget)) for budget in budgets)
+    smallest = replace(training, gradient_checkpointing=True)
+    yield (
+        (f"train.gradient_checkpointing=true train.token_budget={budget}", replace(smallest, token_budget=budget))
+        for budget in [training.token_budget, *budgets]
+        if not training.gradient_checkpointing
+    )
+    budget = min([training.token_budget, *budgets])
+    smallest = replace(smallest, token_budget=budget)
+    also = f" train.gradient_checkpointing=true train.token_budget={budget}"
+    yield (
+        (f"train.num_ranks={ranks}{also}", replace(smallest, num_ranks=ranks))
+        for ranks in (2, 4, 8, 16, 32)
+        if ranks > training.num_ranks
+    )
+    yield ((f"model.lora.rank=16{also}", replace(smallest, lora_rank=16)) for _ in range(training.lora_rank is None))
