@@ -21,7 +21,7 @@ import torch.distributed.checkpoint
 from loss_batches import ragged_batch, tiny_model, with_lora
 from rich.console import Console
 from tensordict import lazy_stack
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmrl import DatasetChatEnv, RubricReward
 from llmrl.objectives import GRPOLoss, GSPOLoss, SFTLoss

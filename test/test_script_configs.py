@@ -270,8 +270,9 @@ def test_a_dry_run_says_what_was_asked_for():
         "weights by direct",
     ):
         assert words in plan
-    # 134.5 million parameters: 16 bytes of each in the trainer, 2 in an engine.
-    assert "0.13 B parameters: the trainer about 2.0 GiB" in plan and "an engine 0.3 GiB" in plan
+    # 134.5 million parameters: 4 bytes of each as weights, 8 as moments, 2 in an engine.
+    assert "0.13 B parameters: the trainer about" in plan and "an engine 0.3 GiB" in plan
+    assert "optimizer 1.0" in plan and "weights 0.5" in plan and "gradients 0.5" in plan
     assert "known when the model is here" in " ".join(plan_of(config("grpo", "model.path=organisation/model")))
 
 

@@ -56,13 +56,28 @@ def main(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="Print what training this model takes of a GPU's memory."),
+    ] = None,
+    entries: Annotated[
+        list[str] | None,
+        typer.Argument(help="Of --plan: hardware=FILE, train.token_budget=8192, … as a script has them."),
+    ] = None,
+) -> None:
     """Look at this machine: versions, CPU, GPUs, vLLM, Ray, model cache. Report what is wrong and how to fix it.
 
     Exits with 1 when something that llmrl cannot do without is wrong.
     """
-    from llmrl.cli.doctor import examine, print_findings
+    from llmrl.cli.doctor import examine, print_findings, print_plan
 
+    if plan is not None:
+        try:
+            print_plan(plan, entries or [], console)
+        except (ValueError, OSError) as error:
+            raise _fail(error) from None
+        return
     findings = examine()
     print_findings(findings, console)
     raise typer.Exit(any(finding.state == "wrong" for finding in findings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -195,6 +196,63 @@ def _isolation() -> Finding:
         return Finding("Python tool", "note" if service.isolation == "process" else "good", service.description, mend)
     finally:
         service.close()
+
+
+def print_plan(folder: Path, entries: list[str], console: Console) -> None:
+    """Print what a trainer of a model holds on each device, by parts, and which changes would fit which device.
+
+    Args:
+        folder: of the model.
+        entries: of a configuration: `hardware=NAME` of the scripts', or of a file, and single ones.
+        console: where it is printed.
+
+    Raises:
+        ValueError, OSError: when the model is of another kind, there is no such file, or no such entry.
+    """
+    from omegaconf import OmegaConf
+
+    from llmrl.runs.config import CollectConfig, EnvConfig, GRPOConfig, GRPOTrainConfig, ModelConfig, RunConfig
+    from llmrl.runs.fit import GIB, lines_of, training_shape
+    from llmrl.runs.launch import typed
+    from llmrl.trainer.memory_plan import ModelShape, plan_memory, what_fits
+
+    base = GRPOConfig(
+        run=RunConfig(path=""),
+        model=ModelConfig(path=str(folder), dtype="bfloat16"),
+        env=EnvConfig(name=""),
+        collect=CollectConfig(groups_per_batch=1, group_size=2, max_new_tokens=1),
+        train=GRPOTrainConfig(num_steps=1, learning_rate=1e-6, device="cuda"),
+    )
+    parts = [OmegaConf.create(dataclasses.asdict(base))]
+    for entry in entries:
+        name, _, value = entry.partition("=")
+        parts += _hardware(value) if name == "hardware" else [OmegaConf.from_dotlist([entry])]
+    training = training_shape(typed(OmegaConf.merge(*parts), GRPOConfig))
+    model = ModelShape.read(folder)
+    plan = plan_memory(model, training)
+    console.print(
+        f"{model.num_parameters / 1e9:.2f} B parameters on {training.num_ranks} device(s): {plan.total / GIB:.1f} GiB "
+        f"on each; GiB by parts: {', '.join(lines_of(plan))}",
+        highlight=False,
+    )
+    for gigabytes in (80, 141):
+        usable = int(gigabytes * 1e9 * 0.92)
+        fitting = what_fits(model, training, usable)
+        fits = plan.total <= usable
+        would = f"needs {'; or '.join(fitting)}" if fitting else "too small, whatever is changed"
+        console.print(f"  a device of {gigabytes} GB: {'fits' if fits else would}", highlight=False, soft_wrap=True)
+
+
+def _hardware(name: str) -> list[Any]:
+    """The file of a hardware, after those that it builds on."""
+    from omegaconf import OmegaConf
+
+    path = Path(name) if name.endswith(".yaml") else Path("sota-implementations/config/hardware", f"{name}.yaml")
+    if not path.exists():
+        raise ValueError(f"hardware={name}: there is no {path} here; name a file, or call this in a checkout of llmrl.")
+    own = OmegaConf.load(path)
+    bases = [str(path.with_name(f"{base}.yaml")) for base in own.pop("defaults", []) if base != "_self_"]
+    return [*(part for base in bases for part in _hardware(base)), own]
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from llmrl.runs.config import GRPOTrainConfig, ScriptConfig
 from llmrl.testing import ensure_embedded_model
@@ -95,20 +94,3 @@ def _share_of_memory(cfg: ScriptConfig, model: ModelShape | None) -> int | None:
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     served = model.num_parameters * (2 if cfg.model.dtype == "bfloat16" else 4) * (cfg.engine.num_replicas or 1)
     return max(0, whole - served) // cfg.train.num_ranks
-
-
-def plan_table(model: ModelShape) -> list[list[str]]:
-    """GiB on each device by number of devices, with adapters beside it: rows of text, for a table."""
-    rows = []
-    for ranks in (1, 2, 8):
-        whole, adapted = (
-            plan_memory(
-                model,
-                TrainingShape(num_ranks=ranks, token_budget=16384, gradient_checkpointing=True, lora_rank=lora),
-            )
-            for lora in (None, 16)
-        )
-        parts: dict[str, Any] = whole.lasting | whole.passing
-        numbers = [*parts.values(), whole.loading, whole.total, adapted.total]
-        rows.append([str(ranks), *(f"{number / GIB:.1f}" for number in numbers)])
-    return rows
