@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -173,6 +174,8 @@ class OtherUsersService:
             self._reader.join()
         self._process.stdout.close()
         if self._group is not None:
+            while any(path.read_text() for path in self._group.rglob("cgroup.procs")):
+                time.sleep(0.01)
             for group in (*self._group.glob("llmrl-*"), self._group):
                 group.rmdir()
 

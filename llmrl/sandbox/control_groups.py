@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,8 +74,12 @@ class MemoryGroups:
         return group / "cgroup.procs"
 
     def close(self) -> None:
-        """Remove the groups; their processes have ended."""
-        _remove(self._folder)
+        """Remove the groups; waits for their processes, which are ending."""
+        for _ in range(500):
+            _remove(self._folder)
+            if not self._folder.exists():
+                return
+            time.sleep(0.01)
 
 
 def _remove(group: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 import llmrl
 from llmrl.sandbox import kernel
 from llmrl.sandbox.control_groups import MemoryGroups
+from llmrl.sandbox.supervisor import remove_folder
 from llmrl.sandbox.zygote import Settings, is_python_hidden
 
 Isolation = Literal["auto", "namespaces", "bubblewrap", "process"]
@@ -127,7 +128,7 @@ class Launcher:
         self._num_started = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control: socket.socket | None = None
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, remove_folder, self.folder)
         if level == "bubblewrap" and shutil.which("bwrap") is None:
             raise IsolationError("the program bwrap (package bubblewrap) is not installed.")
         if level == "process" and self._settings["is_python_hidden"] and not os.getuid() and not self.has_landlock:

@@ -7,14 +7,14 @@ that runs has no way to that socket.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
+import stat
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,13 @@ class Supervisor:
         self._process = os.fork()
         if not self._process:
             try:
-                self._become_interpreter(theirs)
-            except BaseException as error:
-                os.write(2, f"The interpreter could not be confined: {error}\n".encode(errors="replace"))
+                try:
+                    channel = self._become_interpreter(theirs)
+                except BaseException as error:
+                    os.write(2, f"The interpreter could not be confined: {error}\n".encode(errors="replace"))
+                else:
+                    interpreter.serve(channel, cpu_seconds=self.confinement.cpu_seconds)
+                    os._exit(0)
             finally:
                 os._exit(70)
         theirs.close()
@@ -105,7 +109,7 @@ class Supervisor:
             os.set_blocking(read_end, False)
             os.close(write_end)
 
-    def _become_interpreter(self, channel: socket.socket) -> None:
+    def _become_interpreter(self, channel: socket.socket) -> socket.socket:
         confinement = self.confinement
         self.service.close()
         self._channel.close()
@@ -121,8 +125,7 @@ class Supervisor:
         kernel.set_parent_death_signal(signal.SIGKILL)  # a change of user would have cleared it
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        interpreter.serve(socket.socket(fileno=keep), cpu_seconds=confinement.cpu_seconds)
-        os._exit(0)
+        return socket.socket(fileno=keep)
 
     def serve(self) -> None:
         """Run requests until the service closes its end or the interpreter is gone; nothing is left running."""
@@ -141,7 +144,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 self.service.shutdown(socket.SHUT_RDWR)
             if not self.confinement.has_own_processes:
-                _remove(self.confinement.folder)
+                remove_folder(self.confinement.folder)
 
     def _next_request(self) -> Any:
         # Between requests nothing of the interpreter runs: threads that it left behind cost nobody anything.
@@ -364,14 +367,33 @@ def _read(source: int) -> bytes:
         return b""
 
 
-def _remove(folder: str) -> None:
-    def force(function: Callable[[str], object], path: str, _: object) -> None:
-        # Root can remove anything, and must not be led by a link to change what lies elsewhere.
-        entry = Path(path)
-        with contextlib.suppress(OSError):
-            if os.getuid() and not entry.is_symlink():
-                entry.parent.chmod(0o700)
-                entry.chmod(0o700)
-                function(path)
+def remove_folder(path: str) -> None:
+    """Remove a folder that nobody writes to any more, however deep it is and whatever modes are in it; follow no links.
 
-    shutil.rmtree(folder, onerror=force)
+    What is in a folder within is moved to the top, so that neither recursion nor the length of paths is a bound.
+    """
+    prefix, numbers = os.urandom(8).hex(), itertools.count()
+
+    def is_opened(name: str, within: int) -> bool:
+        if stat.S_ISDIR(os.lstat(name, dir_fd=within).st_mode):
+            os.chmod(name, 0o700, dir_fd=within)
+            return True
+        return False
+
+    with contextlib.suppress(OSError):
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            while names := os.listdir(top):  # noqa: PTH208
+                for name in names:
+                    if not is_opened(name, top):
+                        os.unlink(name, dir_fd=top)
+                        continue
+                    inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+                    for child in os.listdir(inner):  # noqa: PTH208
+                        is_opened(child, inner)
+                        os.rename(child, f"{prefix}-{next(numbers)}", src_dir_fd=inner, dst_dir_fd=top)
+                    os.close(inner)
+                    os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+        os.rmdir(path)  # noqa: PTH106

@@ -22,6 +22,7 @@ from llmrl.cli import doctor
 from llmrl.sandbox import frames, launch
 from llmrl.sandbox.launch import IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService
+from llmrl.sandbox.supervisor import remove_folder
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +265,46 @@ def test_closing_ends_every_process():
     assert not _with_folder(folder) and not Path(folder).exists()
     with pytest.raises(RuntimeError):
         service.execute("1")
+
+
+def test_a_folder_is_removed_whatever_is_in_it(tmp_path):
+    folder, kept = tmp_path / "folder", tmp_path / "kept"
+    folder.mkdir()
+    kept.mkdir()
+    (kept / "file").write_text("kept")
+    kept.chmod(0o750)
+    (folder / "link").symlink_to(kept)
+    (folder / "loop").symlink_to("loop")
+    os.mkfifo(folder / "pipe")
+    (folder / "wide").mkdir()
+    for name in ("a\n", "\udcff", "b" * 255):
+        (folder / "wide" / name).mkdir()
+        (folder / "wide" / name / "link").symlink_to(kept)
+    within = os.open(folder, os.O_RDONLY)
+    for _ in range(3000):  # deeper than recursion, and longer than a path
+        os.mkdir("deep", dir_fd=within)
+        deeper = os.open("deep", os.O_RDONLY, dir_fd=within)
+        os.close(within)
+        within = deeper
+    os.mkdir("shut", 0, dir_fd=within)
+    os.close(within)
+    (folder / "wide").chmod(0)
+    remove_folder(str(folder))
+    remove_folder(str(folder))
+    assert not folder.exists() and (kept / "file").read_text() == "kept" and kept.stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("level", launch.LEVELS)
+def test_closing_removes_folders_of_any_depth(level):
+    try:
+        service = PythonExecutorService(isolation=level, num_ready=1)
+    except IsolationError as error:
+        pytest.skip(str(error))
+    code = "import os\nfor _ in range(1500): os.mkdir('a'); os.chdir('a')\nprint('made')"
+    assert service.execute(code, session="chat", timeout=60)["stdout"] == "made\n"
+    folder = Path(service._launcher.folder)
+    service.close()
+    wait_until(lambda: not folder.exists())
 
 
 @pytest.mark.parametrize(
