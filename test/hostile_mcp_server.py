@@ -14,7 +14,7 @@ DESCRIPTIONS = {
     "described": [{"name": "talk", "description": "y" * 40_000, "inputSchema": {"type": "object"}}],
     "schema": [{"name": "talk", "inputSchema": {"type": "object", "description": "z" * 40_000}}],
 }
-CALLED = {"huge", "session", "bytes", "pid", "split"}
+CALLED = {"huge", "session", "bytes", "pid", "split", "wrong_ids", "twice", "bad_content", "flood", "asks"}
 
 
 def say(message):
@@ -53,7 +53,22 @@ for line in sys.stdin if __name__ == "__main__" else ():
         sys.stdout.buffer.write(b'{"jsonrpc": "2.0", "id": %d, "result": {"content": [{"type": "text", ' % number)
         sys.stdout.buffer.write(b'"text": "a\xff\xfeb"}]}}\n')
         sys.stdout.flush()
+    elif method == "tools/call" and request["params"]["name"] == "bad_content":
+        say({"id": number, "result": {"content": [{"type": "text", "text": {"a": 1}}, {"type": "zip"}]}})
     elif method == "tools/call":
+        match request["params"]["name"]:
+            case "wrong_ids":
+                say({"id": number + 1000, "result": text("another's")})
+                say({"id": None, "error": {"code": 1, "message": "nobody's"}})
+            case "twice":
+                say({"id": number, "result": text(str(os.getpid()))})
+            case "flood":
+                for index in range(100):
+                    say({"method": "notifications/progress", "params": {"progressToken": index, "progress": 1e308}})
+                    say({"method": "notifications/tools/list_changed"})
+            case "asks":
+                for index in range(20):
+                    say({"id": f"asked {index}", "method": "sampling/createMessage", "params": {"messages": []}})
         say({"id": number, "result": text(str(os.getpid()))})
     else:
         say({"id": number, "error": {"code": -32601, "message": "unknown"}})
