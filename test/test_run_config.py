@@ -55,6 +55,12 @@ def test_a_learning_rate_that_is_asked_for_is_obeyed_and_shown(run_path, value):
     }
 
 
+def test_a_hardware_that_builds_on_another_is_taken_with_it(run_path):
+    cfg, changes = resumed(run_path, "hardware=cpu-2ranks")
+    assert cfg.train.num_ranks == 2 and cfg.train.token_budget == 8192
+    assert changes["train.num_ranks"] == (1, 2) and "defaults" not in cfg
+
+
 def test_another_hardware_is_taken_as_a_whole_and_leaves_the_rest(run_path):
     cfg, changes = resumed(run_path, "hardware=cpu", "model.dtype=bfloat16")
     expected = OmegaConf.load(FOLDER / "hardware/cpu.yaml")

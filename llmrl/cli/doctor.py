@@ -244,15 +244,13 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
 
 
 def _hardware(name: str) -> list[Any]:
-    """The file of a hardware, after those that it builds on."""
-    from omegaconf import OmegaConf
+    """The entries of a hardware."""
+    from llmrl.runs.resumed_config import entries_of
 
     path = Path(name) if name.endswith(".yaml") else Path("sota-implementations/config/hardware", f"{name}.yaml")
     if not path.exists():
         raise ValueError(f"hardware={name}: there is no {path} here; name a file, or call this in a checkout of llmrl.")
-    own = OmegaConf.load(path)
-    bases = [str(path.with_name(f"{base}.yaml")) for base in own.pop("defaults", []) if base != "_self_"]
-    return [*(part for base in bases for part in _hardware(base)), own]
+    return entries_of(path)
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:

@@ -121,8 +121,6 @@ def _command_line() -> tuple[list[str] | None, list[Path]]:
 
 def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence[Path]) -> list[Entries]:
     """What the command line asks for, in its order, as nested dicts."""
-    from omegaconf import OmegaConf
-
     if overrides is None:
         return [composed]
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -136,12 +134,23 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
         if not files:
             asked.append(_nested(name, value))
             continue
-        loaded = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=False)
-        assert isinstance(loaded, dict)
+        parts = entries_of(files[0])
         if name == "task":  # the run's other entries of it may have been changed when it began
-            loaded = {"env": {"name": loaded["env"]["name"]}}
-        asked.append(loaded)
+            env = parts[-1]["env"]
+            assert isinstance(env, dict)
+            parts = [{"env": {"name": env["name"]}}]
+        asked += parts
     return asked
+
+
+def entries_of(path: Path) -> list[Entries]:
+    """The entries of a configuration's file, after those of the files beside it that it builds on (`defaults`)."""
+    from omegaconf import OmegaConf
+
+    own = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(own, dict)
+    bases = [path.with_name(f"{base}.yaml") for base in own.pop("defaults", []) if base != "_self_"]
+    return [*(part for base in bases for part in entries_of(base)), own]
 
 
 def _completed(saved: Entries, composed: Entries) -> Entries:
