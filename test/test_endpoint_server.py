@@ -269,6 +269,17 @@ def test_an_engine_that_fails_is_told_and_not_asked_again_by_the_client(renderer
     assert serve(renderer, act) == 2
 
 
+def test_what_fails_within_the_server_is_told_in_the_dialect(renderer, caplog):
+    async def act(served):
+        served.session.tree.prompt = None
+        for create in (served.openai().chat.completions.create, served.anthropic().messages.create):
+            with pytest.raises((openai.InternalServerError, anthropic.InternalServerError), match="not callable"):
+                await create(model="policy", messages=[USER], max_tokens=9)
+
+    serve(renderer, act)
+    assert caplog.text.count("/messages failed") == 1
+
+
 BAD_BODIES = [
     (b"{", "no JSON"),
     (b"[" * 100_000, "no JSON"),

@@ -17,14 +17,13 @@ class RefusedRequest(Exception):
 
     Args:
         message: for whoever reads the client's error.
-        status: of HTTP; clients repeat a request after 408, 409, 429 and 5xx unless they are told not to.
+        status: of HTTP.
         code: a word that programs look for.
-        is_final: whether the same request would be refused again, so that clients need not repeat it.
     """
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error", is_final: bool = True):
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)
-        self.message, self.status, self.code, self.is_final = message, status, code, is_final
+        self.message, self.status, self.code = message, status, code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl.endpoint.dialects import anthropic, chat, responses
 from llmrl.endpoint.dialects.reading import Body, parse_body
@@ -20,12 +22,15 @@ from llmrl.rendering.tool_calls import Json
 if TYPE_CHECKING:
     from aiohttp import web
 
+logger = logging.getLogger("llmrl")
+
 _MAX_BYTES = 64 << 20
 _READ_SECONDS = 60.0
 """For a request's body to come in whole."""
 _PING_SECONDS = 10.0
 """How long a streaming client hears nothing, at most."""
 _NO_RETRY = {"x-should-retry": "false"}
+"""Failed requests were repeated by the collector already; the clients of both APIs obey this."""
 
 
 class Sessions(Protocol):
@@ -124,15 +129,19 @@ class EndpointServer:
             try:
                 response = await answer(dialect, request)
             except RefusedRequest as refused:
-                response = self.web.json_response(
-                    dialect.error(refused),
-                    status=refused.status,
-                    headers=_NO_RETRY if refused.is_final else None,
-                )
+                response = self._refusal(dialect, refused)
+            except ConnectionError:
+                raise  # nobody is there to be answered
+            except Exception as error:
+                logger.warning("a request at %s failed", request.path, exc_info=error)
+                response = self._refusal(dialect, RefusedRequest(describe(error), status=500, code="server_error"))
             self.counts[f'llmrl_requests_total{{path="{path}",status="{response.status}"}}'] += 1
             return response
 
         return handle
+
+    def _refusal(self, dialect: Dialect, refused: RefusedRequest) -> web.Response:
+        return self.web.json_response(dialect.error(refused), status=refused.status, headers=_NO_RETRY)
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         text = await self._read(request)
