@@ -25,11 +25,14 @@ from llmrl.envs import (
     CountdownEnv,
     DataLoadingPrimer,
     DatasetChatEnv,
+    GSM8KEnv,
+    IFEvalEnv,
     MATHEnv,
     MessageChatEnv,
     MessageEnv,
     MessageStep,
     make_addition_env,
+    make_search_env,
     make_sum_of_digits_env,
 )
 from llmrl.transforms import AddThinkingPrompt, IncrementalTokenizer, PolicyVersion, RubricReward, TemplateTransform
@@ -66,6 +69,9 @@ def test_specs_hold(renderer, names, is_primed):
     check_env_specs(env)
 
 
+INSTRUCTIONS = [{"prompt": "Say 5.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}]
+
+
 class Game(MessageEnv):
     def __init__(self, item):
         self.num_turns = 0
@@ -85,6 +91,9 @@ ENVIRONMENTS = {
     "sum of digits": lambda **shape: make_sum_of_digits_env("train", **shape),
     "countdown": lambda **shape: CountdownEnv(num_problems=4, **shape),
     "math": lambda **shape: MATHEnv([{"problem": "1 + 1", "solution": r"\boxed{2}"}], **shape),
+    "gsm8k": lambda **shape: GSM8KEnv([{"question": "1 + 1?", "answer": "#### 2"}], max_steps=2, **shape),
+    "ifeval": lambda **shape: IFEvalEnv(INSTRUCTIONS, **shape),
+    "search": lambda **shape: make_search_env("train", **shape),
     "message": lambda: MessageChatEnv(Game),  # of any shape
 }
 

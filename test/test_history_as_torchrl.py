@@ -94,6 +94,13 @@ def test_messages_are_appended_as_there(texts, inplace):
     assert said(ours[0].extend(ours[0])) == said(theirs[0].extend(theirs[0]))
 
 
+def test_one_message_fills_a_batch():
+    assert History(role="user", content="Hi", batch_size=2).content == ["Hi", "Hi"]
+    assert History(role="user", content="Hi", batch_size=(1, 2)).unsqueeze(0).batch_size == (1, 1, 2)
+    with pytest.raises(ValueError, match="batch_size must be that of role"):
+        History(role=["user", "user"], content=["Hi", "Ho"], batch_size=3)
+
+
 def test_batches_are_extended_by_conversations():
     theirs, ours = both(messages("a", "b"), messages("c", "d"))
     assert said(ours.extend(ours[:1], inplace=False)) == said(theirs.extend(theirs[:1], inplace=False))

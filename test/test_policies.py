@@ -250,7 +250,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing_or_is_refused(masking_stra
     key = ("next", "teacher_log_probs", "full")
     loss = DistillationLoss(policy, masking_strategy=masking_strategy)
     assert abs(float(loss(write_log_probs(policy, loss_rows(), key, assistant_only=False)).loss_distill)) < 1e-6
-    scorer = RetrieveLogProb(policy, log_probs_full_key=key[1:], assistant_only=False)
+    scorer = RetrieveLogProb(policy, log_probs_full_key=key, assistant_only=False)
     assert abs(float(loss(scorer(loss_rows())).loss_distill)) < 1e-6
     trained_only = write_log_probs(policy, loss_rows(), key)
     if masking_strategy == "rlhf":

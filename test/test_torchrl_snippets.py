@@ -10,11 +10,12 @@ from torchrl.envs import StepCounter, Transform
 
 from llmrl import engines
 from llmrl.collectors import LLMCollector
-from llmrl.data import History
+from llmrl.data import ChatHistory, History, Tokens
 from llmrl.envs import ChatEnv, DatasetChatEnv, GSM8KEnv
 from llmrl.objectives import k3_kl_token_estimate
 from llmrl.policies import LLMWrapperBase, vLLMWrapper
 from llmrl.testing import ScriptedEngine
+from llmrl.trainer import TransformersWrapper
 from llmrl.transforms import AddThinkingPrompt, PythonInterpreter
 from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
@@ -184,8 +185,28 @@ def test_a_task_is_made_as_torchrls_training_script_makes_it(tokenizer):
     following = env.step(data)["next"]
     assert following["step_count"].flatten().tolist() == [1, 1] and not following["done"].any()
     assert following["history"].prompt[:, -1].role == ["user", "user"]
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="needs role='assistant'"):
         AddThinkingPrompt(cond=lambda td: True, edit_last_turn=True)
+
+
+@pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
+def test_a_task_without_its_reward_opens_in_any_mode_and_begins_anew(tokenizer, input_mode):
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(2)]
+    env = GSM8KEnv(rows, input_mode=input_mode, tokenizer=tokenizer, compute_reward=False, max_steps=1)
+    queries = [env.reset()["query"], env.reset()["query"], env.reset_dataloader().reset()["query"]]
+    assert queries == ["0 + 1?", "1 + 1?", "0 + 1?"] and env.input_mode == input_mode
+    if input_mode != "history":
+        with pytest.raises(ValueError, match="needs compute_reward=False"):
+            GSM8KEnv(rows, input_mode=input_mode, tokenizer=tokenizer)
+
+
+def test_tokens_beside_a_history_are_scored_or_written_anew(tokenizer, tiny_model_path):
+    history = History.from_chats([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
+    for prefer_tokens, expected in ((True, [5, 6]), (False, history.apply_chat_template(tokenizer, tokenize=True))):
+        policy = TransformersWrapper(tiny_model_path, tokenizer=tokenizer, generate=False, prefer_tokens=prefer_tokens)
+        assert policy.get_new_version().prefer_tokens is prefer_tokens
+        data = TensorDict(history=ChatHistory(full=history, batch_size=()), tokens=Tokens(full=torch.tensor([5, 6])))
+        assert policy(data)["tokens", "full"].tolist() == list(expected)
 
 
 @pytest.mark.parametrize("input_mode", ["text", "tokens"])

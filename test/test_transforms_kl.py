@@ -10,6 +10,7 @@ from torchrl.envs import check_env_specs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.data import Text
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.testing import ScriptedEngine
@@ -35,7 +36,9 @@ def constant(messages):
 def reference():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return TransformersWrapper(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), generate=False)
+    return TransformersWrapper(
+        LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), generate=False, log_probs_key="ref_log_probs"
+    )
 
 
 def expected_log_probs(reference, token_ids):
@@ -68,7 +71,7 @@ def test_gradients_flow_when_asked(reference):
 
 
 def test_an_environment_writes_the_kl_and_a_dense_reward(reference):
-    env = DatasetChatEnv(DATASET, input_mode="tokens").append_transform(RetrieveKL(reference, coeff=0.5))
+    env = DatasetChatEnv(DATASET, input_mode="tokens").append_transform(RetrieveKL(ref_model=reference, coeff=0.5))
     policy = LLMWrapperBase(ScriptedEngine([[8, 9]]), input_mode="tokens")
     step = env.step(policy(env.reset()))
     mask = step["masks", "all_assistant_mask"]
@@ -117,28 +120,69 @@ def test_the_kl_in_the_reward_is_torchrls(takes_long):
 
 def test_a_batch_of_any_shape_is_scored(reference):
     turns = [turn([1, 2], [3, 4], [-1.0, -2.0]), turn([1, 2], [3, 5], [-1.0, -1.0])]
-    dense = RetrieveKL(reference)(torch.stack(turns, 0))["next", "kl_penalty"]
-    torch.testing.assert_close(RetrieveKL(reference)(turns[1].clone())["next", "kl_penalty"], dense[1])
-    nested = RetrieveKL(reference)(torch.stack(turns, 0).reshape(2, 1))
+    dense = RetrieveKL(ref_model=reference)(torch.stack(turns, 0))["next", "kl_penalty"]
+    torch.testing.assert_close(RetrieveKL(ref_model=reference)(turns[1].clone())["next", "kl_penalty"], dense[1])
+    nested = RetrieveKL(ref_model=reference)(torch.stack(turns, 0).reshape(2, 1))
     torch.testing.assert_close(nested["next", "kl_penalty"][:, 0], dense)
 
 
 def test_arguments_of_torchrl_that_mean_nothing_here_are_answered(reference):
-    with pytest.raises(TypeError, match="sampler's log-probs are in the batch"):
-        RetrieveKL(gen_model="from_collector", ref_model=reference)
-    with pytest.raises(TypeError, match="must be a TensorDict module"):
+    with pytest.raises(ValueError, match="exactly one of model"):
         RetrieveKL("from_collector")
+    with pytest.raises(ValueError, match="needs gen_model"):
+        RetrieveKL("from_collector", reference, assistant_only=False)
     with pytest.raises(TypeError, match="nothing is padded"):
         KLComputation(padding_side="left")
     with pytest.raises(TypeError, match="did you mean 'coef'"):
         KLRewardTransform(reference, coeff=1.0)
 
 
+def test_the_kl_between_two_models_of_a_batch_without_next(reference):
+    """Of all tokens, then of those of the mask; the reward, if there is one, stands at the root, too."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(reference.model.config)
+    sampler = TransformersWrapper(model, generate=False, log_probs_key="gen_log_probs")
+    rows = [turn([1, 2], [3, 4, 5], [-1.0, -1.0, -1.0]), turn([6], [7], [-2.0])]
+    keys = {"gen_log_probs_full_key": ("gen_log_probs", "full"), "tokenizer": None, "coeff": 2.0}
+    for assistant_only in (False, True):
+        batch = lazy_stack([row.exclude("next", "log_probs") for row in rows], 0)
+        batch.set("reward", torch.ones(2, 1, 1))
+        scored = RetrieveKL(sampler, reference, assistant_only=assistant_only, **keys)(batch)
+        for row in scored.unbind(0):
+            ids, mask = row["tokens", "full"], row["masks", "all_assistant_mask"]
+            expected = expected_log_probs(sampler, ids) - expected_log_probs(reference, ids)
+            expected = expected * mask if assistant_only else expected
+            torch.testing.assert_close(row["kl_penalty"][:, 0], expected)
+            paid = torch.zeros(len(ids)).index_fill(0, torch.tensor([len(ids) - 1]), 1.0) - 2.0 * expected
+            torch.testing.assert_close(row["reward"][:, 0], paid)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_a_dense_batch_of_texts_is_scored_under_the_models_own_name(tokenizer, tiny_model_path, pad_output):
+    options = {"tokenizer": tokenizer, "input_mode": "text", "generate": False}
+    model = TransformersWrapper(tiny_model_path, pad_output=pad_output, log_probs_key="mine", **options)
+    texts = ["7 + 8 = 15", "1 + 1 ="]
+    with pytest.raises(ValueError, match="input_mode='history'"):
+        RetrieveLogProb(model)
+    scored = RetrieveLogProb(model, assistant_only=False)(TensorDict(text=Text(full=texts), batch_size=(2,)))
+    written = scored.get(("mine", "full"), as_list=True)
+    for text, row in zip(texts, written, strict=True):
+        ids = torch.tensor(tokenizer.encode(text))
+        torch.testing.assert_close(row[-len(ids) + 1 :], expected_log_probs(model, ids)[1:], atol=1e-4, rtol=1e-4)
+        assert len(row) == max(map(len, map(tokenizer.encode, texts))) or not pad_output
+
+
+def test_models_of_which_one_pads_are_refused(reference):
+    other = reference.get_new_version(log_probs_key="gen_log_probs", pad_output=True)
+    with pytest.raises(ValueError, match="pad_output mismatch"):
+        RetrieveKL(other, reference)
+
+
 @pytest.mark.parametrize("make", [KLRewardTransform, RetrieveKL])
 def test_specs_with_a_kl_in_the_reward(reference, make):
     env = DatasetChatEnv([{"query": [1, 2]}, {"query": [3, 4]}], input_mode="tokens", batch_size=(2,))
     policy = LLMWrapperBase(ScriptedEngine([[8, 9]]), input_mode="tokens")
-    env = env.append_transform(make(reference))
+    env = env.append_transform(make(ref_model=reference))
     step = env.step(policy(env.reset()))
     assert env.output_spec["full_reward_spec"]["reward"].shape == (2, -1, 1)
     assert env.output_spec["full_observation_spec"]["kl_penalty"].shape == (2, -1, 1)
@@ -174,7 +218,7 @@ def play_turns(transforms, num_turns, renderer):
 @pytest.mark.parametrize("is_rubric_last", [False, True])
 def test_each_token_of_a_conversation_pays_its_kl_once(renderer, is_rubric_last):
     # Three turns of three tokens: a KL of 4.5.
-    transforms = [RubricReward(constant, terminate_when_answered=False), RetrieveKL(half_a_nat_less())]
+    transforms = [RubricReward(constant, terminate_when_answered=False), RetrieveKL(ref_model=half_a_nat_less())]
     turns, [rollout] = play_turns(reversed(transforms) if is_rubric_last else transforms, 3, renderer)
     assert rollout.num_completion_tokens == 9 and rollout.reward == pytest.approx(1.0 - 4.5)
     assert [float(turn["next", "reward"].sum()) for turn in turns.unbind(0)] == [-1.5, -1.5, -0.5]
@@ -193,7 +237,7 @@ def test_a_judges_score_is_added_once_to_a_reward_with_a_kl(renderer):
     async def judge(completion):
         return 1.0
 
-    turns, [rollout] = play_turns([RubricReward(judge), RetrieveKL(half_a_nat_less())], 1, renderer)
+    turns, [rollout] = play_turns([RubricReward(judge), RetrieveKL(ref_model=half_a_nat_less())], 1, renderer)
     assert rollout.reward == pytest.approx(1.0 - 1.5)
     assert turns[0]["next", "reward"][-4:, 0].tolist() == [0.0, -0.5, -0.5, 0.5]
 
@@ -226,6 +270,28 @@ def test_another_attempt_is_asked_for_until_the_condition_is_met(renderer):
     [rollout] = collector.rollouts
     assert [m["content"] for m in rollout.messages] == ["say yes", "no", "Again.", "yes"]
     assert rollout.reward == 1.0 and rollout.num_turns == 2
+
+
+@pytest.mark.parametrize("thoughts", ["a b c d e f g h i j ", ""])
+def test_a_prompt_within_the_answer_leaves_its_thoughts_as_they_were_sampled(renderer, thoughts):
+    """What stood before the answer is trained in the same row; an answer without thoughts is a row of its own."""
+    script = [f"{thoughts}<answer>1</answer><|im_end|>", "<answer>2</answer><|im_end|>"]
+
+    def is_two(completion):
+        return float("2" in completion)
+
+    env = DatasetChatEnv([{"query": "say two"}]).append_transform(RubricReward(is_two))
+    retry = AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Wait.", role="assistant", edit_last_turn=True)
+    policy = LLMWrapperBase(ScriptedEngine(script, encode=renderer.encode), renderer=renderer)
+    env, limits = env.append_transform(retry), RolloutLimits(max_turns=5)
+    with LLMCollector(env, policy=policy, groups_per_batch=1, limits=limits) as collector:
+        batch = collector.next()
+    [rollout] = collector.rollouts
+    assert [m["content"] for m in rollout.messages] == ["say two", f"{thoughts} Wait.".lstrip(), "<answer>2</answer>"]
+    trained = [renderer.decode(row["tokens", "full"][row["masks", "all_assistant_mask"]]) for row in batch.unbind(0)]
+    assert rollout.reward == 1.0 and "".join(trained).endswith(script[1])
+    assert trained[0].startswith(thoughts.rstrip()) if thoughts else trained[0] == script[0]
+    assert len(trained) == (1 if thoughts else 2)
 
 
 def test_thinking_prompts_are_chosen_by_seed_and_bad_ones_refused():

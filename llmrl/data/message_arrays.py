@@ -60,6 +60,8 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
             if role is None:
                 raise ValueError("History takes role and content of messages; or History.from_chats takes messages.")
             leaves, shape = messages_of(role, content, is_complete, tool_calls, tool_responses)
+            for size in reversed(batch_size if batch_size and not shape else ()):  # one message, as many times
+                leaves, shape = [leaves] * size, (size, *shape)
             if batch_size is not None and tuple(batch_size) != shape:
                 raise ValueError(f"batch_size must be that of role, {list(shape)}, got {list(batch_size)}.")
             messages, batch_size = leaf_of(leaves), shape

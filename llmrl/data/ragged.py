@@ -11,6 +11,7 @@ from tensordict.utils import NestedKey
 from torch.nn.utils.rnn import pad_sequence
 
 from llmrl._utils.arguments import refuse_unknown
+from llmrl.data.tensordicts import restacked, tensordict_of
 
 ATTENTION_MASK_KEY: NestedKey = ("masks", "all_attention_mask")
 
@@ -82,7 +83,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
     """Write one tensor per row into a batch of any shape, in place: the reverse of `ragged_column`.
 
     A lazily stacked batch or container holds them as they are. A padded one has them where its real tokens are, and
-    zeros elsewhere.
+    zeros elsewhere. Where a container is missing, a lazily stacked one is made for rows of several lengths.
 
     Args:
         tensordict: the batch, or a single row.
@@ -113,6 +114,9 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
         is_real = tensordict.get(ATTENTION_MASK_KEY).bool().to(rows[0].device)
         padded = torch.zeros(is_real.shape, dtype=rows[0].dtype, device=rows[0].device)
         tensordict.set(key, padded.masked_scatter(is_real, torch.cat(list(rows))))
+    elif holder is None and not isinstance(key, str) and len(key) > 1:
+        tensordict.set(key[0], restacked([tensordict_of({}) for _ in rows], shape))
+        write_column(tensordict, key, rows)
     else:
         raise ValueError(
             f"{key!r} has rows of {sorted({len(row) for row in rows})} tokens, and the batch is neither lazily stacked "

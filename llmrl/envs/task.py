@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 from torchrl.envs import StepCounter, Transform, TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl._utils.types import Row, StateDict, Tokenizer
+from llmrl._utils.types import InputMode, Row, StateDict, Tokenizer
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.sources import load_rows
 
@@ -29,7 +29,11 @@ REASONING_PROMPT = (
 
 
 class TaskOptions(TypedDict, total=False):
-    """How a task's problems are drawn; see `DatasetChatEnv`. With `max_steps` a `StepCounter` limits the turns."""
+    """How a task's problems are drawn; see `DatasetChatEnv`.
+
+    With `max_steps` a `StepCounter` limits the turns. Without `compute_reward` conversations are neither ended nor
+    scored, and only then may `input_mode` be another than `history`, which is what rewards read.
+    """
 
     repeats: int
     shuffle: bool
@@ -41,7 +45,9 @@ class TaskOptions(TypedDict, total=False):
     device: torch.device | None
     tokenizer: Tokenizer | None
     template_kwargs: Mapping[str, object] | None
+    input_mode: InputMode
     max_steps: int | None
+    compute_reward: bool
 
 
 class TaskEnv(KnownArguments, TransformedEnv):
@@ -78,11 +84,21 @@ class TaskEnv(KnownArguments, TransformedEnv):
         chat_env: type[DatasetChatEnv] = DatasetChatEnv,
     ) -> None:
         prompts = [REASONING_PROMPT] * reasoning + [system_prompt] * (system_prompt is not None)
-        drawn = {name: value for name, value in (options or {}).items() if name != "max_steps"}
+        drawn: dict[str, Any] = {**(options or {})}
+        max_steps, is_scored = drawn.pop("max_steps", None), drawn.pop("compute_reward", True)
+        if is_scored and drawn.get("input_mode", "history") != "history":
+            raise ValueError(
+                f"input_mode={drawn['input_mode']!r} needs compute_reward=False: rewards read the conversation's messages."
+            )
         prompt = " ".join(map(str, prompts)) or None
-        super().__init__(chat_env(problems, system_prompt=prompt, **drawn), reward)  # type: ignore[arg-type]
-        if options and options.get("max_steps") is not None:
-            self.append_transform(StepCounter(options["max_steps"]))
+        super().__init__(chat_env(problems, system_prompt=prompt, **drawn), reward if is_scored else None)
+        if max_steps is not None:
+            self.append_transform(StepCounter(max_steps))
+
+    def reset_dataloader(self) -> Self:
+        """Begin the problems anew; see `DatasetChatEnv`."""
+        self.base_env.reset_dataloader()
+        return self
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """Return the position in the problems, and a curriculum where there is one."""

@@ -27,6 +27,7 @@ class WrapperOptions(TypedDict, total=False):
     log_probs_key: str
     pad_output: bool
     pad_model_input: bool | None
+    prefer_tokens: bool
     num_samples: int | None
     inplace: bool | Literal["empty"] | None
     conversation_mode: Literal["auto", "token", "message"]

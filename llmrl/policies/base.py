@@ -46,6 +46,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return_log_probs: whether to write log-probs.
         log_probs_key: container of the log-probs.
         pad_output: whether to make entries of one length: prompts are padded on the left, responses on the right.
+        prefer_tokens: whether scoring takes the tokens beside a history as they are; False scores the history as the
+            template writes it, and replaces them. What was sampled goes on as it was sampled, whatever is asked.
         pad_model_input: without effect: what the model computes is packed or batched exactly, whatever is asked.
         num_samples: completions for each conversation, in a new last dimension of the batch.
         inplace: whether to write into the tensordict that is read (which is then returned) or to return what was
@@ -84,6 +86,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         log_probs_key: str = "log_probs",
         pad_output: bool = False,
         pad_model_input: bool | None = None,
+        prefer_tokens: bool = True,
         num_samples: int | None = None,
         inplace: bool | Literal["empty"] | None = None,
         conversation_mode: Literal["auto", "token", "message"] = "auto",
@@ -108,7 +111,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         self.input_key = (input_mode, "prompt" if generate else "full") if input_key is None else input_key
         self.attention_mask_key, self.log_probs_key = attention_mask_key, log_probs_key
         self.return_log_probs, self.pad_output = return_log_probs is not False, pad_output
-        self.num_samples, self.chat_template = num_samples, chat_template
+        self.num_samples, self.chat_template, self.prefer_tokens = num_samples, chat_template, prefer_tokens
         self.inplace = num_samples is None if inplace is None else inplace is True
         self.in_keys = [self.input_key]
         names = ["text", "masks", "tokens", *([log_probs_key] if self.return_log_probs else [])]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
+from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl.data.ragged import write_column
+from llmrl._utils.types import Tokenizer
+from llmrl.data.ragged import ATTENTION_MASK_KEY, has_entry, write_column
 from llmrl.data.tensordicts import batch_elements
 from llmrl.objectives.kl import masked_kl
 from llmrl.objectives.scoring import log_probs_of
@@ -26,18 +29,21 @@ class RetrieveLogProb(KnownArguments, Transform):
     """Scores the sampled tokens of each turn with a model, and writes its log-probs into `next`.
 
     In an environment it scores the conversation that the policy just extended; over a batch (`forward`: a collector's
-    `postproc`, a replay buffer) each row or turn. Nothing is tokenized: the model reads `("tokens", "full")` and the
-    loss mask.
+    `postproc`, a replay buffer) each row or turn, and where a batch has no `next` it writes at the root. Sampled tokens
+    are scored as they are: the model reads `("tokens", "full")` and the loss mask.
 
     Args:
         model: `TransformersWrapper`, or any TensorDict module that reads those and writes `[num_tokens]` log-probs.
         model_factory: builds it at first use, in the process that uses it; instead of `model`.
-        log_probs_full_key: entry written under `next`.
+        log_probs_full_key: entry written under `next`; by default the model's own, and `("ref_log_probs", "full")` of
+            one that names none.
         detach: score without gradients.
         assistant_only: score the loss mask's tokens; False scores all, where the model is a `TransformersWrapper`.
+        tokenizer: without effect, the model has its own.
 
     Raises:
-        ValueError: unless exactly one of model and model_factory is given.
+        ValueError: unless exactly one of model and model_factory is given, or for a model of text, which does not say
+            what the assistant wrote, with assistant_only.
         TypeError: for a model that cannot be called.
 
     Example:
@@ -56,19 +62,26 @@ class RetrieveLogProb(KnownArguments, Transform):
         model: TensorDictModuleBase | None = None,
         *,
         model_factory: Callable[[], TensorDictModuleBase] | None = None,
-        log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        log_probs_full_key: NestedKey | None = None,
         detach: bool = True,
         assistant_only: bool = True,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__()
         if (model is None) == (model_factory is None):
             raise ValueError("exactly one of model and model_factory is needed.")
         if model is not None and not callable(model):
             raise TypeError(f"model must be a TensorDict module, such as a TransformersWrapper, got {model!r}.")
+        if assistant_only and getattr(model, "input_mode", None) == "text":
+            raise ValueError(
+                "The model must have `input_mode='history'` when assistant_only=True: a text does not say what the "
+                "assistant wrote; pass assistant_only=False to score all of it."
+            )
         # In a list, so that the reference's parameters are not the environment's.
         self._models = [] if model is None else [model]
         self._model_factory = model_factory
-        self.log_probs_full_key = log_probs_full_key
+        own_key: NestedKey = (getattr(model, "log_probs_key", "ref_log_probs"), "full")
+        self.log_probs_full_key = own_key if log_probs_full_key is None else log_probs_full_key
         self.detach = detach
         self._options = {} if assistant_only else {"assistant_only": False}
 
@@ -82,11 +95,15 @@ class RetrieveLogProb(KnownArguments, Transform):
 
     def _log_probs(self, rows: TensorDictBase) -> list[torch.Tensor]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            return log_probs_of(self.model, rows, **self._options)
+            log_probs = log_probs_of(self.model, rows, **self._options)
+        if getattr(self.model, "pad_output", False) and not has_entry(rows, ATTENTION_MASK_KEY):
+            return list(pad_sequence(log_probs, batch_first=True, padding_side="left"))
+        return log_probs
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Score a batch of any shape, in place."""
-        write_column(tensordict, ("next", *_path(self.log_probs_full_key)), self._log_probs(tensordict))
+        path = _path(self.log_probs_full_key)
+        write_column(tensordict, ("next", *path) if "next" in tensordict else path, self._log_probs(tensordict))
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -107,17 +124,19 @@ class KLComputation(KnownArguments, Transform):
 
     Written into `next` as `[num_tokens, 1]`, 0 outside the mask. A turn holds the whole conversation so far: what was
     sampled within its `("tokens", "prompt")` counted in an earlier turn and is 0 too, so that each token of a
-    conversation counts once. A row, which has no such entry, counts all its sampled tokens.
+    conversation counts once. A row, which has no such entry, counts all its sampled tokens. A batch without `next` has
+    everything at the root.
 
-    With `add_to_reward` the reward becomes dense, `[num_tokens, 1]`: each of these tokens pays `coeff` times its KL,
-    and the turn's reward stands at the last one. Append it after what gives the reward.
+    With `add_to_reward` the reward, where there is one, becomes dense, `[num_tokens, 1]`: each of these tokens pays
+    `coeff` times its KL, and the turn's reward stands at the last one. Append it after what gives the reward.
 
     Args:
-        gen_log_probs_full_key: the policy's log-probs, at the root.
+        gen_log_probs_full_key: the policy's log-probs, under `next`, or else, as samplers write them, at the root.
         ref_log_probs_full_key: the reference's, under `next`.
         kl_key: entry written under `next`.
         add_to_reward: whether to change the reward.
         coeff: of the KL in the reward.
+        assistant_only: count the loss mask's tokens; False counts all, which both log-probs must then be of.
 
     Example:
         >>> from tensordict import TensorDict
@@ -138,22 +157,32 @@ class KLComputation(KnownArguments, Transform):
         kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
         coeff: float = 1.0,
+        assistant_only: bool = True,
     ) -> None:
         super().__init__()
         self.gen_log_probs_full_key, self.ref_log_probs_full_key = gen_log_probs_full_key, ref_log_probs_full_key
         self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
+        self.assistant_only = assistant_only
 
-    def _computed(self, element: TensorDictBase, next_element: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
+    def _computed(
+        self, element: TensorDictBase, next_element: TensorDictBase
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the KL of one row or turn, `[num_tokens, 1]`, and its reward."""
-        mask = element.get(_MASK).bool()
-        prompt = element.get(_PROMPT, None)
+        others, log_probs = next_element.get(self.ref_log_probs_full_key), None
+        if self.gen_log_probs_full_key != self.ref_log_probs_full_key:
+            log_probs = next_element.get(self.gen_log_probs_full_key, None)
+        if log_probs is None:
+            log_probs = element.get(self.gen_log_probs_full_key)
+        mask = element.get(_MASK, None) if self.assistant_only else None
+        # Without a mask, of text or a history alone: what is not counted was not scored, and is 0 in both.
+        mask = torch.ones_like(log_probs).bool() if mask is None else mask.bool()
+        prompt = element.get(_PROMPT, None) if self.assistant_only else None
         if prompt is not None:
             mask = mask & (torch.arange(len(mask), device=mask.device) >= len(prompt))
-        log_probs, others = element.get(self.gen_log_probs_full_key), next_element.get(self.ref_log_probs_full_key)
         divergence = masked_kl(log_probs, others, mask).unsqueeze(-1)
-        if not self.add_to_reward:
-            return divergence, divergence
-        reward = next_element.get("reward")
+        reward = next_element.get("reward", None) if self.add_to_reward else None
+        if reward is None:
+            return divergence, None
         dense = 0.0 - self.coeff * divergence  # no negative zeros
         if reward.shape == dense.shape:
             return divergence, dense + reward
@@ -163,14 +192,14 @@ class KLComputation(KnownArguments, Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Compute over a batch of turns or rows, of any shape, in place."""
-        self._step(tensordict, tensordict.get("next"))
+        self._step(tensordict, tensordict.get("next", tensordict))
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         pairs = zip(batch_elements(tensordict), batch_elements(next_tensordict), strict=True)
         divergences, rewards = zip(*(self._computed(*pair) for pair in pairs), strict=True)
         write_column(next_tensordict, self.kl_key, divergences)
-        if self.add_to_reward:
+        if rewards[0] is not None:
             write_column(next_tensordict, "reward", rewards)
         return next_tensordict
 
@@ -190,12 +219,17 @@ class KLComputation(KnownArguments, Transform):
 
 
 class RetrieveKL(KnownArguments, Compose):
-    """`RetrieveLogProb` of a reference, then `KLComputation`.
+    """`RetrieveLogProb` of a reference, and of the policy where it is asked for, then `KLComputation`.
 
     Args:
-        ref_model, ref_model_factory, detach: see `RetrieveLogProb`.
-        gen_log_probs_full_key: the policy's log-probs; those that the sampler reported, by default.
-        ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
+        gen_model, gen_model_factory: the policy's model, or what builds it; by default, `"from_collector"`, its
+            log-probs are those that the sampler reported.
+        ref_model, ref_model_factory, detach, assistant_only, tokenizer: see `RetrieveLogProb`.
+        gen_log_probs_full_key, ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
+
+    Raises:
+        ValueError: for models of which one pads and one does not, or assistant_only=False without a `gen_model`, since
+            a sampler scores what it sampled.
 
     Example:
         >>> from tensordict import TensorDict
@@ -203,40 +237,57 @@ class RetrieveKL(KnownArguments, Compose):
         >>> model = TensorDictModule(lambda ids: ids.float() - 3, [("tokens", "full")], [("log_probs", "full")])
         >>> turn = TensorDict({"tokens": {"full": torch.tensor([0, 1])}, "log_probs": {"full": torch.tensor([0.0, -1])},
         ...     "masks": {"all_assistant_mask": torch.tensor([False, True])}, "next": {"reward": torch.ones(1, 1)}})
-        >>> RetrieveKL(model)(turn)["next", "kl_penalty"].flatten()
+        >>> RetrieveKL(ref_model=model)(turn)["next", "kl_penalty"].flatten()
         tensor([0., 1.])
     """
 
     def __init__(
         self,
+        gen_model: TensorDictModuleBase | Literal["from_collector"] | None = "from_collector",
         ref_model: TensorDictModuleBase | None = None,
         *,
+        gen_model_factory: Callable[[], TensorDictModuleBase] | None = None,
         ref_model_factory: Callable[[], TensorDictModuleBase] | None = None,
         detach: bool = True,
+        assistant_only: bool = True,
+        tokenizer: Tokenizer | None = None,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
         kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
         coeff: float = 1.0,
     ) -> None:
-        retrieve = RetrieveLogProb(
-            ref_model, model_factory=ref_model_factory, log_probs_full_key=ref_log_probs_full_key, detach=detach
-        )
+        gen_model = None if isinstance(gen_model, str) else gen_model
+        is_scored_anew = gen_model is not None or gen_model_factory is not None
+        if not (assistant_only or is_scored_anew):
+            raise ValueError("assistant_only=False needs gen_model: a sampler scores the tokens that it sampled.")
+        if len(paddings := {model.pad_output for model in (gen_model, ref_model) if hasattr(model, "pad_output")}) > 1:
+            raise ValueError(f"pad_output mismatch: gen_model and ref_model have {sorted(paddings)}; give both one.")
+        scored = [(ref_model, ref_model_factory, ref_log_probs_full_key)]
+        if is_scored_anew:
+            scored.insert(0, (gen_model, gen_model_factory, gen_log_probs_full_key))
+        retrieve = [
+            RetrieveLogProb(
+                model, model_factory=factory, log_probs_full_key=key, detach=detach, assistant_only=assistant_only
+            )
+            for model, factory, key in scored
+        ]
         compute = KLComputation(
             gen_log_probs_full_key,
             ref_log_probs_full_key,
             kl_key=kl_key,
             add_to_reward=add_to_reward,
             coeff=coeff,
+            assistant_only=assistant_only,
         )
-        super().__init__(retrieve, compute)
+        super().__init__(*retrieve, compute)
 
 
 class KLRewardTransform(RetrieveKL):
     """`RetrieveKL` under the name and arguments that it had: the reward less `coef` times the KL to a reference.
 
     Args:
-        ref_model, ref_model_factory, detach: see `RetrieveLogProb`.
+        ref_model, ref_model_factory, detach, assistant_only, tokenizer: see `RetrieveKL`.
         coef: of the KL in the reward.
         log_prob_key: the policy's log-probs; those that the sampler reported, by default.
         add_to_reward: whether to change the reward.
@@ -260,9 +311,12 @@ class KLRewardTransform(RetrieveKL):
         log_prob_key: NestedKey = ("log_probs", "full"),
         add_to_reward: bool = True,
         detach: bool = True,
+        assistant_only: bool = True,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__(
-            ref_model,
+            ref_model=ref_model,
+            assistant_only=assistant_only,
             ref_model_factory=ref_model_factory,
             gen_log_probs_full_key=log_prob_key,
             add_to_reward=add_to_reward,

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl.data import Message
+from llmrl.data import History, Message, text_of
 from llmrl.data.tensordicts import batch_elements, restacked
 
 _AS_ASSISTANT = (
@@ -29,22 +29,24 @@ _AS_USER = (
 class AddThinkingPrompt(KnownArguments, Transform):
     """Asks for another attempt after an answer that meets a condition, and lets the conversation go on.
 
-    Append it after what gives the reward, since the condition usually reads it. What the assistant said is never
-    edited, as tokens that were sampled stay as they were: the prompt comes as a message of its own. (TorchRL edits the
-    last answer by default; there its log-probs no longer belong to it.)
+    Append it after what gives the reward, since the condition usually reads it. The prompt comes as a message of its
+    own, or, with `edit_last_turn` as TorchRL has it by default, within the answer: in place of its last `<answer>`, or
+    at its end. What is left of the answer stays as it was sampled, and what follows is context; where more than half of
+    it goes, the answer stays whole in a row of its own (see `Conversation`).
 
     Args:
         cond: told the element of one conversation's `next`; true asks again.
         prompt: what is said; one of its own by default.
         random_prompt: choose among several of its own.
         role: `user`, or `assistant` for a message in the first person.
-        edit_last_turn: TorchRL's, only false.
+        edit_last_turn: whether the prompt is written into the last answer, in place of a new message.
         zero_reward: take back the reward of the answer that is asked again.
         undo_done: let the conversation go on although it was over.
         seed: of the choice.
 
     Raises:
-        ValueError: for an unknown role, or `prompt` together with `random_prompt`.
+        ValueError: for an unknown role, a user's prompt in the assistant's answer, or `prompt` together with
+            `random_prompt`.
 
     Example:
         >>> from llmrl.data import ChatHistory
@@ -71,14 +73,14 @@ class AddThinkingPrompt(KnownArguments, Transform):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if edit_last_turn:
-            raise ValueError("edit_last_turn=True cannot be had: sampled tokens stay as they were; leave it out.")
         if role not in ("user", "assistant"):
             raise ValueError(f"role must be 'user' or 'assistant', got {role!r}.")
+        if edit_last_turn and role != "assistant":
+            raise ValueError("edit_last_turn=True needs role='assistant': the prompt becomes a part of its answer.")
         if prompt is not None and random_prompt:
             raise ValueError("prompt and random_prompt exclude each other; give one of them.")
         own = _AS_USER if role == "user" else _AS_ASSISTANT
-        self.cond, self.role = cond, role
+        self.cond, self.role, self.edit_last_turn = cond, role, edit_last_turn
         self.prompts = (prompt,) if prompt is not None else own if random_prompt else own[:1]
         self.zero_reward, self.undo_done = zero_reward, undo_done
         self._random = random.Random(seed)
@@ -91,8 +93,15 @@ class AddThinkingPrompt(KnownArguments, Transform):
         return restacked(elements, next_tensordict.batch_size)
 
     def _ask_again(self, element: TensorDictBase) -> None:
-        message: Message = {"role": self.role, "content": self._random.choice(self.prompts)}
-        element.set(("history", "prompt"), element.get(("history", "prompt")).append(message))
+        history, prompt = element.get(("history", "prompt")), self._random.choice(self.prompts)
+        if self.edit_last_turn:
+            *earlier, last = history.chats
+            before, tag, after = text_of(last.get("content")).rpartition("<answer>")
+            edited: Message = {**last, "content": f"{before if tag else after} {prompt}".lstrip()}
+            history = History.from_chats((*earlier, edited))
+        else:
+            history = history.append({"role": self.role, "content": prompt})
+        element.set(("history", "prompt"), history)
         if self.zero_reward:
             element.set("reward", torch.zeros_like(element.get("reward")))
         if self.undo_done:
