@@ -201,12 +201,13 @@ def test_a_task_without_its_reward_opens_in_any_mode_and_begins_anew(tokenizer, 
 
 
 def test_tokens_beside_a_history_are_scored_or_written_anew(tokenizer, tiny_model_path):
-    history = History.from_chats([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
-    for prefer_tokens, expected in ((True, [5, 6]), (False, history.apply_chat_template(tokenizer, tokenize=True))):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    history = History.from_chats(chat)
+    for prefer_tokens, expected in ((True, [5, 6]), (False, tokenizer.apply_chat_template(chat)["input_ids"])):
         policy = TransformersWrapper(tiny_model_path, tokenizer=tokenizer, generate=False, prefer_tokens=prefer_tokens)
         assert policy.get_new_version().prefer_tokens is prefer_tokens
         data = TensorDict(history=ChatHistory(full=history, batch_size=()), tokens=Tokens(full=torch.tensor([5, 6])))
-        assert policy(data)["tokens", "full"].tolist() == list(expected)
+        assert policy(data)["tokens", "full"].tolist() == expected
 
 
 @pytest.mark.parametrize("input_mode", ["text", "tokens"])

@@ -87,9 +87,7 @@ class TaskEnv(KnownArguments, TransformedEnv):
         drawn: dict[str, Any] = {**(options or {})}
         max_steps, is_scored = drawn.pop("max_steps", None), drawn.pop("compute_reward", True)
         if is_scored and drawn.get("input_mode", "history") != "history":
-            raise ValueError(
-                f"input_mode={drawn['input_mode']!r} needs compute_reward=False: rewards read the conversation's messages."
-            )
+            raise ValueError(f"input_mode={drawn['input_mode']!r} needs compute_reward=False: rewards read messages.")
         prompt = " ".join(map(str, prompts)) or None
         super().__init__(chat_env(problems, system_prompt=prompt, **drawn), reward if is_scored else None)
         if max_steps is not None:
