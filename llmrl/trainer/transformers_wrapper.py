@@ -302,8 +302,8 @@ class TransformersWrapper(LLMWrapperBase):
             attention = tensordict.get(self.attention_mask_key).bool()
             tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
         if self.input_mode == "history" and not self.prefer_tokens:
-            for key in ("tokens", "masks"):
-                tensordict.pop(key, None)
+            for replaced in ("tokens", "masks"):
+                tensordict.pop(replaced, None)
         is_given = self.input_mode == "tokens" or (self.input_mode == "history" and has_entry(tensordict, _TOKENS))
         if not is_given:
             self._tokenize(tensordict)

@@ -261,8 +261,8 @@ class RetrieveKL(KnownArguments, Compose):
         is_scored_anew = gen_model is not None or gen_model_factory is not None
         if not (assistant_only or is_scored_anew):
             raise ValueError("assistant_only=False needs gen_model: a sampler scores the tokens that it sampled.")
-        if len(paddings := {model.pad_output for model in (gen_model, ref_model) if hasattr(model, "pad_output")}) > 1:
-            raise ValueError(f"pad_output mismatch: gen_model and ref_model have {sorted(paddings)}; give both one.")
+        if {getattr(model, "pad_output", None) for model in (gen_model, ref_model)} >= {True, False}:
+            raise ValueError("pad_output mismatch: gen_model and ref_model pad differently; give both the same.")
         scored = [(ref_model, ref_model_factory, ref_log_probs_full_key)]
         if is_scored_anew:
             scored.insert(0, (gen_model, gen_model_factory, gen_log_probs_full_key))
