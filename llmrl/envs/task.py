@@ -84,14 +84,16 @@ class TaskEnv(KnownArguments, TransformedEnv):
         chat_env: type[DatasetChatEnv] = DatasetChatEnv,
     ) -> None:
         prompts = [REASONING_PROMPT] * reasoning + [system_prompt] * (system_prompt is not None)
-        drawn: dict[str, Any] = {**(options or {})}
-        max_steps, is_scored = drawn.pop("max_steps", None), drawn.pop("compute_reward", True)
-        if is_scored and drawn.get("input_mode", "history") != "history":
-            raise ValueError(f"input_mode={drawn['input_mode']!r} needs compute_reward=False: rewards read messages.")
+        options = options or {}
+        drawn = {name: value for name, value in options.items() if name not in ("max_steps", "compute_reward")}
+        input_mode, is_scored = options.get("input_mode", "history"), options.get("compute_reward", True)
+        if is_scored and input_mode != "history":
+            raise ValueError(f"input_mode={input_mode!r} needs compute_reward=False: rewards read messages.")
         prompt = " ".join(map(str, prompts)) or None
-        super().__init__(chat_env(problems, system_prompt=prompt, **drawn), reward if is_scored else None)
-        if max_steps is not None:
-            self.append_transform(StepCounter(max_steps))
+        env = chat_env(problems, system_prompt=prompt, **drawn)  # type: ignore[arg-type]
+        super().__init__(env, reward if is_scored else None)
+        if options.get("max_steps") is not None:
+            self.append_transform(StepCounter(options["max_steps"]))
 
     def reset_dataloader(self) -> Self:
         """Begin the problems anew; see `DatasetChatEnv`."""
