@@ -323,6 +323,19 @@ def test_calls_of_the_other_word_size_are_refused(cage):
     assert cage.run(code)["stdout"] == "-1\n"
 
 
+def test_calls_by_the_32_bit_interrupt_end_the_process(cage):
+    if os.uname().machine != "x86_64":
+        pytest.skip("only x86-64 has it")
+    code = """
+import ctypes, mmap
+memory = mmap.mmap(-1, 4096, prot=7)
+memory.write(bytes([0xb8, 20, 0, 0, 0, 0xcd, 0x80, 0xc3]))  # getpid, by int 0x80
+print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))())
+"""
+    result = cage.run(code)
+    assert not result["success"] and "SIGSYS" in result["stderr"] and result["stdout"] == ""
+
+
 def test_the_kernel_kills_the_interpreter_first(cage):
     if cage.level == "process":
         process = int(cage.run("import os; print(os.getpid())")["stdout"])
