@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 
 import pytest
+from tensordict import TensorDict
 
 from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.data import RolloutStatus
-from llmrl.envs import DatasetChatEnv
+from llmrl.data import ChatHistory, RolloutStatus
+from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import Rubric, UnknownRewardInput
 from llmrl.runs.rollout_metrics import rollout_metrics
 from llmrl.testing import ScriptedEngine
-from llmrl.tools import ToolTransform
+from llmrl.tools import ExecuteToolsInOrder, JSONCallParser, ToolRegistry, ToolTransform, XMLBlockParser
 from llmrl.tools.output import as_text
 from llmrl.transforms import RubricReward
 
@@ -171,3 +173,32 @@ def test_an_object_is_no_answer(value, renderer, played):
     [rollout] = played(env, answers, num_rollouts=1)
     said = [message["content"] for message in rollout.messages if message["role"] == "tool"]
     assert "says nothing to a model" in said[0] and rollout.tool_calls == {"failed": 1}
+
+
+def test_tools_in_order_answer_by_one_message_and_end_no_rollout():
+    class Count:
+        name = "count"
+
+        def __call__(self, by, _state):
+            _state["total"] = _state.get("total", 0) + by
+            return {"total": _state["total"]}
+
+    def contents(text, parser, **options):
+        env = ChatEnv().append_transform(ExecuteToolsInOrder(ToolRegistry([Count()]), parser, **options))
+        data = env.reset(TensorDict(query="Count."))
+        full = data["history"].prompt.append({"role": "assistant", "content": text})
+        data["history"] = ChatHistory(full=full, batch_size=())
+        return [m["content"] for m in env.step(data)["next", "history"].prompt.chats if m["role"] == "tool"]
+
+    calls = [("count", 2), ("cuont", 1), ("count", 3)]
+    blocks = "".join(f'<tool name="{name}">{{"by": {by}}}</tool>' for name, by in calls)
+    [answer] = contents(blocks, XMLBlockParser())
+    found = re.findall(r'\w+ succeeded: {"total": (\d)}|(\w+) failed: .*Unknown tool', answer)
+    assert found == [("2", ""), ("", "cuont"), ("5", "")]
+    assert contents(blocks, XMLBlockParser(), stop_on_error=True)[0].count("\n") == 1
+    assert "failed" in contents(blocks, XMLBlockParser(), pass_state_to_tools=False)[0]
+    assert contents("Nothing to call.", XMLBlockParser()) == contents("[1]", JSONCallParser()) == []
+    one = '{"tools": [{"tool": "count", "args": {"by": 1}}]}'
+    assert contents(one, JSONCallParser()) == ['count succeeded: {"total": 1}']
+    assert "cannot be read" in contents('{"tools": [{"name": "count"}]}', JSONCallParser())[0]
+    assert "failed" in contents('{"tools": [{"tool": "count", "args": [1]}]}', JSONCallParser())[0]

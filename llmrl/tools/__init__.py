@@ -3,6 +3,14 @@
 from llmrl.sandbox.launch import IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
 from llmrl.tools.browser import BrowserTransform
+from llmrl.tools.in_order import (
+    ExecuteToolsInOrder,
+    JSONCallParser,
+    ToolCall,
+    ToolRegistry,
+    ToolService,
+    XMLBlockParser,
+)
 from llmrl.tools.mcp import MCPToolTransform
 from llmrl.tools.python_interpreter import PythonInterpreter
 from llmrl.tools.search import SearchIndex
@@ -12,8 +20,10 @@ from llmrl.tools.transform import ToolTransform
 
 __all__ = [
     "BrowserTransform",
+    "ExecuteToolsInOrder",
     "InstanceTools",
     "IsolationError",
+    "JSONCallParser",
     "MCPToolTransform",
     "PythonExecutorService",
     "PythonInterpreter",
@@ -21,9 +31,13 @@ __all__ = [
     "PythonResult",
     "SearchIndex",
     "Tool",
+    "ToolCall",
     "ToolError",
+    "ToolRegistry",
+    "ToolService",
     "ToolSession",
     "ToolTransform",
+    "XMLBlockParser",
     "function_tool",
     "outcomes_of",
     "states_of",

@@ -1,0 +1,174 @@
+"""TorchRL's tools by its names: services in a registry, its two formats of calls, and what runs them one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from llmrl._utils.failure import describe
+from llmrl._utils.threads import run_in_thread
+from llmrl.data import MalformedToolCall, Message, text_of
+from llmrl.tools.output import as_text
+from llmrl.tools.session import ToolSession
+from llmrl.tools.transform import ToolTransform
+
+_BLOCK = re.compile(r'<tool\s+name="([^"]+)"(?:\s+tag="([^"]+)")?\s*>\s*(.*?)\s*</tool>', re.DOTALL)
+
+
+class ToolService(Protocol):
+    """A tool: called with keyword arguments, and `_state` where it is asked for."""
+
+    name: str
+
+    def __call__(self, **arguments: Any) -> object:
+        """Return what the model is told."""
+        ...
+
+
+@dataclass
+class ToolCall:
+    """A call that was read."""
+
+    tool: str
+    args: dict[str, Any]
+    tag: str | None = None
+
+
+class ToolRegistry:
+    """Tools by name."""
+
+    def __init__(self, services: Sequence[ToolService] = ()) -> None:
+        self._services = {service.name: service for service in services}
+
+    def register(self, service: ToolService) -> None:
+        """Add a tool, or replace the one of its name."""
+        self._services[service.name] = service
+
+    def get(self, name: str) -> ToolService:
+        """Return a tool.
+
+        Raises:
+            KeyError: for an unknown name.
+        """
+        if name not in self._services:
+            raise KeyError(f"Unknown tool: {name}")
+        return self._services[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._services
+
+
+class XMLBlockParser:
+    """Reads calls `<tool name="add" tag="A">{"a": 1}</tool>`; a body that is no JSON object is the argument `raw`.
+
+    Example:
+        >>> XMLBlockParser()('Let me see. <tool name="add">{"a": 1}</tool>')
+        {'text': 'Let me see.', 'calls': [ToolCall(tool='add', args={'a': 1}, tag=None)], 'meta': {'count': 1}}
+    """
+
+    def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
+        """Return the text without its calls, and these."""
+        text = response if isinstance(response, str) else response.get("text", "")
+        calls = [
+            ToolCall(name, _arguments(body), tag) for name, tag, body in map(re.Match.groups, _BLOCK.finditer(text))
+        ]
+        return _parsed(_BLOCK.sub("", text).strip(), calls)
+
+
+class JSONCallParser:
+    """Reads calls of an object, or its JSON, `{"message": "...", "tools": [{"tool": "add", "args": {"a": 1}}]}`.
+
+    Example:
+        >>> JSONCallParser()('{"message": "Hi", "tools": []}')
+        {'text': 'Hi', 'calls': [], 'meta': {'count': 0}}
+    """
+
+    def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
+        """Return the message and its calls; what is no JSON object is a message."""
+        if isinstance(response, str):
+            try:
+                decoded = json.loads(response)
+            except json.JSONDecodeError:
+                decoded = None
+            if not isinstance(decoded, dict):
+                return _parsed(response, [])
+            response = decoded
+        return _parsed(response.get("message", ""), [ToolCall(**call) for call in response.get("tools", ())])
+
+
+class ExecuteToolsInOrder(ToolTransform):
+    """Runs the calls of a message one after the other, and answers them by one message: TorchRL's form of a tool.
+
+    `ToolTransform` takes functions, validates arguments, shows tools to the model and runs calls side by side. As
+    there, whatever goes wrong is told to the model and ends no rollout.
+
+    Args:
+        registry: the tools.
+        parser: returns the calls of a message, as `XMLBlockParser` and `JSONCallParser` do.
+        stop_on_error: leave out the calls after one that failed.
+        pass_state_to_tools: give each tool `_state`, a dict that its conversation keeps.
+
+    Example:
+        >>> transform = ExecuteToolsInOrder(ToolRegistry(), XMLBlockParser())
+        >>> message = {"role": "assistant", "content": '<tool name="add">{}</tool>'}
+        >>> asyncio.run(transform.answer(message, (), ToolSession(), turn=2))[0]["content"]
+        "add failed: KeyError: 'Unknown tool: add'"
+    """
+
+    def __init__(
+        self,
+        registry: ToolRegistry,
+        parser: Callable[[str], Mapping[str, Any]],
+        stop_on_error: bool = False,
+        pass_state_to_tools: bool = True,
+    ) -> None:
+        super().__init__()
+        self.registry, self.parser = registry, parser
+        self.stop_on_error, self.pass_state_to_tools = stop_on_error, pass_state_to_tools
+
+    async def answer(
+        self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
+    ) -> list[Message]:
+        """Return one message for all calls, or none; never raises."""
+        if not session.claim(turn, "in order"):
+            return []
+        try:
+            calls = self.parser(text_of(message.get("content")))["calls"]
+        except Exception as error:
+            self.count("malformed", session)
+            return [self.tool_message(f"Error: the tool calls cannot be read: {describe(error)}")]
+        lines = []
+        for call in calls:
+            is_done, text = await self._result(call, session)
+            self.count("answered" if is_done else "failed", session)
+            lines.append(f"{call.tool} {'succeeded' if is_done else 'failed'}: {text}")
+            if self.stop_on_error and not is_done:
+                break
+        return [self.tool_message("\n".join(lines))] if lines else []
+
+    async def _result(self, call: ToolCall, session: ToolSession) -> tuple[bool, str]:
+        try:
+            service = self.registry.get(call.tool)
+            arguments = {**call.args, "_state": session.states} if self.pass_state_to_tools else call.args
+            async with asyncio.timeout(self.timeout):
+                return True, as_text(await self._loops.wait(run_in_thread(service, **arguments)))
+        except TimeoutError:
+            return False, f"it took more than {self.timeout:g} s"
+        except Exception as error:
+            return False, describe(error)
+
+
+def _arguments(body: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(body or "{}")
+    except json.JSONDecodeError:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"raw": body}
+
+
+def _parsed(text: str, calls: list[ToolCall]) -> dict[str, Any]:
+    return {"text": text, "calls": calls, "meta": {"count": len(calls)}}
