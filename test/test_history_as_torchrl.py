@@ -212,3 +212,9 @@ class TestRendering:
             history.apply_chat_template(tokenizer=tokenizer, chat_template_name="alpaca")
         with pytest.raises(ValueError, match="'pt'"):
             history.apply_chat_template(tokenizer=tokenizer, return_tensors="tf")
+
+
+def test_a_message_may_be_given_as_a_conversation():
+    alone = History(role="assistant", content="a", batch_size=1)
+    assert alone.batch_size == (1,) and alone.role == ["assistant"] and alone.content == ["a"]
+    assert [message.content for message in History.from_chats(messages("a", "b")).unbind(0)] == ["a", "b"]

@@ -56,6 +56,8 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
     ) -> None:
         if isinstance(batch_size, int):
             batch_size = (batch_size,)
+        if isinstance(role, str) and batch_size is not None and len(batch_size) == 1:
+            role = [role] * batch_size[0]  # as TorchRL spreads one over its batch
         if messages is None:
             if role is None:
                 raise ValueError("History takes role and content of messages; or History.from_chats takes messages.")
