@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypedDict, cast
 
 from llmrl._utils.failure import describe
 from llmrl._utils.threads import run_in_thread
@@ -24,7 +24,7 @@ class ToolService(Protocol):
 
     name: str
 
-    def __call__(self, **arguments: Any) -> object:
+    def __call__(self, **arguments: object) -> object:
         """Return what the model is told."""
         ...
 
@@ -34,8 +34,16 @@ class ToolCall:
     """A call that was read."""
 
     tool: str
-    args: dict[str, Any]
+    args: dict[str, object]
     tag: str | None = None
+
+
+class ParseResult(TypedDict):
+    """What a parser returns: the text without its calls, and these."""
+
+    text: str
+    calls: list[ToolCall]
+    meta: dict[str, int]
 
 
 class ToolRegistry:
@@ -70,9 +78,9 @@ class XMLBlockParser:
         {'text': 'Let me see.', 'calls': [ToolCall(tool='add', args={'a': 1}, tag=None)], 'meta': {'count': 1}}
     """
 
-    def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, response: str | Mapping[str, object]) -> ParseResult:
         """Return the text without its calls, and these."""
-        text = response if isinstance(response, str) else response.get("text", "")
+        text = response if isinstance(response, str) else str(response.get("text", ""))
         calls = [
             ToolCall(name, _arguments(body), tag) for name, tag, body in map(re.Match.groups, _BLOCK.finditer(text))
         ]
@@ -87,7 +95,7 @@ class JSONCallParser:
         {'text': 'Hi', 'calls': [], 'meta': {'count': 0}}
     """
 
-    def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, response: str | Mapping[str, object]) -> ParseResult:
         """Return the message and its calls; what is no JSON object is a message."""
         if isinstance(response, str):
             try:
@@ -97,7 +105,8 @@ class JSONCallParser:
             if not isinstance(decoded, dict):
                 return _parsed(response, [])
             response = decoded
-        return _parsed(response.get("message", ""), [ToolCall(**call) for call in response.get("tools", ())])
+        calls = cast("list[dict[str, object]]", response.get("tools", []))
+        return _parsed(str(response.get("message", "")), [ToolCall(**call) for call in calls])  # type: ignore[arg-type]
 
 
 class ExecuteToolsInOrder(ToolTransform):
@@ -122,7 +131,7 @@ class ExecuteToolsInOrder(ToolTransform):
     def __init__(
         self,
         registry: ToolRegistry,
-        parser: Callable[[str], Mapping[str, Any]],
+        parser: Callable[[str], ParseResult],
         stop_on_error: bool = False,
         pass_state_to_tools: bool = True,
     ) -> None:
@@ -162,7 +171,7 @@ class ExecuteToolsInOrder(ToolTransform):
             return False, describe(error)
 
 
-def _arguments(body: str) -> dict[str, Any]:
+def _arguments(body: str) -> dict[str, object]:
     try:
         arguments = json.loads(body or "{}")
     except json.JSONDecodeError:
@@ -170,5 +179,5 @@ def _arguments(body: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"raw": body}
 
 
-def _parsed(text: str, calls: list[ToolCall]) -> dict[str, Any]:
+def _parsed(text: str, calls: list[ToolCall]) -> ParseResult:
     return {"text": text, "calls": calls, "meta": {"count": len(calls)}}
