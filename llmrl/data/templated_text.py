@@ -54,7 +54,7 @@ FAMILIES = {
     ),
 }
 # Names of models whose templates are of a family.
-_ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama3"}
+_ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama4"}
 _MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
 _MISTRAL_END = "</s>"
 
