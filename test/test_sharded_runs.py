@@ -146,4 +146,4 @@ def test_the_memory_that_is_planned_is_what_a_step_takes(folder: Path, name: str
         is_gpu=False,
     )
     planned = plan_memory(model, training)
-    assert 0.8 < peak(folder, name, num_ranks) / planned.total < 1.15
+    assert 0.65 < peak(folder, name, num_ranks) / planned.total < 1.15

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -47,22 +46,21 @@ def check_fit(cfg: ScriptConfig) -> None:
 
     Raises:
         ValueError: when it needs more than there is, with its parts and what would fit. What is not known (a model on a
-            hub, another architecture, no GPU here) is not refused.
+            hub, another architecture, no GPU here), and a CPU, is not refused.
     """
     model, training = shape_of(cfg), training_shape(cfg)
-    num_bytes = _gpu_memory() if training.is_gpu else _share_of_memory(cfg, model)
+    num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its small batches fill no budget
     if model is None or num_bytes is None:
         return
-    if training.is_gpu and not cfg.engine.use_ray:  # an engine has its share of the same GPU
+    if not cfg.engine.use_ray:  # an engine has its share of the same GPU
         num_bytes = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)))
     usable = int(num_bytes * _USABLE)
     plan = plan_memory(model, training)
     if plan.total <= usable:
         return
-    device = "GPU" if training.is_gpu else "process"
     fitting = what_fits(model, training, usable)
     raise ValueError(
-        f"the trainer needs {plan.total / GIB:.1f} GiB on each {device} and has {usable / GIB:.1f}: "
+        f"the trainer needs {plan.total / GIB:.1f} GiB on each GPU and has {usable / GIB:.1f}: "
         f"{', '.join(lines_of(plan))}. "
         + (f"What would fit: {'; or '.join(fitting)}." if fitting else "No entry would make it fit.")
     )
@@ -85,12 +83,3 @@ def _gpu_memory() -> int | None:
     result = subprocess.run(asked, capture_output=True, text=True)
     sizes = [int(line) for line in result.stdout.split() if line.isdigit()]
     return min(sizes) * 2**20 if sizes and not result.returncode else None
-
-
-def _share_of_memory(cfg: ScriptConfig, model: ModelShape | None) -> int | None:
-    """Bytes that each process of a trainer on the CPU may take, beside its engines."""
-    if model is None:
-        return None
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    served = model.num_parameters * (2 if cfg.model.dtype == "bfloat16" else 4) * (cfg.engine.num_replicas or 1)
-    return max(0, whole - served) // cfg.train.num_ranks
