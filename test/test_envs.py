@@ -12,7 +12,7 @@ from torchrl.envs import ParallelEnv, StepCounter, TransformedEnv, check_env_spe
 
 from llmrl.collectors import LLMCollector
 from llmrl.data import ChatHistory, RolloutStatus, StopReason, decide_status
-from llmrl.data.tensordicts import batch_elements
+from llmrl.data.tensordicts import RESERVED_ENTRIES, batch_elements
 from llmrl.envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -26,7 +26,6 @@ from llmrl.envs import (
     addition_problems,
     make_addition_env,
 )
-from llmrl.envs.sampler import RESERVED_ENTRIES
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.testing import ScriptedEngine

@@ -14,6 +14,12 @@ from llmrl._utils.torchrl_names import instead_of
 
 Container = TypeVar("Container")
 _NO_BATCH = torch.Size(())
+RESERVED_ENTRIES = frozenset((
+    "_reset", "action", "columns", "conversation", "done", "env_answer", "env_error", "env_info", "env_traceback",
+    "finish_reason", "history", "log_probs", "masks", "message_env", "next", "policy_versions", "reward", "rollout",
+    "terminated", "text", "tokens", "tools", "truncated",
+))  # fmt: skip
+"""Entries of a conversation that have a meaning of their own; columns of these names are kept apart."""
 
 
 def plain(value: object) -> Any:
@@ -119,9 +125,7 @@ _NON_TENSOR_FIELDS = NonTensorData(data=None)._non_tensordict  # tensordict comp
 def dataset_columns(element: TensorDictBase) -> dict[str, object]:
     """Return the dataset's columns of a conversation, by name: non-tensor entries at its root and in `"columns"`."""
     columns = {
-        key: plain(value)
-        for key, value in element.items()
-        if is_non_tensor(value) and key not in ("conversation", "history", "text")
+        key: plain(value) for key, value in element.items() if key not in RESERVED_ENTRIES and is_non_tensor(value)
     }
     apart = element.get("columns", None)
     return columns if apart is None else {**columns, **{key: plain(value) for key, value in apart.items()}}

@@ -11,9 +11,9 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 
 from llmrl._utils.types import InputMode, Row, StateDict, Tokenizer
-from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
+from llmrl.data.tensordicts import RESERVED_ENTRIES, non_tensor, restacked, tensordict_of
 from llmrl.envs.chat import ChatEnv
-from llmrl.envs.sampler import RESERVED_ENTRIES, Drawn, PromptSampler, columns_of, with_columns
+from llmrl.envs.sampler import Drawn, PromptSampler, columns_of, with_columns
 from llmrl.envs.sources import load_rows, rows_of_loader
 
 

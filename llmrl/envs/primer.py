@@ -14,9 +14,9 @@ from torchrl.envs import Transform
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
-from llmrl.data.tensordicts import non_tensor, restacked, tensordict_of
+from llmrl.data.tensordicts import RESERVED_ENTRIES, non_tensor, restacked, tensordict_of
 from llmrl.envs.dataset import DatasetChatEnv
-from llmrl.envs.sampler import RESERVED_ENTRIES, Drawn, EndOfData, PromptSampler, columns_of, with_columns
+from llmrl.envs.sampler import Drawn, EndOfData, PromptSampler, columns_of, with_columns
 from llmrl.envs.sources import Source, load_rows, rows_of_loader
 from llmrl.transforms import environment_parts
 

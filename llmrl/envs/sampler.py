@@ -13,12 +13,6 @@ from functools import cached_property
 from llmrl._utils.types import Row, StateDict
 from llmrl.envs.sources import StreamedRows
 
-RESERVED_ENTRIES = frozenset((
-    "_reset", "action", "columns", "conversation", "done", "env_answer", "env_error", "env_info", "env_traceback",
-    "finish_reason", "history", "log_probs", "masks", "message_env", "next", "policy_versions", "reward", "rollout",
-    "terminated", "text", "tokens", "tools", "truncated",
-))  # fmt: skip
-"""Entries of a conversation that have a meaning of their own; columns of these names are kept apart."""
 _MAX_HASHED = 1000
 Drawn = tuple[Row, str, int]
 """An item, its group id and its index in the group."""
