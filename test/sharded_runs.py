@@ -21,7 +21,7 @@ import torch.distributed.checkpoint
 from loss_batches import ragged_batch, tiny_model, with_lora
 from rich.console import Console
 from tensordict import lazy_stack
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmrl import DatasetChatEnv, RubricReward
 from llmrl.objectives import GRPOLoss, GSPOLoss, SFTLoss
@@ -215,9 +215,15 @@ def main():
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     os.environ["STORE"] = str(folder / "store")
-    model = make_tiny_model(folder / "tiny")
-    tied = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=True)  # as small models are
-    tied.save_pretrained(model)
+    model = str(folder / "tiny")
+
+    def save_model(rank):
+        """Save a model with a tied head, as small ones have."""
+        config = AutoConfig.from_pretrained(make_tiny_model(model), tie_word_embeddings=True)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(model)
+
+    ranks(1, save_model)  # what loads a model starts threads, and no process is forked from one that has them
     codes = {f"losses-{num_ranks}": losses(folder, num_ranks) for num_ranks in (1, 2, 4)}
 
     def run(name, num_ranks, **entries):

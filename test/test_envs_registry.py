@@ -77,7 +77,14 @@ def test_unknown_names_are_answered_with_the_nearest():
 def test_every_public_environment_has_an_example_that_runs():
     import llmrl.envs
 
-    plain = {"EndOfData", "IFEvalScoreData", "MessageStep", "TaskOptions"}  # records and an exception
+    plain = {
+        "CommandResult",
+        "EndOfData",
+        "EnvProgress",
+        "IFEvalScoreData",
+        "MessageStep",
+        "TaskOptions",
+    }
     missing = {name for name in llmrl.envs.__all__ if ">>> " not in (getattr(llmrl.envs, name).__doc__ or "")}
     assert missing == plain
     skipped = {name for name in llmrl.envs.__all__ if "doctest: +SKIP" in (getattr(llmrl.envs, name).__doc__ or "")}

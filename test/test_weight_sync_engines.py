@@ -19,6 +19,7 @@ from weight_sync_tools import (
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines import AsyncVLLM
+from llmrl.engines.load import LoadMeter
 from llmrl.engines.vllm_args import build_engine_args
 from llmrl.weight_sync import EngineGroup, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 
@@ -160,7 +161,7 @@ def test_a_quantised_engine_is_refused(tiny_model_path, tmp_path, engine_args, i
     )  # fmt: skip
     llm = SimpleNamespace(vllm_config=arguments.create_engine_config(), errored=False, shutdown=lambda: None)
     background = BackgroundLoop("test")
-    engine = AsyncVLLM(llm, background, weight_transfer="llmrl", start_s=0.0)
+    engine = AsyncVLLM(llm, background, LoadMeter(), weight_transfer="llmrl", start_s=0.0)
     try:
         with pytest.raises(ValueError, match=r"an engine is quantised .*start the engine without quantization"):
             EngineGroup(engine)

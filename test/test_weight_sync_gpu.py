@@ -229,12 +229,12 @@ def test_only_engines_for_ipc_are_started_to_take_handles(monkeypatch, tiny_mode
 
     seen = []
 
-    async def start(arguments):
+    async def start(arguments, stat_logger):
         seen.append((arguments.weight_transfer_config.backend, os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION")))
         raise RuntimeError("seen enough")
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
-    monkeypatch.setattr(vllm, "_start", start)
+    monkeypatch.setattr(vllm, "start_llm", start)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     with pytest.raises(EngineError, match="seen enough"):
         AsyncVLLM.from_pretrained(tiny_model_path, weight_transfer=backend)

@@ -44,9 +44,10 @@ class AgentEnv(DatasetChatEnv):
 
     Example:
         >>> async def play(row, model):
-        ...     client = AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)       # doctest: +SKIP
-        ...     ...
-        ...     return 1.0
+        ...     client = AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)
+        ...     messages = [{"role": "user", "content": row["query"]}]
+        ...     answer = await client.chat.completions.create(model=model.name, messages=messages)
+        ...     return float("15" in answer.choices[0].message.content)
         >>> env = AgentEnv(play, [{"query": "7 + 8 ="}], repeats=8)
         >>> env.reset()["query"]
         '7 + 8 ='
