@@ -116,6 +116,7 @@ def ranks(num_ranks, work):
             continue
         code = 1
         try:
+            torch.set_num_threads(1)  # makes torch's pool anew, before two threads do so at once, which it cannot bear
             if num_ranks > 1:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
             work(rank)
