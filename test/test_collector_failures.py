@@ -696,6 +696,34 @@ def test_a_member_that_was_dropped_is_told_with_its_group():
         assert {rollout.group_id for rollout, _ in delivery.dropped} == delivered
 
 
+def test_rollouts_that_are_given_up_before_they_begin_take_no_room():
+    class Source(BrokenSource):
+        def maybe_fail(self):
+            return None
+
+        async def open(self, num_groups):
+            groups = await super().open(num_groups)
+            if self.policy_version == 0:  # before the tasks of these groups begin, they are a version too old
+                self.policy_version = 1
+                self.asking.cancel()
+                self.asking = asyncio.create_task(self.scheduler.next_batch())
+            return groups
+
+    async def collect():
+        source = Source(random.Random(3), num_groups=8, group_size=2)
+        source.scheduler = RolloutScheduler(
+            source, StalenessGate(2, max_staleness=0), rules=GroupRules(), max_concurrent_rollouts=4
+        )
+        source.asking = asyncio.create_task(source.scheduler.next_batch())
+        await asyncio.wait([source.asking])  # it was taken back
+        delivery = await asyncio.wait_for(source.asking, 1000)
+        await source.scheduler.stop()
+        return delivery, source.scheduler.num_running
+
+    delivery, num_running = run_in_virtual_time(collect())
+    assert len(delivery.groups) == 2 and num_running == 0
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_every_rollout_of_a_scheduler_is_accounted_for_once(seed):
     draw = random.Random(seed)

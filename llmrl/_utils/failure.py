@@ -97,3 +97,11 @@ def result_of(task: asyncio.Future[Result]) -> Result:
         return task.result()
     except asyncio.CancelledError as error:
         raise as_exception(error) from error
+
+
+async def cancel_this_task() -> None:
+    """Cancel the running task, which alone may raise a `CancelledError`: any other is taken for one that escaped."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from llmrl._utils.failure import as_exception, describe, traceback_of
+from llmrl._utils.failure import as_exception, cancel_this_task, describe, traceback_of
 from llmrl.collectors.admission import Gate
 from llmrl.collectors.groups import (
     SIGNAL_PATIENCE,
@@ -134,6 +134,7 @@ class RolloutScheduler:
         self._signal_detector = StallDetector(max(patience, SIGNAL_PATIENCE), error=NoSignal)
         self._counter = GroupCounter()
         self._groups: dict[str, _Group] = {}
+        self._running: dict[asyncio.Task[None], int] = {}
         self._pending: deque[tuple[str, RolloutTask]] = deque()
         self._num_pending = 0
         self._dropped: list[Dropped] = []
@@ -168,7 +169,7 @@ class RolloutScheduler:
         self.gate.request_batch()
         while True:
             if self._is_stopped:
-                await _cancel_this()
+                await cancel_this_task()
             if self._errors:
                 raise self._errors.popleft()
             if self._update_error is not None:
@@ -306,6 +307,16 @@ class RolloutScheduler:
             tasks = self._groups[group_id].tasks
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+            self._running[task] = size
+            task.add_done_callback(self._end_running)  # also where it is cancelled before its first step
+
+    def _end_running(self, task: asyncio.Task[None]) -> None:
+        """Give a task's places to the next, once: when it has played, or when it ends without."""
+        size = self._running.pop(task, 0)
+        if size:
+            self.num_running -= size
+            self._start_pending()
+            self._wake.set()
 
     async def _play(self, group_id: str, job: RolloutTask) -> None:
         try:
@@ -315,9 +326,9 @@ class RolloutScheduler:
                 raise
             rollouts = [_failed(record, as_exception(error)) for record in job.records]
         finally:
-            self.num_running -= len(job.records)
-            self._start_pending()
-            self._wake.set()
+            task = asyncio.current_task()
+            assert task is not None
+            self._end_running(task)
         if group_id not in self._groups:  # given up meanwhile
             return
         try:
@@ -371,14 +382,6 @@ class RolloutScheduler:
                 self._failure_detector.dropped(dropped)
             except CollectionStalled as error:
                 self._errors.append(error)
-
-
-async def _cancel_this() -> None:
-    """Cancel the running task, which alone may raise a `CancelledError`: any other is taken for one that escaped."""
-    task = asyncio.current_task()
-    assert task is not None
-    task.cancel()
-    await asyncio.sleep(0)
 
 
 def _positions(groups: Iterable[_Group]) -> list[int]:
