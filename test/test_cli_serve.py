@@ -62,8 +62,11 @@ def test_conversations_are_kept_for_the_viewer(renderer, tmp_path):
 
     served(renderer, act, out=tmp_path / "out")
     run = read_run(tmp_path / "out")
-    assert [record["num_turns"] for record in run.rollouts] == [3, 1, 1, 2]
-    assert [record["group_id"] for record in run.rollouts] == ["unnamed/0", "named/mine", "named/mine", "unnamed/1"]
+    assert [record["num_turns"] for record in run.rollouts] == [3, 2, 2]
+    assert [record["group_id"] for record in run.rollouts] == ["unnamed/0", "named/mine", "unnamed/1"]
+    assert [[turn["messages"][-1]["content"] for turn in record["turns"]] for record in run.rollouts] == [
+        [], ["2", "15"], []
+    ]  # fmt: skip
     assert [message["content"] for message in run.rollouts[0]["messages"]] == [
         "Begin.", "15", "And 0?", "2", "And 1?", "15"
     ]  # fmt: skip

@@ -80,12 +80,32 @@ def test_the_engines_log_is_what_is_trained(model_path, family):
             await asyncio.sleep(0)
             logged = Counter(engine.log) - lost
             assert sum(logged.values()) == session.tree.num_turns
-            spans = trained_spans(session.tree.reconcile())
-            assert spans == Counter({key: count for key, count in logged.items() if key[1]})
+            reconciled = session.tree.reconcile()
+            assert trained_spans(reconciled) == Counter({key: count for key, count in logged.items() if key[1]})
+            check_records(session.tree, reconciled.rows)
 
         asyncio.run(main())
 
     check()
+
+
+def check_records(tree, rows):
+    """That what a reader is told of each turn is so: the row that trains it, and where its answer stands there."""
+    records = tree.to_records()
+    assert len(records) == (0 if len(tree.leaves) < 2 else tree.num_turns)
+    for turn, record in zip(tree.turns, records, strict=False):
+        start = record["num_kept_tokens"] + record["num_context_tokens"]
+        place = slice(start, start + record["num_completion_tokens"])
+        trained = [
+            number
+            for number, row in enumerate(rows)
+            if row.columns.token_ids[: place.stop] == turn.conversation.prompt_ids
+            and turn.completion.token_ids
+            and all(row.columns.loss_mask[place])
+        ]
+        # Answers that are equal, to one prompt, are each trained in a row.
+        assert record["row"] in trained if trained else record["row"] is None
+        assert record["messages"][-1] == turn.conversation.messages[-1]
 
 
 def run_session(renderer, answers, act, **options):
@@ -142,6 +162,11 @@ def test_requests_at_once_and_sub_agents_are_branches_and_roots(renderer):
     first, *others, last = (turn.node for turn in tree.turns)
     assert [other.parent for other in others] == [first, first] and first.parent is last.parent is None
     assert [sum(row.columns.loss_mask) for row in tree.reconcile().rows] == [4, 2, 2]
+    records = tree.to_records()
+    assert [(one["parent"], one["row"]) for one in records] == [(None, 0), (0, 0), (0, 1), (None, 2)]
+    assert [[message["content"] for message in one["messages"]] for one in records] == [
+        ["Begin.", "a"], ["0", "b"], ["1", "c"], ["You are another.", "Begin.", "d"]
+    ]  # fmt: skip
     assert tree.count_turns() == {
         "num_clean_turns": 2, "num_realigned_turns": 0, "num_forked_turns": 0, "num_realigned_tokens": 0
     }  # fmt: skip

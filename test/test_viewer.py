@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 
+import openai
 import pytest
 import torch
 from rich.console import Console
@@ -18,7 +19,7 @@ from llmrl.cli.app import app
 from llmrl.cli.chat import said
 from llmrl.collectors import LLMCollector
 from llmrl.data import Rollout
-from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs import AgentEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.findings import Finding
 from llmrl.runs.live_view import LiveView
@@ -395,6 +396,56 @@ def test_rows_of_a_rollout_are_a_tree(hand_made):
     assert "keeps 2 of row 1" in hand_made.locator(".row").nth(1).inner_text()
     hand_made.locator(".row").nth(1).click()
     assert hand_made.locator(".token").count() == 5
+
+
+async def branch(row, model):
+    """Asks, goes on in two ways at once, and asks another agent."""
+    create = openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key).chat.completions.create
+    messages = [{"role": "user", "content": row["query"]}]
+    answer = await create(model=model.name, messages=messages)
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    for text in ("Why?", "Go on."):
+        await create(model=model.name, messages=[*messages, {"role": "user", "content": text}])
+    system = {"role": "system", "content": "You check <b>sums</b>."}
+    await create(model=model.name, messages=[system, {"role": "user", "content": "Right?"}])
+    return 1.0
+
+
+def test_the_turns_of_an_agent_are_a_tree(page_of_run, tmp_path, renderer, tokenizer):
+    write_run(tmp_path / "run", AgentEnv(branch, [{"query": "1 + 1 ="}]), renderer, tokenizer, num_steps=1)
+    other = page_of_run.context.new_page()
+    errors = []
+    other.on("pageerror", lambda error: errors.append(str(error)))
+    other.goto(write_page([read_run(tmp_path / "run")], tmp_path / "page.html").as_uri())
+    other.select_option("#split", "train")
+    other.click(".item >> nth=0")
+    turns = other.locator(".turns .row")
+    shown = [text.replace("\n", " ") for text in turns.all_inner_texts()]
+    asked = ["user 1 + 1 =", "user Why?", "user Go on.", "system You check <b>sums</b>. user Right?"]
+    assert [text for text, part in zip(shown, asked, strict=True) if part not in text] == []
+    labels = ["turn 1 root", "turn 2 from 1", "└ turn 3 from 1", "turn 4 root"]
+    assert [text for text, label in zip(shown, labels, strict=True) if not text.startswith(label)] == []
+    ends = ["tokens in row 1", "tokens in row 1", "tokens in row 2", "tokens in row 3"]
+    assert [text for text, end in zip(shown, ends, strict=True) if not text.endswith(end)] == []
+    assert turns.locator("i.trained").count() == 4 and turns.locator("i.sampled").count() == 0
+    # The branch is read from its root, and its tokens are those of its row.
+    turns.nth(2).click()
+    assert other.evaluate("document.activeElement.dataset.focus") == "turn 2" and "turn=2" in other.url
+    assert other.locator(".message.user .markdown").all_inner_texts() == ["1 + 1 =", "Go on."]
+    other.locator(".turn-title button").last.click()
+    assert other.locator(".row[aria-pressed=true]").inner_text().replace("\n", " ").startswith("└ row 2")
+    text = "".join(other.locator(".token").all_inner_texts())
+    assert "1 + 1 =" in text and "Go on." in text and "Why?" not in text
+    # Of an evaluation nothing is trained.
+    other.select_option("#split", "eval/sums")
+    other.click(".item >> nth=0")
+    other.click("#rollout .tabs >> text=conversation")
+    other.wait_for_selector(".turns i.sampled")
+    assert all(text.endswith("not trained") for text in turns.all_inner_texts()) and turns.count() == 4
+    other.set_viewport_size({"width": 390, "height": 800})
+    assert other.evaluate("document.documentElement.scrollWidth") <= 390
+    assert not errors
+    other.close()
 
 
 def test_runs_are_drawn_over_each_other(hand_made):

@@ -50,32 +50,31 @@ class ServeSettings:
 
 
 class Recorder:
-    """Keeps the conversations of ended sessions in a run's folder: one record a leaf of the tree."""
+    """Keeps what ended sessions said in a run's folder."""
 
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder(path, trackers=())
         self._steps = itertools.count(1)
 
     def add(self, session: Session) -> None:
-        """Write a session's conversations."""
-        leaves = session.tree.leaf_turns
-        rollouts = [
-            Rollout(
-                rollout_id=f"{session.session_id}/{index}",
-                group_id=session.session_id,
-                sample_index=index,
-                group_size=len(leaves),
-                conversation=turn.conversation,
-                messages=turn.conversation.messages,
-                status=RolloutStatus.COMPLETED,
-                num_turns=turn.conversation.num_turns,
-                num_completion_tokens=turn.conversation.num_completion_tokens,
-                info=session.record(),
-            )
-            for index, turn in enumerate(leaves)
-        ]
-        if rollouts:
-            self._folder.log_evaluation(next(self._steps), "serve", rollouts)
+        """Write a session, if it was answered anything."""
+        tree = session.tree
+        if not tree.turns:
+            return
+        rollout = Rollout(
+            rollout_id=session.session_id,
+            group_id=session.session_id,
+            sample_index=0,
+            group_size=1,
+            conversation=tree,
+            messages=tree.messages,
+            turns=tree.to_records(),
+            status=RolloutStatus.COMPLETED,
+            num_turns=tree.num_turns,
+            num_completion_tokens=session.num_completion_tokens,
+            info=session.record(),
+        )
+        self._folder.log_evaluation(next(self._steps), "serve", [rollout])
 
     def save_tokenizer(self, policy: LLMWrapperBase) -> None:
         """Keep the tokenizer, so that a viewer can name tokens."""

@@ -91,7 +91,7 @@ class AgentEndpoint:
         finally:
             session.end()
             self._sessions.remove(key)
-            rollout.conversation, rollout.messages = tree, tree.messages
+            rollout.conversation, rollout.messages, rollout.turns = tree, tree.messages, tree.to_records()
             rollout.num_turns, rollout.num_completion_tokens = tree.num_turns, session.num_completion_tokens
             rollout.info |= session.record()
 

@@ -31,6 +31,8 @@ class Rollout:
     """The exact token state (`llmrl.rendering.Conversation`); None when it failed before its first prompt."""
     messages: tuple[Message, ...] = ()
     """The whole conversation, what the environment said last included."""
+    turns: list[dict[str, object]] = field(default_factory=list)
+    """Of an agent that branched or called others: the tree of its requests, see `TurnTree.to_records`."""
     status: RolloutStatus = RolloutStatus.ONGOING
     reason: str = StopReason.NONE
     error: str = ""
@@ -84,5 +86,6 @@ class Rollout:
             "num_completion_tokens": self.num_completion_tokens,
             "seconds": round(self.seconds, 4),
             "messages": self.messages,
+            "turns": self.turns,
         }
         return cast("dict[str, JSON]", as_json(record))

@@ -10,7 +10,7 @@ from llmrl.data import Message, ToolSchema, text_of
 from llmrl.engines import Completion
 from llmrl.rendering import Conversation, Reconciliation, Renderer, reconcile
 from llmrl.rendering.conversation import Mode
-from llmrl.rendering.rows import count_turns
+from llmrl.rendering.rows import count_turns, turns_by_row
 from llmrl.rendering.tool_calls import ToolCall
 from llmrl.rendering.turn import TurnNode
 
@@ -68,7 +68,7 @@ class TurnTree:
         """
         messages = [self._own(message) for message in messages]
         keys = chain_keys(messages, tools)
-        last = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
+        last = max(_answers(messages), default=-1)
         turn = self._by_chain.get(keys[last + 1]) if last >= 0 else None
         if turn is not None:  # what was recorded, then only what is new
             messages = [*turn.conversation.messages, *messages[last + 1 :]]
@@ -165,6 +165,40 @@ class TurnTree:
         """Count how those rows came about; see `Conversation.count_turns`."""
         return count_turns(self.leaves)
 
+    def to_records(self) -> list[dict[str, object]]:
+        """Return the turns for a reader, in the order of their answers; none of what is one conversation.
+
+        Each has its `parent` (a place in the list, None for a root), the `messages` that it adds to it, how many tokens
+        it keeps of it, adds and samples, and the `row` (a place among the training rows) that trains what it sampled.
+        """
+        if len(leaves := self.leaves) < 2:
+            return []
+        rows: dict[int, int] = {}
+        num_rows = 0
+        for turns in (turns for leaf in leaves for turns in turns_by_row(leaf)):
+            trained = [turn for turn, _ in turns if id(turn) not in rows and turn.num_completion_tokens]
+            rows.update((id(turn), num_rows) for turn in trained)
+            num_rows += bool(trained)
+        places = {id(turn.node): place for place, turn in enumerate(self.turns)}
+        records: list[dict[str, object]] = []
+        for turn in self.turns:
+            node, messages = turn.node, turn.conversation.messages
+            parent, num_known = places.get(id(node.parent)), 0
+            if parent is not None:  # it ends with an answer, as it does here, whatever came before it
+                num_answers = len(_answers(self.turns[parent].conversation.messages))
+                num_known = _answers(messages)[:num_answers][-1] + 1
+            records.append(
+                {
+                    "parent": parent,
+                    "messages": messages[num_known:],
+                    "num_kept_tokens": node.num_kept_tokens,
+                    "num_context_tokens": node.num_context_tokens,
+                    "num_completion_tokens": node.num_completion_tokens,
+                    "row": rows.get(id(node)),
+                }
+            )
+        return records
+
 
 def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
     """Return the key of no message, and of each with all before it: `[num_messages + 1]`."""
@@ -172,6 +206,11 @@ def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list
     for message in messages:
         keys.append(hash((keys[-1], _message_key(message))))
     return keys
+
+
+def _answers(messages: Sequence[Message]) -> list[int]:
+    """Return where the assistant speaks."""
+    return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _message_key(message: Message) -> int:

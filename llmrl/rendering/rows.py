@@ -54,7 +54,7 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
     counts.update(count_turns(leaves))
     for leaf in leaves:
         first_turn = 0
-        for turns in _turns_by_row(leaf):
+        for turns in turns_by_row(leaf):
             columns = _columns_of(turns)
             for turn, num_left in turns:
                 num_before = num_trained.get(id(turn), 0)
@@ -88,7 +88,7 @@ def count_turns(leaves: Sequence[TurnNode]) -> dict[str, int]:
 
 def open_row(leaf: TurnNode) -> TokenColumns:
     """Return the row that the next turn meets."""
-    *_, turns = _turns_by_row(leaf)
+    *_, turns = turns_by_row(leaf)
     return _columns_of(turns)
 
 
@@ -100,8 +100,8 @@ def _columns_of(turns: Sequence[tuple[TurnNode, int]]) -> TokenColumns:
     return columns
 
 
-def _turns_by_row(leaf: TurnNode) -> Iterator[list[tuple[TurnNode, int]]]:
-    """Return for each row of a path its turns, each with the number of its sampled tokens that a realign left there."""
+def turns_by_row(leaf: TurnNode) -> Iterator[list[tuple[TurnNode, int]]]:
+    """Yield for each row of a path its turns, each with the number of its sampled tokens that a realign left there."""
     row: list[tuple[TurnNode, int]] = []
     for turn in leaf.path():
         if turn.kind == "forked":

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 from llmrl._utils.types import JSON, Tokenizer
 from llmrl.data import Message
@@ -26,6 +26,13 @@ class Record(TypedDict):
     status: str
     reason: str
     reward: float
+    messages: list[Message]
+    turns: NotRequired[list[Turn]]
+
+
+class Turn(TypedDict):
+    """One of an agent's requests, see `TurnTree.to_records`."""
+
     messages: list[Message]
 
 

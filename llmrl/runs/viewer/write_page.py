@@ -42,6 +42,7 @@ _SCRIPTS = (
     "list",
     "health",
     "messages",
+    "turns",
     "tokens",
     "rollout",
     "main",
@@ -160,8 +161,10 @@ def _readable(value: object) -> object:
 
 def _opening(record: Record) -> list[Message]:
     """Return what came before the first answer."""
-    roles = [message["role"] for message in record["messages"]]
-    return record["messages"][: roles.index("assistant") if "assistant" in roles else None]
+    turns = record.get("turns")
+    messages = turns[0]["messages"] if turns else record["messages"]
+    roles = [message["role"] for message in messages]
+    return messages[: roles.index("assistant") if "assistant" in roles else None]
 
 
 def _key_of_problem(record: Record) -> str:

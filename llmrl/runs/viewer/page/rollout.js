@@ -8,7 +8,7 @@ class RolloutView {
     Object.assign(this, { head, list, panel });
     this.blocks = new Map();
     state.on(["rollout"], () => this.open());
-    state.on(["tab", "shade", "row", "text"], (changed) => { if (this.record && !changed.has("rollout")) this.show(); });
+    state.on(["tab", "shade", "row", "turn", "text"], (changed) => { if (this.record && !changed.has("rollout")) this.show(); });
   }
 
   async open() {
@@ -36,7 +36,7 @@ class RolloutView {
   show() {
     hideTip();
     const { record, place } = this, { index } = this.head, tab = TABS.includes(state.values.tab) ? state.values.tab : TABS[0];
-    const hadFocus = document.activeElement?.dataset.tab;
+    const hadFocus = document.activeElement?.dataset.focus;
     const facts = [["step", record.step], ["split", record.split], this.head.runs.length > 1 && ["run", this.head.runs[index.run[place]].name],
       ["turns", record.num_turns], ["sampled tokens", record.num_completion_tokens], ["seconds", number(record.seconds, 3)],
       ...Object.entries(record.tool_calls ?? {}).map(([name, amount]) => [`tool calls ${name}`, amount]),
@@ -55,13 +55,13 @@ class RolloutView {
         record.traceback ? make("pre", {}, record.traceback) : null) : null,
       this.siblings(),
       make("div", { class: "tabs", role: "tablist", "aria-label": "view" }, TABS.map((name) => make("button", {
-        role: "tab", "data-tab": name, "aria-selected": String(name === tab), onclick: () => state.set({ tab: name }),
+        role: "tab", "data-focus": name, "aria-selected": String(name === tab), onclick: () => state.set({ tab: name }),
       }, name)), tab === TABS[0] ? textChoice() : null),
-      { conversation: () => conversation(record), tokens: () => tokenView(record, this.head.runs[index.run[place]].tokenTexts),
+      { conversation: () => (record.turns?.length ? turnTree(record) : conversation(record)), tokens: () => tokenView(record, this.head.runs[index.run[place]].tokenTexts),
         "same problem": () => this.history(), record: () => make("pre", {}, JSON.stringify({ ...record, rows: undefined }, null, 2)) }[tab](),
     ].filter(Boolean));
     this.list.markCells();
-    if (hadFocus) byId("rollout").querySelector(`[data-tab="${CSS.escape(hadFocus)}"]`)?.focus();
+    if (hadFocus) byId("rollout").querySelector(`[data-focus="${CSS.escape(hadFocus)}"]`)?.focus();
   }
 
   // The reward's parts, where there are several.

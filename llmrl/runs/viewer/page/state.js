@@ -2,7 +2,7 @@
 
 const DEFAULTS = {
   run: "", split: "", status: "", stepFrom: "", stepTo: "", rewardFrom: "", rewardTo: "", lengthFrom: "", lengthTo: "",
-  search: "", problem: "", order: "last", rollout: "", tab: "conversation", shade: "trained or context", row: "0",
+  search: "", problem: "", order: "last", rollout: "", tab: "conversation", shade: "trained or context", row: "0", turn: "",
   smooth: "0", scale: "linear", text: "rendered",
 };
 

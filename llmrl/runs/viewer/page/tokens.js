@@ -47,7 +47,7 @@ function tokenView(record, tokenTexts) {
   });
   const sampled = row.trained.reduce((sum, value) => sum + value, 0);
   return make("div", {},
-    record.rows.length > 1 ? rowTree(record.rows, place) : null,
+    record.rows.length > 1 ? rowTree(record, place) : null,
     make("div", { class: "tabs small", role: "group", "aria-label": "colour" }, Object.keys(SHADES).map((name) =>
       make("button", { "aria-pressed": String(name === mode), onclick: () => state.set({ shade: name }) }, name))),
     make("p", { class: "legend" }, `${count(row.ids.length, "token")}, ${sampled.toLocaleString("en")} sampled. `, record.split === "train" || mode !== "trained or context" ? legend : "Underlined tokens were sampled; faint ones are context."),
@@ -78,11 +78,11 @@ function sharedLength(a, b) {
 
 // A row forked from the row before it that it shares most tokens with. Bars: faint what it keeps, grey new context,
 // coloured what was sampled.
-function rowTree(rows, selected) {
+function rowTree({ rows, turns }, selected) {
   const longest = Math.max(...rows.map((row) => row.ids.length), 1), depths = [];
   const share = (amount) => `width:${((100 * amount) / longest).toFixed(2)}%`;
   return make("div", { class: "rows", role: "group", "aria-label": "rows" },
-    make("p", { class: "faint" }, `The history was rewritten, so this rollout forked into ${rows.length} rows, each trained with the same advantage.`),
+    make("p", { class: "faint" }, `${turns?.length ? "The agent branched, or began anew" : "The history was rewritten"}, so this rollout has ${rows.length} rows, all with the same advantage.`),
     rows.map((row, place) => {
       const kept = rows.slice(0, place).map((other) => sharedLength(row.ids, other.ids));
       const most = Math.max(0, ...kept), parent = kept.indexOf(most);
@@ -94,7 +94,7 @@ function rowTree(rows, selected) {
         pieces.push(make("i", { class: row.trained[at] ? "trained" : "context", style: share(end - at) }));
         at = end;
       }
-      return make("button", { class: "row", "aria-pressed": String(place === selected), onclick: () => state.set({ row: place }) },
+      return make("button", { class: "row", "data-focus": `row ${place}`, "aria-pressed": String(place === selected), onclick: () => state.set({ row: place }) },
         make("span", { style: `padding-left:${depths[place] * 14}px` }, depths[place] ? "└ " : "", `row ${place + 1}`),
         make("span", { class: "bar" }, make("i", { class: "kept", style: share(most) }), pieces),
         make("span", { class: "faint" }, most ? `keeps ${most} of row ${parent + 1}` : `${row.ids.length} tokens`));
