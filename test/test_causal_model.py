@@ -11,11 +11,10 @@ import torch
 from causal_types import WINDOW, compare, rows, tiny_config, tiny_model
 
 from llmrl.trainer import TransformersWrapper
-from llmrl.trainer.attention import MAX_PRODUCT_LENGTH, packed_mask
 from llmrl.trainer.causal_model import CausalModel
 from llmrl.trainer.exactness import ExactnessProbe
+from llmrl.trainer.masks import IMPLEMENTATION, MAX_PRODUCT_LENGTH
 from llmrl.trainer.output_head import OutputHead
-from llmrl.trainer.packing import pack_rows
 
 
 @torch.no_grad()
@@ -119,25 +118,17 @@ def test_flash_attention_is_kept_with_one_row_a_bin_before_eager_is_tried(monkey
     model.config._attn_implementation = "flash_attention_2"
     causal_model = CausalModel.__new__(CausalModel)
     causal_model.model, causal_model.config, causal_model.faults = model, model.config, {}
+    causal_model.head = probe.head
     causal_model._choose_computation(probe)
     assert tried == [("flash_attention_2", True), ("flash_attention_2", False)]
     assert causal_model.is_packed is False
 
 
-def test_flex_attention_is_refused_where_it_cannot_be_trained() -> None:
-    with pytest.raises(ValueError, match="no backward pass on a CPU"):
-        CausalModel(tiny_model("llama", attn_implementation="flex_attention"))
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_the_mask_of_flex_attention_is_that_of_the_other_attentions(window: int | None) -> None:
-    token_ids, weights = rows()
-    (packed,) = pack_rows(token_ids, [weight != 0 for weight in weights], bin_length=300)
-    block_mask = packed_mask(packed, implementation="flex_attention", dtype=torch.float32, window=window)
-    num_bins, length = packed.input_ids.shape
-    places = torch.meshgrid(torch.arange(num_bins), torch.arange(length), torch.arange(length), indexing="ij")
-    seen = block_mask.mask_mod(places[0], torch.tensor(0), places[1], places[2])
-    assert torch.equal(seen, packed.attention_mask(window=window)[:, 0])
+@pytest.mark.parametrize("chosen", ["sdpa", "flex_attention"])
+def test_attentions_that_are_fast_elsewhere_give_way_to_ours(chosen: str) -> None:
+    model = tiny_model("llama", attn_implementation=chosen)
+    CausalModel(model)
+    assert model.config._attn_implementation == IMPLEMENTATION
 
 
 def test_falcon_with_alibi_is_exact_in_eager_and_refused_in_sdpa() -> None:

@@ -1,22 +1,15 @@
-"""The attention of packed rows: what computes it, and its masks."""
+"""What computes the attention of packed rows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from llmrl.trainer.packing import PackedRows
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-Mask: TypeAlias = "torch.Tensor | BlockMask"
-"""Which tokens each token sees, as the attention in use reads it."""
-
-IMPLEMENTATION = "llmrl_packed"
-MAX_PRODUCT_LENGTH = 256
-"""Bins up to this length keep their attention weights for the backward pass on a CPU; longer ones take `sdpa`."""
+from llmrl.trainer.masks import IMPLEMENTATION, Mask, PackedMask
 
 
 def packed_attention(
@@ -24,7 +17,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Mask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -32,23 +25,31 @@ def packed_attention(
     position_bias: torch.Tensor | None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as plain matrix products where `sdpa` is slower or cannot do it; anything else goes to `sdpa`.
+    """Attention of packed rows by what is fastest where they are.
 
-    For bins of a few hundred tokens the backward pass of PyTorch's CPU kernel takes several times as long as the two
-    products it is made of: an additive mask asks for those. Query heads that share a key head are one product, so keys
-    are not repeated. A soft cap on the scores, which `sdpa` leaves out in silence, is always computed here.
+    With a `PackedMask` (on CUDA) it is PyTorch's kernel for sequences of several lengths where rows share nothing, in
+    half precision, and compiled `flex_attention` where they do; neither holds a mask or weights of all pairs. Otherwise
+    it is `sdpa`, or plain matrix products where that is slower or cannot do it: for bins of a few hundred tokens the
+    backward pass of PyTorch's CPU kernel takes several times as long as the two products it is made of, which an
+    additive mask asks for. Query heads that share a key head are one product, so keys are not repeated. A soft cap on
+    the scores, which `sdpa` leaves out in silence, is always computed here.
 
     Args:
         query: `[num_bins, num_heads, length, head_size]`.
         key, value: `[num_bins, num_key_heads, length, head_size]`.
-        attention_mask: `[num_bins, 1, length, length]`, either bool or 0 and very negative in the dtype of the
-            computation; None is causal.
+        attention_mask: a `PackedMask`, or `[num_bins, 1, length, length]`, either bool or 0 and very negative in the
+            dtype of the computation; None is causal.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
-        s_aux, position_bias: sinks and additive biases; neither is known here together with a soft cap.
+        s_aux: `[num_heads]` sinks (gpt-oss, arXiv:2508.10925), scores of a token without a value; with a `PackedMask`.
+        position_bias: is added to scores; without a soft cap and without a `PackedMask`.
 
     Raises:
-        TypeError: for attention sinks, and for a soft cap together with a position bias.
+        TypeError: for sinks, biases and dropout where they are not known.
     """
+    if isinstance(attention_mask, PackedMask):
+        if dropout or position_bias is not None:
+            raise TypeError("dropout and position biases are computed by attn_implementation='eager'")
+        return _fused_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
     if s_aux is not None or (softcap is not None and position_bias is not None):
         raise TypeError("attention sinks, and biases under a soft cap, are computed by attn_implementation='eager'")
     is_additive = attention_mask is not None and attention_mask.is_floating_point() and position_bias is None
@@ -86,6 +87,72 @@ def packed_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: PackedMask,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`[num_bins, length, num_heads, head_size]`, by a kernel that visits only what is seen."""
+    num_bins, num_heads, length, head_size = query.shape
+    # Bins end to end, so that shapes differ in one number, for which the kernel is compiled once.
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):  # which knows neither kernel
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    is_grouped = key.shape[1] != num_heads
+    is_flash = query.dtype.itemsize == 2 and head_size == value.shape[-1] and head_size % 8 == 0 and head_size <= 256
+    if is_flash and mask.bounds is not None and softcap is None and sinks is None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        output = varlen_attn(
+            query,
+            key,
+            value,
+            mask.bounds,
+            mask.bounds,
+            mask.longest,
+            mask.longest,
+            scale=scaling,
+            window_size=(-1 if mask.window is None else mask.window - 1, 0),
+            enable_gqa=is_grouped,
+        )
+        assert isinstance(output, torch.Tensor)  # it is asked for nothing else
+        return output.unflatten(0, (num_bins, length))
+    output, auxiliary = _flex_attention(query.device.type)(
+        *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=mask,
+        scale=scaling,
+        enable_gqa=is_grouped,
+        # The kernel for fewer than 128 queries wants powers of two as numbers of heads.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is not None:  # a sink is one more term of each sum of exponentials
+        output = output * torch.sigmoid(auxiliary.lse - sinks[:, None].float())[..., None].to(output.dtype)
+    return output[0].transpose(0, 1).unflatten(0, (num_bins, length))
+
+
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def capped(
+        score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+@functools.cache
+def _flex_attention(device_type: str) -> Callable[..., Any]:
+    """`flex_attention`, compiled where there are kernels to compile; an error rather than `[length, length]` scores."""
+    plain: Callable[..., Any] = flex_attention
+    return plain if device_type == "cpu" else torch.compile(plain, dynamic=True, fullgraph=True)
+
+
 def register_packed_attention() -> None:
     """Make `packed_attention` known to transformers under the name `IMPLEMENTATION`."""
     from transformers import AttentionInterface
@@ -93,41 +160,3 @@ def register_packed_attention() -> None:
 
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-
-
-def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, window: int | None = None) -> Mask:
-    """Return the mask of packed rows in the form that an attention implementation takes.
-
-    Args:
-        packed: the rows.
-        implementation: its name, as in `model.config._attn_implementation`.
-        dtype: of the computation, for masks that are added to scores.
-        window: see `PackedRows.attention_mask`.
-
-    Returns:
-        `[num_bins, 1, length, length]`, bool or additive; for `flex_attention` a `BlockMask`.
-    """
-    length = packed.input_ids.shape[1]
-    if implementation == "flex_attention":
-        return _block_mask(packed, window)
-    mask = packed.attention_mask(window=window)
-    is_product = implementation == IMPLEMENTATION and mask.device.type == "cpu" and length <= MAX_PRODUCT_LENGTH
-    if implementation != "eager" and not is_product:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
-def _block_mask(packed: PackedRows, window: int | None) -> BlockMask:
-    """`PackedRows.attention_mask` as a function of indices, of which only blocks are held in memory."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    subtree_end, depth = packed.subtree_end, packed.position_ids
-
-    def is_seen(bin_index: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen = (query >= key) & (query < subtree_end[bin_index, key])
-        if window is not None:
-            seen = seen & (depth[bin_index, query] - depth[bin_index, key] < window)
-        return seen
-
-    num_bins, length = packed.input_ids.shape
-    return create_block_mask(is_seen, num_bins, None, length, length, device=str(packed.input_ids.device))

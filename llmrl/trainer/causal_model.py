@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from llmrl.trainer.attention import IMPLEMENTATION, register_packed_attention
+from llmrl.trainer.attention import register_packed_attention
 from llmrl.trainer.decoder import decoder_hidden_states, decoder_of, text_config
 from llmrl.trainer.exactness import ExactnessProbe
 from llmrl.trainer.log_probs import LogitTransform
+from llmrl.trainer.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.output_head import OutputHead
 from llmrl.trainer.packing import PackedRows
 
@@ -38,7 +39,7 @@ class CausalModel:
     Raises:
         TypeError: when the output head is not linear, the logits made from the parts are not the model's own, or
             there is no exact way of computing rows.
-        ValueError: when the model is sharded already, or its attention cannot be trained where it is.
+        ValueError: when the model is sharded already.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
@@ -48,7 +49,6 @@ class CausalModel:
         self.config = text_config(self.model)
         self.head = OutputHead(self.model.get_output_embeddings())
         self.set_deterministic_mode()
-        self._check_attention()
         probe = ExactnessProbe(self.model, self.head)
         self.transform: LogitTransform = dataclasses.replace(probe.transform, temperature=temperature)
         """What the model does to its logits, and the temperature."""
@@ -112,20 +112,22 @@ class CausalModel:
     def _attention_length(self) -> float:
         """From operations per token: two for each weight, and in each layer four for each key and unit of width.
 
-        Scores of pairs that do not see each other are computed, too, but by `flex_attention`.
+        Scores of pairs that do not see each other are computed, too, but on `FUSED_DEVICES`.
         """
         width, num_layers = (getattr(self.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
-        if self.config._attn_implementation == "flex_attention" or not width or not num_layers:
+        is_fused = self.config._attn_implementation == IMPLEMENTATION and self.head.device.type in FUSED_DEVICES
+        if is_fused or not width or not num_layers:
             return math.inf
         num_weights = sum(parameter.numel() for parameter in self.decoder.parameters() if parameter.ndim > 1)
         num_weights -= self.model.get_input_embeddings().weight.numel()
         return max(1.0, num_weights / (2 * width * num_layers))
 
-    def _check_attention(self) -> None:
-        if self.config._attn_implementation == "flex_attention" and self.head.device.type == "cpu":
-            raise ValueError(
-                "attn_implementation='flex_attention' has no backward pass on a CPU: use 'sdpa', or a GPU."
-            )
+    def _is_replaced(self, chosen: str) -> bool:
+        """Whether our attention does what the one that is set was set for; `eager` if only for want of `sdpa`."""
+        is_fused = self.head.device.type in FUSED_DEVICES
+        if chosen == "eager":
+            return is_fused and not getattr(self.model, "_supports_sdpa", True)
+        return chosen in ("sdpa", "flex_attention") or (is_fused and "flash" in chosen)
 
     def _choose_computation(self, probe: ExactnessProbe) -> None:
         """Take the first way of computing rows that is exact, and say what it costs where it is not the first choice.
@@ -135,7 +137,7 @@ class CausalModel:
         """
         name, chosen = type(self.model).__name__, self.config._attn_implementation
         register_packed_attention()
-        preferred = IMPLEMENTATION if chosen == "sdpa" else chosen
+        preferred = IMPLEMENTATION if self._is_replaced(chosen) else chosen
         faults = self.faults
         packing_fault = probe.packing_fault()
         if packing_fault is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl.trainer.attention import IMPLEMENTATION, Mask, packed_mask
+from llmrl.trainer.masks import IMPLEMENTATION, Mask, packed_mask
 from llmrl.trainer.packing import PackedRows
 
 if TYPE_CHECKING:

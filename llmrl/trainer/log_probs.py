@@ -14,10 +14,21 @@ from typing import Any
 
 import torch
 
-NUM_CHUNK_LOGITS = 1 << 23
-"""Logits of a chunk by default, 32 MiB in float32: what is held does not grow with the vocabulary."""
 MIN_LOG_PROB = -1e4
 """Below it `p log p` is 0 in any dtype; of a logit of minus infinity it would be NaN."""
+
+
+def default_chunk_size(vocab_size: int, *, is_gpu: bool) -> int:
+    """Positions whose logits are held at once.
+
+    On a CPU 32 MiB of them, which its caches bear. On a GPU the head is read and its gradient is added to for each
+    chunk, so that a chunk is thousands of positions: 2 GiB of logits, for vocabularies beyond 262,144 ids more.
+
+    Example:
+        >>> default_chunk_size(151_936, is_gpu=False), default_chunk_size(151_936, is_gpu=True)
+        (64, 3533)
+    """
+    return min(4096, max(2048, (1 << 29) // vocab_size)) if is_gpu else max(64, (1 << 23) // vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,15 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`left @ right` in float32 at least: rounded to the operands' dtype a logit of 20 would be off by 0.06."""
     with torch.autocast(left.device.type, enabled=False):
         return torch.mm(left, right, out_dtype=torch.float32) if left.dtype.itemsize < 4 else left @ right
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`total += left @ right`, in place: `total` is as large as the head."""
+    with torch.autocast(left.device.type, enabled=False):
+        if left.dtype == total.dtype:
+            total.addmm_(left, right)
+        else:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -143,11 +163,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_c = grad.to(weight_c.dtype)
             if grad_hidden is not None:
                 grad_hidden[start:end] = _product(grad_c, weight_c)
-            if grad_weight is not None and grad_weight.dtype == grad_c.dtype:
-                with torch.autocast(grad.device.type, enabled=False):
-                    grad_weight.addmm_(grad_c.T, hidden_c[start:end])
-            elif grad_weight is not None:
-                grad_weight += _product(grad_c.T, hidden_c[start:end])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_c.T, hidden_c[start:end])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         if grad_weight is not None:
@@ -185,7 +202,7 @@ def chunked_log_probs(
             Default: target `i` at position `i`.
         bias: `[vocab_size]` of the output head, if it has one.
         transform: scale, soft cap and temperature; none by default.
-        chunk_size: positions whose logits are held at once; default, as many as make `NUM_CHUNK_LOGITS`.
+        chunk_size: positions whose logits are held at once; see `default_chunk_size`.
         return_entropy: also return the entropies.
 
     Returns:
@@ -211,7 +228,7 @@ def chunked_log_probs(
     if hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(f"weight must be [vocab_size, {hidden.shape[-1]}], got {tuple(weight.shape)}.")
     if chunk_size is None:
-        chunk_size = max(64, NUM_CHUNK_LOGITS // weight.shape[0])
+        chunk_size = default_chunk_size(weight.shape[0], is_gpu=hidden.is_cuda)
     return _ChunkedLogProbs.apply(
         hidden, weight, bias, targets, positions, transform or LogitTransform(), chunk_size, return_entropy
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmrl.trainer.log_probs import NUM_CHUNK_LOGITS
+from llmrl.trainer.log_probs import default_chunk_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +159,12 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         gathered = 0
     weight = size if ranks > 1 or training.is_bfloat16 else 0
     head = model.head_parameters * (weight + (4 if training.lora_rank is None else 0))
-    chunk = 4 * max(64 * model.vocab_size, NUM_CHUNK_LOGITS)
-    bytes_of_mask = (3 if training.is_gpu and training.is_bfloat16 else 1) * tokens * training.bin_length
+    chunk = 4 * model.vocab_size * min(tokens, default_chunk_size(model.vocab_size, is_gpu=training.is_gpu))
     passing = {
         "activations": int(activations),
         "gathered": gathered,
         "head": head + 2 * chunk,
-        "mask": bytes_of_mask,
+        "mask": 0 if training.is_gpu else tokens * training.bin_length,  # blocks of it, or none
     }
     loading = 4 * model.num_parameters + (lasting["weights"] if "reference" in lasting and ranks > 1 else 0)
     # What AdamW makes of all weights at once on a GPU.

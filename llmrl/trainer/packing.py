@@ -78,6 +78,27 @@ class PackedRows:
             mask &= self.position_ids[:, :, None] - self.position_ids[:, None, :] < window
         return mask[:, None]
 
+    def sequence_bounds(self) -> torch.Tensor | None:
+        """[num_sequences + 1] int32: flat positions between sequences that see nothing of each other.
+
+        Within a sequence every token sees all before it. None where rows branch, so that there are no such sequences.
+
+        Example:
+            >>> rows, mask = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])], torch.ones(3).bool()
+            >>> (packed,) = pack_rows(rows, [mask, mask[:2]])
+            >>> packed.input_ids.tolist(), packed.sequence_bounds().tolist()
+            ([[1, 2, 4]], [0, 2, 3])
+        """
+        depth, device = self.position_ids.flatten(), self.position_ids.device
+        if bool(((depth[1:] != depth[:-1] + 1) & (depth[1:] != 0)).any()):
+            return None
+        is_padding = torch.ones_like(depth, dtype=torch.bool)
+        is_padding[self.token_positions] = False
+        is_first = torch.ones_like(is_padding)
+        is_first[1:] = (depth[1:] == 0) & ~(is_padding[1:] & is_padding[:-1])  # padding is a sequence like another
+        end = torch.tensor([len(depth)], device=device)
+        return torch.cat([is_first.nonzero().flatten(), end]).to(torch.int32)
+
     def unpack(self) -> list[torch.Tensor]:
         """Return the rows held here, `[num_tokens]` each, in the order of `rows`."""
         computed = self.input_ids.flatten()[self.token_positions].split(self.row_lengths.tolist())

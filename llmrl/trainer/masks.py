@@ -1,0 +1,104 @@
+"""Which tokens of packed rows see each other: as a tensor, or as blocks for kernels that skip what is not seen."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from llmrl.trainer.packing import PackedRows
+
+IMPLEMENTATION = "llmrl_packed"
+"""The name by which transformers knows `packed_attention`."""
+FUSED_DEVICES = frozenset({"cuda"})
+"""Kinds of devices whose kernels train without `[length, length]` masks and weights."""
+MAX_PRODUCT_LENGTH = 256
+"""Bins up to this length keep their attention weights for the backward pass on a CPU; longer ones take `sdpa`."""
+_BLOCK_LENGTH = 128
+
+
+class PackedMask(BlockMask):
+    """The mask of packed rows by blocks, all bins end to end: `[1, 1, num_tokens, num_tokens]`, never made whole."""
+
+    ndim = 4
+    bounds: torch.Tensor | None
+    """See `PackedRows.sequence_bounds`."""
+    longest: int
+    """Tokens of the longest sequence between two bounds."""
+    window: int | None
+    """Tokens that a token sees of its own path, itself included; None is all."""
+
+
+Mask: TypeAlias = torch.Tensor | PackedMask
+"""Which tokens each token sees, as the attention in use reads it."""
+
+
+def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, window: int | None = None) -> Mask:
+    """Return the mask of packed rows in the form that an attention implementation takes.
+
+    Args:
+        packed: the rows.
+        implementation: its name, as in `model.config._attn_implementation`.
+        dtype: of the computation, for masks that are added to scores.
+        window: see `PackedRows.attention_mask`.
+
+    Returns:
+        A `PackedMask` for `IMPLEMENTATION` on `FUSED_DEVICES`; else `[num_bins, 1, length, length]`, bool or additive.
+    """
+    length, device_type = packed.input_ids.shape[1], packed.input_ids.device.type
+    if implementation == IMPLEMENTATION and device_type in FUSED_DEVICES:
+        return _blocks_mask(packed, window)
+    mask = packed.attention_mask(window=window)
+    is_product = implementation == IMPLEMENTATION and device_type == "cpu" and length <= MAX_PRODUCT_LENGTH
+    if implementation != "eager" and not is_product:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
+    """`PackedRows.attention_mask` as a function of flat positions, and the blocks in which it is nowhere false."""
+    num_bins, length = packed.input_ids.shape
+    bin_starts = torch.arange(0, num_bins * length, length, device=packed.input_ids.device)
+    # Not views, whose bases are among what the kernel is compiled for.
+    end = (packed.subtree_end + bin_starts[:, None]).flatten().clone()
+    depth = packed.position_ids.flatten().clone()
+
+    def is_seen(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = (query >= key) & (query < end[key])
+        return seen if window is None else seen & (depth[query] - depth[key] < window)
+
+    partial, full = _seen_blocks(end, depth, window)
+    mask = PackedMask.from_kv_blocks(
+        *_listed(partial), *_listed(full), BLOCK_SIZE=_BLOCK_LENGTH, mask_mod=is_seen, seq_lengths=(len(end), len(end))
+    )
+    mask.bounds, mask.window = packed.sequence_bounds(), window
+    mask.longest = 0 if mask.bounds is None else int(mask.bounds.diff().max())
+    return mask
+
+
+def _seen_blocks(end: torch.Tensor, depth: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[num_blocks, num_blocks]` each, of queries by keys: something may be seen, and everything is.
+
+    A node is seen by the nodes after it up to its `end`: by the first of a later block if by any of it, and by all of
+    them if by the last. Under a window the first is an upper bound, and the kernel looks at each pair.
+    """
+    num_blocks = -(-len(end) // _BLOCK_LENGTH)
+    missing = num_blocks * _BLOCK_LENGTH - len(end)
+    ends = torch.cat([end, end.new_zeros(missing)]).view(num_blocks, _BLOCK_LENGTH)
+    depths = torch.cat([depth, depth[-1:].expand(missing)]).view(num_blocks, _BLOCK_LENGTH)
+    block = torch.arange(num_blocks, device=end.device)
+    first, last = block * _BLOCK_LENGTH, (block + 1) * _BLOCK_LENGTH - 1
+    is_earlier = block[:, None] > block
+    seen = (block[:, None] == block) | (is_earlier & (ends.amax(1) > first[:, None]))
+    full = is_earlier & (ends.amin(1) > last[:, None]) & (last < len(end))[:, None]
+    if window is not None:
+        seen &= depths.amin(1)[:, None] - depths.amax(1) < window
+        full &= depths.amax(1)[:, None] - depths.amin(1) < window
+    return seen & ~full, full
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of keys each block of queries has, and which, first of all."""
+    indices = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None].contiguous()
