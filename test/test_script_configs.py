@@ -266,7 +266,7 @@ def test_a_dry_run_says_what_was_asked_for():
     plan = " ".join(plan_of(config("grpo-async", "task=gsm8k", "hardware=gpu8", "model.path=embedded")))
     for words in (
         "7 of bfloat16, in Ray actors, 90% of a GPU's memory",
-        "32768 tokens a micro-batch",
+        "32768 tokens per micro-batch",
         "weights by direct",
     ):
         assert words in plan

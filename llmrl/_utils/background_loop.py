@@ -251,13 +251,13 @@ class BackgroundLoop:
             self._thread.join(timeout=10)
 
     def stop(self) -> None:
-        """The same, without waiting for it."""
+        """End it without waiting for that."""
         self._is_closing = True
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
 
     def outbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        """The way back to a loop that waits."""
+        """Return the way back to a loop that waits."""
         with self._lock:
             outbox = self._outboxes.get(loop)
             if outbox is None:

@@ -44,7 +44,7 @@ def finite_number(value: object, name: str) -> float:
 
 
 def location_of(function: Callable[..., object], error: BaseException | None = None) -> str:
-    """`file:line` of a function's definition, or of the last of its lines that an error passed; "" of a built-in one.
+    """Return `file:line` of a function's definition, or of its last line that an error passed; "" of a built-in one.
 
     Example:
         >>> location_of(location_of).rpartition("/")[2].partition(":")[0]

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def rank_and_size(process_group: torch.distributed.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in the group, and the number of ranks; (0, 1) without one."""
+    """Return this process's rank in the group, and the number of ranks; (0, 1) without one."""
     if process_group is None:
         return 0, 1
     return torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group)

@@ -34,7 +34,7 @@ class TensorPlace(NamedTuple):
     """In bytes, from the start of the file."""
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of the file's bytes, [num_bytes] uint8."""
+        """Return the tensor as a view of the file's bytes, [num_bytes] uint8."""
         size = torch.Size(self.shape).numel() * self.dtype.itemsize
         return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
@@ -86,14 +86,14 @@ def write_safetensors(
 
 
 def is_sealed(buffer: torch.Tensor) -> bool:
-    """Whether a file ([num_bytes] uint8) that was written with a checksum is as it was written."""
+    """Return whether a file ([num_bytes] uint8) that was written with a checksum is as it was written."""
     data = memoryview(buffer.numpy())  # type: ignore[arg-type]
     sealed, seal = data[:-_CHECKSUM_SIZE], data[-_CHECKSUM_SIZE:]
     return zlib.crc32(sealed) == int.from_bytes(seal, "little")
 
 
 def places_of(buffer: torch.Tensor) -> list[TensorPlace]:
-    """Where the tensors of a file ([num_bytes] uint8) lie."""
+    """Return where the tensors of a file ([num_bytes] uint8) lie."""
     header_size = int.from_bytes(bytes(buffer[:8].tolist()), "little")
     header = json.loads(bytes(buffer[8 : 8 + header_size].numpy()))
     return [

@@ -29,7 +29,7 @@ def _fail(message: object, *, exit_code: int = 2) -> typer.Exit:
 
 
 def _clamped(path: str, max_model_len: int) -> int:
-    """As many tokens as the model takes."""
+    """Return as many tokens as the model takes."""
     from llmrl.cli.models import length_of
 
     if (longest := length_of(path)) is None or max_model_len <= longest:

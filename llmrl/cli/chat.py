@@ -106,7 +106,7 @@ def make_env(name: str | None = None, *, system_prompt: str | None, tools: list[
 
 
 def talk(session: ChatSession, console: Console, read: Callable[[], str], decode: Callable[[list[int]], str]) -> None:
-    """The loop: until `read` raises `EOFError`, or `/quit`."""
+    """Converse until `read` raises `EOFError`, or `/quit`."""
     console.print(f"[dim]{HELP}[/dim]")
     while True:
         try:
@@ -145,7 +145,7 @@ def said(message: Message) -> str:
 
 
 def coloured(tokens: list[tuple[int, float]], decode: Callable[[list[int]], str]) -> Group:
-    """Each token with its probability, coloured by it, and the whole answer's log-prob."""
+    """Return each token with its probability, coloured by it, and the whole answer's log-prob."""
     cells = []
     for token_id, log_prob in tokens:
         probability = math.exp(log_prob)

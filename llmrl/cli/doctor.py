@@ -41,7 +41,7 @@ class Finding:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a distribution; None when it is not installed.
+    """Return the version of a distribution; None when it is not installed.
 
     Example:
         >>> installed_version("no-such-package") is None
@@ -54,7 +54,7 @@ def installed_version(package: str) -> str | None:
 
 
 def examine() -> list[Finding]:
-    """Everything, in the order of the report. Nothing is imported into this process that could break it."""
+    """Look at everything, in the order of the report; what could break this process is not imported into it."""
     return [
         _python(),
         *check_requirements(importlib.metadata.requires("llmrl") or [], installed_version),
@@ -122,7 +122,7 @@ def _vllm(version_of: Version) -> Iterator[Finding]:
 
 
 def check_imports() -> Iterator[Finding]:
-    """Packages that may be installed and broken are imported in a process of their own."""
+    """Import packages that may be installed and broken, in a process of their own."""
     for package in _TROUBLEMAKERS:
         if importlib.util.find_spec(package) is None:
             continue
@@ -244,7 +244,7 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
 
 
 def _hardware(name: str) -> list[Any]:
-    """The entries of a hardware."""
+    """Return the entries of a hardware."""
     from llmrl.runs.resumed_config import entries_of
 
     path = Path(name) if name.endswith(".yaml") else Path("sota-implementations/config/hardware", f"{name}.yaml")
@@ -254,7 +254,7 @@ def _hardware(name: str) -> list[Any]:
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:
-    """A table, and then what to do."""
+    """Print a table, and then what to do."""
     marks = {"good": "[green]✓[/green]", "note": "[yellow]–[/yellow]", "wrong": "[red]✗[/red]"}
     table = Table(show_header=False, box=None, pad_edge=False)
     for finding in findings:

@@ -35,7 +35,7 @@ class KeyedSessions:
         return key
 
     def remove(self, key: str) -> None:
-        """Know a key no more."""
+        """Forget a key."""
         del self._open[key]
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:

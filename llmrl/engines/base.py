@@ -64,7 +64,7 @@ class SamplingConfig:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}.")
 
     def with_changes(self, **changes: Any) -> SamplingConfig:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
 
@@ -153,7 +153,7 @@ class ReportsProgress(Protocol):
     """An engine of which one can tell whether it hangs."""
 
     async def progress(self) -> int | None:
-        """A number that changes with every token that comes; None while none is due: idle, or paused.
+        """Return a number that changes with every token that comes; None while none is due: idle, or paused.
 
         Raises:
             EngineError: when the engine died.
@@ -166,7 +166,7 @@ class HasTokenizer(Protocol):
     """An engine that knows its model's tokenizer."""
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         ...
 
 
@@ -233,7 +233,7 @@ def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Contain
 
 
 def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_model_len: int) -> int:
-    """Tokens that may be sampled: the asked budget, clipped to the context that remains.
+    """Return how many tokens may be sampled: the asked budget, clipped to the context that remains.
 
     Raises:
         ValueError: when the prompt leaves no room.

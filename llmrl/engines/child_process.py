@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """vLLM calls this in each of its processes; only those that an `AsyncVLLM` started do anything.
+    """Prepare one of vLLM's processes, each of which calls this; only those of an `AsyncVLLM` are changed.
 
     A parent that is killed cannot end its engine, so the kernel is asked to (Linux). Ctrl-C reaches every process of
     the terminal's foreground group; the parent decides what it means for the engine, so that an interrupted script

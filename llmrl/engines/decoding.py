@@ -55,7 +55,7 @@ class DecodedSequence:
             self.finish_reason = "length"
 
     def completion(self) -> Completion:
-        """What was sampled; aborted, when it has not ended by itself."""
+        """Return what was sampled; aborted, when it has not ended by itself."""
         return Completion(
             self.token_ids, self.log_probs, self.versions, self.finish_reason or "abort", stop_string=self.stop_string
         )
@@ -128,7 +128,7 @@ class DecodingBatch:
 
 
 def _shaped_logits(logits: torch.Tensor, sequences: list[DecodedSequence]) -> torch.Tensor:
-    """[num_sequences, vocab_size] logits of the distribution that is sampled from."""
+    """Return [num_sequences, vocab_size] logits of the distribution that is sampled from."""
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     sampling = sequences[0].sampling

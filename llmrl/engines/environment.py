@@ -14,7 +14,7 @@ _START_LOCK = threading.Lock()
 
 
 def available_cores() -> int:
-    """Cores that this process may run on.
+    """Return the number of cores that this process may run on.
 
     Example:
         >>> available_cores() >= 1
@@ -26,7 +26,7 @@ def available_cores() -> int:
 
 
 def engine_variables(*, num_cpu_threads: int, log_level: str, compile_model: bool) -> dict[str, str]:
-    """Environment variables for a vLLM engine process.
+    """Return the environment variables for a vLLM engine process.
 
     Threads are counted but not bound to cores: a bound engine beside a trainer leaves one core idle and fights for
     the other.
@@ -56,7 +56,7 @@ def engine_variables(*, num_cpu_threads: int, log_level: str, compile_model: boo
 
 
 def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
-    """Environment variables that a weight-transfer backend needs in the engine's processes.
+    """Return the environment variables that a weight-transfer backend needs in the engine's processes.
 
     Example:
         >>> transfer_variables("nccl")

@@ -24,7 +24,7 @@ def start_engines(
     ray_init_config: Mapping[str, object] | None,
     options: Mapping[str, Any],
 ) -> tuple[list[UpdatableEngine], Callable[[int], UpdatableEngine]]:
-    """The engines, started at once, and what starts one in the place of another; see `EngineReplicas.from_pretrained`.
+    """Start the engines at once; return them, and what starts another in one's place; see `EngineReplicas`.
 
     Raises:
         TypeError: for an option that `AsyncVLLM.from_pretrained` has not.

@@ -27,7 +27,7 @@ class Waiters:
         self._lock = threading.Lock()
 
     def add(self) -> asyncio.Future[None]:
-        """Something to await, on the running loop."""
+        """Return something to await, on the running loop."""
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             self._futures.append(future)

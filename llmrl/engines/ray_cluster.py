@@ -9,7 +9,7 @@ from llmrl._utils.imports import require
 
 
 def connect(ray_init_config: Mapping[str, object] | None = None) -> ModuleType:
-    """Ray, connected to a cluster: that of `address`, or the one this process is connected to.
+    """Return Ray, connected to a cluster: that of `address`, or the one this process is connected to.
 
     Without either Ray chooses: `RAY_ADDRESS`, one that runs on this machine, or a new one here (always: `"local"`).
 

@@ -57,7 +57,7 @@ class EngineFacts:
 
     @classmethod
     def of(cls, engine: Engine) -> EngineFacts:
-        """Of an engine in this process."""
+        """Describe an engine of this process."""
         here = cls(engine.max_model_len, engine.vocab_size, socket.gethostname())
         if not isinstance(engine, UpdatableEngine):
             return here
@@ -74,7 +74,7 @@ class EngineActor:
         return EngineFacts.of(self._engine)
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> Completion:
-        """As the engine's."""
+        """Do what the engine's method does."""
         try:
             return await self._engine.generate(prompt_ids, sampling, request_id=request_id)
         except EngineError as error:
@@ -83,19 +83,19 @@ class EngineActor:
             raise EngineDiedError(str(error)) from error
 
     async def abort(self, request_id: str) -> None:
-        """As the engine's."""
+        """Do what the engine's method does."""
         await self._engine.abort(request_id)
 
     async def progress(self) -> int | None:
-        """As the engine's, which may have none."""
+        """Return the engine's progress, if it has one."""
         return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
 
     async def take_load(self) -> EngineLoad | None:
-        """As the engine's, which may tell none."""
+        """Return the engine's load, if it tells one."""
         return take_load(self._engine)
 
     async def call(self, method: str, *arguments: object, **options: object) -> tuple[object, int]:
-        """A blocking method of the engine, with the version it has afterwards."""
+        """Call a blocking method of the engine; return its result, and the version that the engine has afterwards."""
         result = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
         return result, self._engine.policy_version
 
@@ -188,12 +188,12 @@ class RayEngine:
         return cls(actor, facts, start_s=time.perf_counter() - start)
 
     def notice(self) -> EngineNotice:
-        """How another process of the cluster reaches the same actor."""
+        """Return how another process of the cluster reaches the same actor."""
         return EngineNotice(self._actor, self._facts)
 
     @classmethod
     def reach(cls, notice: EngineNotice) -> RayEngine:
-        """An engine that another process started, to generate with; its weights and its end are that one's."""
+        """Return an engine that another process started, to generate with; its weights and its end are that one's."""
         engine = cls(notice.actor, notice.facts, start_s=0.0)
         engine._is_owner = False
         return engine
@@ -220,7 +220,7 @@ class RayEngine:
         return len(self._in_flight)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self._call("get_tokenizer")
 
     async def generate(
@@ -266,7 +266,7 @@ class RayEngine:
         return f"{self._id_prefix}/{request_id}"
 
     async def progress(self) -> int | None:
-        """As `AsyncVLLM.progress`; unanswered while the actor itself hangs.
+        """Return what `AsyncVLLM.progress` does; unanswered while the actor itself hangs.
 
         Raises:
             EngineError: when the actor died.
@@ -277,7 +277,7 @@ class RayEngine:
             raise self._translated(error) from error
 
     def take_load(self) -> EngineLoad | None:
-        """As `AsyncVLLM.take_load`; None where the engine tells none, or the actor does not answer."""
+        """Return what `AsyncVLLM.take_load` does; None where the engine tells none, or the actor does not answer."""
         ray = require("ray", extra="ray")
         try:
             return ray.get(self._actor.take_load.remote(), timeout=_LOAD_SECONDS)
@@ -285,31 +285,31 @@ class RayEngine:
             return None
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """As `AsyncVLLM.pause`."""
+        """Do what `AsyncVLLM.pause` does."""
         self._call("pause", mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
-        """As `AsyncVLLM.resume`."""
+        """Do what `AsyncVLLM.resume` does."""
         self._call("resume")
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """As `AsyncVLLM.reset_prefix_cache`."""
+        """Do what `AsyncVLLM.reset_prefix_cache` does."""
         return self._call("reset_prefix_cache", reset_running_requests=reset_running_requests)
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """As `AsyncVLLM.init_weight_transfer_engine`."""
+        """Do what `AsyncVLLM.init_weight_transfer_engine` does."""
         self._call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        """As `AsyncVLLM.start_weight_update`."""
+        """Do what `AsyncVLLM.start_weight_update` does."""
         self._call("start_weight_update")
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
-        """As `AsyncVLLM.update_weights`."""
+        """Do what `AsyncVLLM.update_weights` does."""
         self._call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """As `AsyncVLLM.finish_weight_update`."""
+        """Do what `AsyncVLLM.finish_weight_update` does."""
         return self._call("finish_weight_update", weight_version)
 
     def shutdown(self) -> None:
@@ -349,7 +349,7 @@ class RayEngine:
         return result
 
     def _translated(self, error: Exception) -> Exception:
-        """What an `AsyncVLLM` would have raised."""
+        """Return what an `AsyncVLLM` would have raised."""
         from ray.exceptions import RayError, RayTaskError
 
         cause = _cause(error)
@@ -360,6 +360,6 @@ class RayEngine:
 
 
 def _cause(error: Exception) -> Exception:
-    """The exception that the actor raised, or `error` itself."""
+    """Return the exception that the actor raised, or `error` itself."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, Exception) else error

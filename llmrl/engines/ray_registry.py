@@ -32,7 +32,7 @@ class RegistryActor:
         self._notices = notices
 
     def read(self) -> list[EngineNotice | None]:
-        """What is registered."""
+        """Return what is registered."""
         return self._notices
 
 
@@ -54,7 +54,7 @@ class EngineRegistry:
 
     @classmethod
     def start(cls) -> EngineRegistry:
-        """An empty registry.
+        """Start an empty registry.
 
         Raises:
             ImportError: when Ray is not installed, naming the extra.
@@ -106,7 +106,7 @@ class EngineRegistry:
         watching.cancel()
 
     def connect(self, *, timeout_s: float = 600.0) -> EngineReplicas:
-        """The engines that serve now, from wherever this is called.
+        """Return the engines that serve now, from wherever this is called.
 
         Args:
             timeout_s: how long a dead engine's place may stay empty before it is given up.

@@ -281,7 +281,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         self.shutdown()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer.
+        """Return the model's tokenizer.
 
         Raises:
             TypeError: when the engines do not know it.

@@ -211,7 +211,7 @@ class ServerEngine:
     async def _request(
         self, method: str, path: str, body: dict[str, object] | None = None, *, budget: int | None = None
     ) -> object:
-        """The JSON that the server answers with; `budget` tokens are asked for, or something that takes no time."""
+        """Return the JSON that the server answers with; `budget` tokens are asked for, or what takes no time."""
         import aiohttp
 
         seconds = _CONTROL_TIMEOUT_S if budget is None else self.reply_timeout_seconds
@@ -245,7 +245,7 @@ class ServerEngine:
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The body of an answer.
+    """Return the body of an answer.
 
     Raises:
         ValueError: when it is longer than `max_bytes`; the rest is not read.

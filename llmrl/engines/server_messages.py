@@ -13,7 +13,7 @@ _TOKEN_ID = re.compile(r"token_id:([0-9]{1,10})")
 
 
 def is_plain(sampling: SamplingConfig) -> bool:
-    """Whether the distribution sampled from is the model's own.
+    """Return whether the distribution sampled from is the model's own.
 
     Example:
         >>> is_plain(SamplingConfig()), is_plain(SamplingConfig(top_k=5))
@@ -29,7 +29,7 @@ def is_plain(sampling: SamplingConfig) -> bool:
 
 
 def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int) -> dict[str, object]:
-    """Body of a `/v1/completions` request. Every parameter is said: a server's own defaults would be silent ones."""
+    """Return the body of a `/v1/completions` request, which says every parameter: a default would be a silent one."""
     return {
         "model": model,
         "prompt": prompt_ids,
@@ -102,7 +102,7 @@ def read_response(
 
 
 def _ids_of(tokens: object, server: str) -> list[int]:
-    """The ids of tokens that are written as `token_id:7`."""
+    """Return the ids of tokens that are written as `token_id:7`."""
     written = [_TOKEN_ID.fullmatch(token) if isinstance(token, str) else None for token in _list(tokens)]
     found = [match[1] for match in written if match is not None]
     if not found or len(found) < len(written):
@@ -118,7 +118,7 @@ def _list(value: object) -> list[Any]:
 
 
 def read_models(response: object, server: str) -> dict[str, Mapping[str, object]]:
-    """The models that a server says it serves, by id.
+    """Return the models that a server says it serves, by id.
 
     Raises:
         EngineError: when that is no list of models.

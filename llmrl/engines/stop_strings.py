@@ -33,13 +33,13 @@ class StopStringWatch:
         self._stop, self._decode, self._text, self._num_left = stop, decode, "", 0
 
     def num_wanted(self, num_left: int) -> int:
-        """How many of the tokens that may still be sampled to ask for next."""
+        """Return how many of the tokens that may still be sampled to ask for next."""
         self._num_left = num_left
         beginnings = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
         return 1 if self._text.endswith((_UNFINISHED, *beginnings)) else num_left
 
     def judge(self, part: Completion, sampled: list[int]) -> Completion:
-        """The part that came after `sampled`, with how it really ended: `abort` where it goes on."""
+        """Return the part that came after `sampled`, with how it really ended: `abort` where it goes on."""
         is_whole = not sampled and part.finish_reason != "abort"
         if not self._stop or is_whole:
             return part

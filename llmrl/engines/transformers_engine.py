@@ -109,7 +109,7 @@ class TransformersEngine:
         return len(self._in_flight)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, `None` when it was given none."""
+        """Return the model's tokenizer, `None` when it was given none."""
         return self._tokenizer
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
@@ -188,7 +188,7 @@ class TransformersEngine:
             request.finish()
 
     def shutdown(self) -> None:
-        """Requests in flight and later ones raise `EngineError`; the model stays. May be called twice."""
+        """End; requests in flight and later ones raise `EngineError`; the model stays. May be called twice."""
         with self._lock:
             self._is_shut_down = True
             worker = self._worker
@@ -220,7 +220,7 @@ class TransformersEngine:
                 request.fail(error)
 
     def _next_batch(self) -> list[_Request]:
-        """The request that waits longest, and those that are sampled as it is."""
+        """Return the request that waits longest, and those that are sampled as it is."""
         batch: list[_Request] = []
         for request in self._waiting:
             if len(batch) < self._max_num_seqs and (not batch or request.distribution == batch[0].distribution):

@@ -228,7 +228,7 @@ class AsyncVLLM(KnownArguments):
         return len(self._in_flight)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self._llm.get_tokenizer()
 
     async def generate(
@@ -281,7 +281,7 @@ class AsyncVLLM(KnownArguments):
             await self._background.wait(self._llm.abort(request_id))
 
     async def progress(self) -> int | None:
-        """A number that changes with every token that comes; None while none is due: idle, or paused."""
+        """Return a number that changes with every token that comes; None while none is due: idle, or paused."""
         if self._is_paused or not self._in_flight:
             return None
         return self._num_tokens + num_unfinished_tokens(self._llm)

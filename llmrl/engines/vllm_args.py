@@ -33,7 +33,7 @@ _OWNED = {
 
 
 def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str | None:
-    """The vLLM weight-transfer backend to start with, `None` for none.
+    """Return the vLLM weight-transfer backend to start with, `None` for none.
 
     Raises:
         EngineError: when llmrl's backend is wanted and vLLM's processes could not find it, or one that moves weights
@@ -75,7 +75,7 @@ def require_vllm_version() -> None:
 
 
 def default_kv_cache_memory() -> int:
-    """Bytes of key-value cache for an engine on CPU: 2 GiB, or a quarter of the free memory if that is less."""
+    """Return the bytes of key-value cache for an engine on CPU: 2 GiB, or a quarter of the free memory if less."""
     import psutil
 
     return min(2 * _GIB, psutil.virtual_memory().available // 4)
@@ -125,7 +125,7 @@ def build_engine_args(
     options: Mapping[str, object],
     engine_args: Mapping[str, Any],
 ) -> AsyncEngineArgs:
-    """vLLM's arguments: `options` are ours that carry vLLM's own name, `engine_args` anything else vLLM takes.
+    """Return vLLM's arguments: `options` are ours that carry vLLM's own name, `engine_args` anything else vLLM takes.
 
     Raises:
         TypeError: for a name in `engine_args` that vLLM has not, or that has its own argument here.
@@ -166,6 +166,6 @@ def build_engine_args(
 
 
 def _is_in_placement_group() -> bool:
-    """Whether Ray has a place for each worker, so that vLLM leaves them to Ray."""
+    """Return whether Ray has a place for each worker, so that vLLM leaves them to Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None

@@ -92,12 +92,12 @@ def __getattr__(name: str) -> Any:
 
 
 def pause_at_once(llm: AsyncLLM, mode: PauseMode) -> Coroutine[object, object, None]:
-    """As `pause_generation` without its nap of 20 ms, which is for callers who want outputs in a nicer order."""
+    """Do what `pause_generation` does, without its nap of 20 ms, for callers who want outputs in a nicer order."""
     return llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
 
 def num_unfinished_tokens(llm: AsyncLLM) -> int:
-    """Tokens that have come so far for requests in flight."""
+    """Return the number of tokens that have come so far for requests in flight."""
     states = list(llm.output_processor.request_states.values())
     return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
@@ -108,7 +108,7 @@ async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM
 
 
 def processes_of(llm: AsyncLLM) -> list[BaseProcess]:
-    """The engine's processes; none where there is no such engine yet."""
+    """Return the engine's processes; none where there is no such engine yet."""
     return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
 
 
@@ -203,7 +203,7 @@ class _Together:
         self._queue, self._index, self._queues, self._answers = queue, index, queues, answers
 
     def dequeue(self, timeout: float | None = None) -> object:
-        """This queue's answer, once all of them are there."""
+        """Return this queue's answer, once all of them are there."""
         if not self._answers:
             self._answers += [queue.dequeue(timeout=timeout) for queue in self._queues]
         return self._answers[self._index]

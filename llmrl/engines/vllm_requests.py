@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def sampling_params(sampling: SamplingConfig, budget: int) -> SamplingParams:
-    """vLLM's parameters for one completion of at most `budget` tokens.
+    """Return vLLM's parameters for one completion of at most `budget` tokens.
 
     Raises:
         ValueError: for a value that vLLM does not take, such as a temperature above 2.

@@ -35,7 +35,7 @@ def addition_problems(
 
 
 def is_last_number_right(completion: str, answer: str) -> float:
-    """1 when the last number in the completion is the answer.
+    """Return 1 when the last number in the completion is the answer.
 
     Example:
         >>> is_last_number_right("7 + 8 = 15", "15"), is_last_number_right("no idea", "15")

@@ -24,7 +24,7 @@ def countdown_problems(
     max_target: int = 1000,
     seed: int = 0,
 ) -> Sequence[Row]:
-    """Numbers, a target within reach, and an expression that reaches it; train and test share no problem.
+    """Return numbers, a target within reach, and an expression that reaches it; train and test share no problem.
 
     Raises:
         ValueError: for bounds that leave no problem.

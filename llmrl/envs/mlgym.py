@@ -142,13 +142,13 @@ def make_mlgym(
     container_type: str = "podman",
     **unknown: Never,
 ) -> MessageChatEnv:
-    """MLGym tasks as a `ChatEnv`; each conversation has a container of its own.
+    """Make a `ChatEnv` of MLGym tasks; each conversation has a container of its own.
 
     Args:
         task, tasks: one task's name, such as `prisonersDilemma`, or several.
         max_steps: commands to a conversation.
         reward_wrong_format: added for a reply without a command.
-        repeats: conversations a task: the group size.
+        repeats: conversations per task: the group size.
         seed, container_type: of MLGym.
 
     Raises:

@@ -132,7 +132,7 @@ class ReasoningGymProblems:
             scores.clear()
 
     def state_dict(self) -> StateDict:
-        """Levels, the scores since they rose, and the levels of the problems that were just drawn."""
+        """Return the levels, the scores since they rose, and the levels of the problems that were just drawn."""
         drawn = self._drawn_levels | {index: problem["level"] for index, problem in self._drawn.items()}
         return {"levels": dict(self.levels), "scores": {k: list(v) for k, v in self._scores.items()}, "drawn": drawn}
 

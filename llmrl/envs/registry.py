@@ -52,7 +52,7 @@ def make_task_env(
             called with those of `split`, `repeats`, `data` and `seed` that it has parameters for, and with the options.
         split: which of its problems: `train`, `test`, or what the hub's data have, such as `train[:-100]`.
         data: problems of one's own: a hub name, a file or folder, or rows.
-        repeats: conversations a problem: the group size.
+        repeats: conversations per problem: the group size.
         **options: the keywords of the environment's own `make_…_env`.
 
     Raises:

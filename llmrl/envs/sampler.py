@@ -89,7 +89,7 @@ class PromptSampler:
         return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
 
     def upcoming(self, count: int) -> list[int]:
-        """Positions of the next `count` draws, fewer where the data ends; nothing is drawn."""
+        """Return the positions of the next `count` draws, fewer where the data ends; nothing is drawn."""
         again = list(itertools.islice(self._again, count))
         stop = self._position + count - len(again)
         if isinstance(self.items, StreamedRows):
@@ -211,7 +211,7 @@ class PromptSampler:
 
 
 def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
-    """Names of all columns of a dataset's rows; where rows are made or read when drawn, those of the first.
+    """Return the names of all columns of a dataset's rows; where rows are made or read when drawn, those of the first.
 
     Example:
         >>> columns_of([{"query": "a"}, {"query": "b", "answer": "1"}])

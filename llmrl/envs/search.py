@@ -41,7 +41,7 @@ _FACTS = {
 
 
 def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], list[dict[str, str]]]:
-    """Documents about people that do not exist, and questions that they answer, each with its `answer`.
+    """Return documents about people that do not exist, and questions that they answer, each with its `answer`.
 
     Raises:
         ValueError: for fewer than two people, or more than there are names.
@@ -66,7 +66,7 @@ def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], li
 
 
 def is_answer_named(completion: str, answer: str) -> float:
-    """1 when the answer is a word of the completion.
+    """Return 1 when the answer is a word of the completion.
 
     Example:
         >>> is_answer_named("She lives in Oslo.", "Oslo"), is_answer_named("Oslofjord", "Oslo")
@@ -76,7 +76,7 @@ def is_answer_named(completion: str, answer: str) -> float:
 
 
 def has_searched(messages: Sequence[Message]) -> float:
-    """1 when a search since the question gave something.
+    """Return 1 when a search since the question gave something.
 
     Example:
         >>> has_searched(({"role": "tool", "content": "[1] Ada lives in Oslo."},)), has_searched(())

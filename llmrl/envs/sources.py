@@ -284,6 +284,6 @@ def _is_column(values: Any) -> bool:
 
 
 def _uncollated(value: object) -> object:
-    """Numbers as they were before they were collated into tensors."""
+    """Return the numbers as they were before they were collated into tensors."""
     value = plain(value)
     return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value

@@ -15,7 +15,7 @@ from llmrl.transforms import RubricReward
 def sum_of_digits_problems(
     num_problems: int = 1000, *, split: Split = "train", num_digits: int = 3, seed: int = 0
 ) -> list[dict[str, str]]:
-    """Numbers of `num_digits` digits, and the sums of their digits; train and test share no number.
+    """Return numbers of `num_digits` digits, and the sums of their digits; train and test share no number.
 
     Example:
         >>> sum_of_digits_problems(1)[0].keys()

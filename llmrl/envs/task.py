@@ -112,7 +112,7 @@ class TaskEnv(KnownArguments, TransformedEnv):
 def task_rows(
     dataset: Dataset, *, split: str | None, query: str, columns: Sequence[str] = (), subset: str | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of a task's dataset that have all columns, with the column `query` under that name.
+    """Return the rows of a task's dataset that have all columns, with the column `query` under that name.
 
     Raises:
         FileNotFoundError, ValueError: see `load_rows`.

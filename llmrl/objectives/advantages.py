@@ -308,7 +308,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         return not (self.drop_constant_groups and self._is_constant(columns))
 
     def _chosen(self, returns: Sequence[float], rows: Sequence[TensorDictBase] = ()) -> Sequence[int] | None:
-        """Places of the rollouts that are trained on; None where the group is too easy or too hard."""
+        """Return the places of the rollouts that are trained on; None where the group is too easy or too hard."""
         if self.candidate_group_size is None and self.keep_return_bounds is None:
             return range(len(returns))
         candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])

@@ -23,7 +23,7 @@ def aggregation_weights(
     fixed_length: int | None = None,
     group_of_sequence: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Weight of each trained token; the loss is the weighted sum of token losses.
+    """Return the weight of each trained token; the loss is the weighted sum of token losses.
 
     - `token_mean`: `1 / num_tokens` (DAPO, arXiv:2503.14476, equation 8);
     - `sequence_mean`: `1 / (num_sequences * length)` (GRPO, arXiv:2402.03300, equation 3); `prompt_mean` is TorchRL's

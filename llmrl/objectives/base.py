@@ -42,7 +42,7 @@ class MicroLoss:
         return total * 0.0 if self.is_repeated else total
 
     def detached(self) -> MicroLoss:
-        """Without the graph, so that one micro-batch's is held at a time."""
+        """Return it without the graph, so that one micro-batch's is held at a time."""
         return replace(self, losses={name: loss.detach() for name, loss in self.losses.items()})
 
     def to(self, device: torch.device | str) -> MicroLoss:
@@ -119,7 +119,7 @@ class LLMLoss(LossModule):
         """Return the batch's output, from its aggregated losses and its `[num_tokens]` measurements."""
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        """Nothing to forward: there is no value estimator."""
+        """Forward nothing: there is no value estimator."""
 
     def _weighted(self, inputs: LossInputs) -> LossInputs:
         """Give every trained token its share."""

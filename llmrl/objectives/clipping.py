@@ -13,7 +13,7 @@ from llmrl.objectives.ratios import bounded_exp
 
 
 def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """`(epsilon_low, epsilon_high)`, from one number or two.
+    """Return `(epsilon_low, epsilon_high)`, from one number or two.
 
     Raises:
         ValueError: when the low one is outside [0, 1] or the high one is negative.
@@ -31,7 +31,7 @@ def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float
 
 
 def clipped_log_ratio(log_ratio: torch.Tensor, epsilon_low: float, epsilon_high: float) -> torch.Tensor:
-    """`log clip(ratio, 1 - epsilon_low, 1 + epsilon_high)`; an `epsilon_low` of 1 means no lower bound."""
+    """Return `log clip(ratio, 1 - epsilon_low, 1 + epsilon_high)`; an `epsilon_low` of 1 means no lower bound."""
     lowest = math.log1p(-epsilon_low) if epsilon_low < 1 else -math.inf
     return log_ratio.clamp(lowest, math.log1p(epsilon_high))
 
@@ -43,7 +43,7 @@ def clipped_surrogate(
     epsilon_high: float,
     dual_clip: float | None = None,
 ) -> torch.Tensor:
-    """`-min(r A, clip(r) A)` of each token.
+    """Return `-min(r A, clip(r) A)` of each token.
 
     PPO (arXiv:1707.06347, equation 7), as in GRPO (arXiv:2402.03300, equation 3); with two bounds DAPO's Clip-Higher
     (arXiv:2503.14476, equation 10). With `dual_clip`, a number `c > 1`, what is minimized is bounded for negative
@@ -67,7 +67,7 @@ def clipped_importance(
     epsilon_low: float,
     epsilon_high: float,
 ) -> torch.Tensor:
-    """`-sg(clip(r)) A log pi` of each token: CISPO (MiniMax-M1, arXiv:2506.13585, equations 4 and 5).
+    """Return `-sg(clip(r)) A log pi` of each token: CISPO (MiniMax-M1, arXiv:2506.13585, equations 4 and 5).
 
     The clipped ratio is a constant weight, so a clipped token keeps its gradient, unlike in `clipped_surrogate`.
     """

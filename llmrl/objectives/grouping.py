@@ -82,7 +82,7 @@ class GroupKeys:
         return _identifier(row, default if self.group is None else self.group)
 
     def size(self, row: TensorDictBase, default: int) -> int:
-        """Rollouts that there will be of the row's group: as its collector counted them, or the default."""
+        """Return how many rollouts there will be of the row's group: as its collector counted them, or the default."""
         return int(row.get(self.num_in_group)) if has_entry(row, self.num_in_group) else default
 
     def rollout_values(

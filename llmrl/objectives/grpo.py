@@ -294,7 +294,7 @@ class GRPOLoss(LLMLoss):
         return (clipped != log_ratio).to(log_ratio.dtype)
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LLMLossOutput:
-        """Losses, and means over trained tokens."""
+        """Return the losses, and means over trained tokens."""
         log_weight, difference = measured.pop("log_weight"), measured.pop("difference")
         return self.output_type(
             ESS=effective_sample_size(log_weight),

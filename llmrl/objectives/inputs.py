@@ -177,7 +177,7 @@ def with_tokens(
 
 
 def at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    """Floating-point values in float32 or wider: exponentials of log-ratios overflow in float16, and round in bfloat16.
+    """Return values in float32 or wider: exponentials of log-ratios overflow in float16, and round in bfloat16.
 
     Example:
         >>> at_least_float32(torch.ones(1, dtype=torch.float16)).dtype

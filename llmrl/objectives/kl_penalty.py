@@ -126,5 +126,5 @@ class KLPenalty(Transform):
         ]
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """On the way into a replay buffer."""
+        """Apply it on the way into a replay buffer."""
         return self.forward(tensordict)

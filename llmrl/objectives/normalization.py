@@ -11,7 +11,7 @@ Normalization = Literal["std", "mean", "leave_one_out", "none"]
 
 
 def group_advantages(rewards: Sequence[float], normalization: Normalization = "std") -> list[float]:
-    """Advantage of each rollout of one group, from the rewards of its scored rollouts.
+    """Return the advantage of each rollout of one group, from the rewards of its scored rollouts.
 
     - `std`: `(r - mean) / std` (GRPO, arXiv:2402.03300, section 4.1.2), the unbiased standard deviation;
     - `mean`: `r - mean` (Dr. GRPO, arXiv:2503.20783, section 3.2);
@@ -44,7 +44,7 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
 
 
 def batch_normalized(advantages: Sequence[float]) -> list[float]:
-    """`(A - mean) / std` over the rollouts, or tokens, of a batch (REINFORCE++, arXiv:2501.03262, equation 10).
+    """Return `(A - mean) / std` over the rollouts, or tokens, of a batch (REINFORCE++, arXiv:2501.03262, equation 10).
 
     Example:
         >>> [round(value, 4) for value in batch_normalized([0.0, 0.0, 3.0])]

@@ -30,7 +30,7 @@ class LossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 def summarized(measured: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Means of measurements over trained tokens, sums of those that are counts (`num_...`)."""
+    """Return means of measurements over trained tokens, sums of those that are counts (`num_...`)."""
     return {name: column.sum() if name.startswith("num_") else column.mean() for name, column in measured.items()}
 
 

@@ -36,7 +36,7 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
-    """`log pi(o_t) - log pi_old(o_t)` of each token (GRPO, arXiv:2402.03300, equation 3).
+    """Return `log pi(o_t) - log pi_old(o_t)` of each token (GRPO, arXiv:2402.03300, equation 3).
 
     Example:
         >>> token_log_ratio(torch.tensor([-1.0]), torch.tensor([-1.5]))
@@ -90,7 +90,7 @@ def importance_weights(
     level: ImportanceLevel = "token",
     mode: ImportanceMode = "truncate",
 ) -> torch.Tensor:
-    """`pi_old / pi_sampler`, bounded: what the trainer makes of samples that another engine, or an older policy, drew.
+    """Return `pi_old / pi_sampler`, bounded: what samples are worth that another engine, or an older policy, drew.
 
     With `w` the ratio of a token, of its sequence (the product), or the geometric mean over its sequence:
 
@@ -162,7 +162,7 @@ def check_importance(cap: float, floor: float, level: str, mode: str) -> None:
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
-    """`(sum w)^2 / (n sum w^2)` in (0, 1]: 1 when all weights are equal (Kong, 1992; NaN for no token).
+    """Return `(sum w)^2 / (n sum w^2)` in (0, 1]: 1 when all weights are equal (Kong, 1992; NaN for no token).
 
     Example:
         >>> float(effective_sample_size(torch.zeros(4)))

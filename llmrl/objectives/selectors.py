@@ -73,7 +73,7 @@ class MCAdvantageSelector(KnownArguments):
         group_size: int,
         keep_return_bounds: tuple[float, float] | None = None,
     ) -> list[int] | None:
-        """Indices of the chosen candidates, ascending, all where there are no more than `group_size`.
+        """Return the indices of the chosen candidates, ascending, all where there are no more than `group_size`.
 
         Args:
             candidates: their returns, or a TensorDict with one element each, whose first entry of `in_keys` they are.
@@ -176,7 +176,7 @@ class TopKRewardSelector(KnownArguments, Transform):
         self.in_keys = [rollout_key if prompt_key is None else prompt_key, rewards_key]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Nothing: what is sampled from a buffer was selected when it was written."""
+        """Do nothing: what is sampled from a buffer was selected when it was written."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:

@@ -171,5 +171,5 @@ class SFTLoss(SequenceLoss):
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> SFTLossOutput:
-        """Losses, and the mean KL over trained tokens."""
+        """Return the losses, and the mean KL over trained tokens."""
         return SFTLossOutput(**losses, **summarized(measured))

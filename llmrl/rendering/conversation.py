@@ -205,7 +205,7 @@ class Conversation:
         return self._continued(num_kept, prompt_ids[num_kept:])
 
     def _continued(self, num_kept: int, context_ids: Sequence[int]) -> Conversation:
-        """Prompt with the first `num_kept` held tokens and these: append, realign or fork."""
+        """Return the prompt with the first `num_kept` held tokens and these: append, realign or fork."""
         num_answer = 0 if self.node is None else self.node.num_completion_tokens
         kind = classify(self._num_tokens, num_kept, num_answer, fork_threshold_tokens=self.fork_threshold_tokens)
         held = self._extendable() if kind == "clean" else self._rewritten(num_kept)

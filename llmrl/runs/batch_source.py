@@ -65,7 +65,7 @@ class BatchSource:
             }
 
     def take(self) -> Collected | None:
-        """What the next step trains on; None at the end of the data.
+        """Return what the next step trains on; None at the end of the data.
 
         Raises:
             Exception: whatever the collector raised.

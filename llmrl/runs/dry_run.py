@@ -34,7 +34,7 @@ _ROWS: dict[str, list[Row]] = {
 
 
 def as_dry_run(cfg: Config) -> Config:
-    """The same configuration for two steps on CPU: a tiny model, two groups, built-in problems, a temporary folder.
+    """Return the configuration for two steps on CPU: a tiny model, two groups, built-in problems, a temporary folder.
 
     What was asked of hardware is replaced, of the task and the algorithm nothing but how much of it there is.
     """
@@ -56,7 +56,7 @@ def as_dry_run(cfg: Config) -> Config:
 
 
 def plan_of(cfg: ScriptConfig) -> list[str]:
-    """What a configuration asks for, as its dry run prints it: engines, trainer, memory, batch."""
+    """Return what a configuration asks for, as its dry run prints it: engines, trainer, memory, batch."""
     engine, train, collect = cfg.engine, cfg.train, cfg.collect
     count = engine.num_replicas or 1
     where = "in Ray actors" if engine.use_ray else "here"
@@ -67,7 +67,7 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
     return [
         "dry run: this is what the configuration asks for, and what two tiny steps on the CPU stand for",
         f"  engines  {count} of {cfg.model.dtype}, {where}{shards}{share}; weights by {cfg.sync.transport}",
-        f"  trainer  {train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens a micro-batch"
+        f"  trainer  {train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens per micro-batch"
         + (f", sharded over {train.num_ranks} processes" if train.num_ranks > 1 else "")
         + (", gradient checkpointing" if train.gradient_checkpointing else ""),
         f"  memory   {_memory(cfg)}",
@@ -78,7 +78,7 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
 
 
 def _memory(cfg: ScriptConfig) -> str:
-    """What the trainer and an engine hold."""
+    """Return what the trainer and an engine hold."""
     model = shape_of(cfg)
     if model is None:
         return "of the trainer is known when the model is here, and a dense transformer"
@@ -100,14 +100,14 @@ def _tiny_model() -> str:
 
 
 def _temporary_folder() -> Path:
-    """A new folder that is gone when this process has ended, however it ends."""
+    """Return a new folder that is gone when this process has ended, however it ends."""
     folder = Path(tempfile.mkdtemp(prefix="llmrl-dry-run-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def with_differing_rewards(batch: TensorDictBase) -> TensorDictBase:
-    """A batch with something to learn: a random model's answers are all wrong, so their number is added."""
+    """Give a batch something to learn: a random model's answers are all wrong, so their number is added."""
     for row in batch.unbind(0) if batch.shape[0] else ():
         row["next", "reward"] = row["next", "reward"] + row["rollout", "sample_index"]
     return batch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that at least one of `k` answers is right, unbiased, from `num_samples` answers to one problem.
+    """Return the chance that at least one of `k` answers is right, unbiased, from `num_samples` answers to one problem.
 
     `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
 
@@ -27,7 +27,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def interval_of_mean(problem_means: Sequence[float], *, z: float = 1.96) -> tuple[float, float]:
-    """Confidence interval of a mean score in [0, 1]; 95 % at `z = 1.96`.
+    """Return the confidence interval of a mean score in [0, 1]; 95 % at `z = 1.96`.
 
     Answers to one problem are alike, so the problem is the unit (Miller 2024, "Adding Error Bars to Evals", section
     2.2); the interval is Wilson's (1927) at the sample size that this standard error amounts to, so that it is right
@@ -74,7 +74,7 @@ class Estimate:
 
 
 def estimate_of_mean(problem_means: Sequence[float]) -> Estimate:
-    """The mean of scores in [0, 1], one per problem, with `interval_of_mean`.
+    """Return the mean of scores in [0, 1], one per problem, with `interval_of_mean`.
 
     Example:
         >>> estimate_of_mean([0.5, 0.5]).mean

@@ -86,7 +86,7 @@ class EvaluationReport:
         )
 
     def to_metrics(self) -> dict[str, float]:
-        """What is worth a curve: `pass@1` and the ends of its 95 % interval, `reward`, `completion_tokens`, …."""
+        """Return what is worth a curve: `pass@1` and the ends of its 95 % interval, `reward`, `completion_tokens`."""
         metrics = rollout_metrics(self.rollouts)
         metrics |= {"completion_tokens": self.completion_tokens, "seconds": self.seconds}
         for k, estimate in self.pass_at.items():
@@ -94,7 +94,7 @@ class EvaluationReport:
         return metrics if self.reward is None else {**metrics, "reward": self.reward}
 
     def to_summary(self) -> dict[str, JSON]:
-        """Everything but the rollouts, as JSON has it."""
+        """Return everything but the rollouts, as JSON has it."""
         return {
             "num_problems": self.num_problems,
             "num_samples": self.num_samples,
@@ -203,7 +203,7 @@ class Evaluator:
 
 
 def metrics_of_evaluation(reports: Mapping[str, EvaluationReport]) -> dict[str, float]:
-    """All environments' metrics, as `eval/NAME/METRIC`."""
+    """Return all environments' metrics, as `eval/NAME/METRIC`."""
     named = ((name, report.to_metrics()) for name, report in reports.items())
     return {f"eval/{name}/{metric}": value for name, metrics in named for metric, value in metrics.items()}
 
@@ -259,7 +259,7 @@ class BestEvaluation:
         return self.patience is not None and num_since >= self.patience
 
     def state_dict(self) -> StateDict:
-        """What was seen."""
+        """Return what was seen."""
         return {"values": dict(self.values)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -108,7 +108,7 @@ class HealthLog:
             file.write(json.dumps(line) + "\n")
 
     def read(self) -> dict[int, dict[str, JSON]]:
-        """All steps' lines, by step; what is none, as the half line of a kill, is left out."""
+        """Return all steps' lines, by step; what is none, as the half line of a kill, is left out."""
         steps: dict[int, dict[str, JSON]] = {}
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         for line in lines:

@@ -17,7 +17,7 @@ _USABLE = 0.92
 
 
 def training_shape(cfg: ScriptConfig) -> TrainingShape:
-    """What a configuration says of the trainer."""
+    """Return what a configuration says of the trainer."""
     train = cfg.train
     longest = cfg.model.max_model_len or train.token_budget
     return TrainingShape(
@@ -33,7 +33,7 @@ def training_shape(cfg: ScriptConfig) -> TrainingShape:
 
 
 def shape_of(cfg: ScriptConfig) -> ModelShape | None:
-    """Of the model, where it is here and of a kind that can be planned."""
+    """Return the shape of the model, where it is here and of a kind that can be planned."""
     folder = ensure_embedded_model() if cfg.model.path == "embedded" else Path(cfg.model.path)
     try:
         return ModelShape.read(folder)
@@ -67,7 +67,7 @@ def check_fit(cfg: ScriptConfig) -> None:
 
 
 def lines_of(plan: MemoryPlan) -> Iterator[str]:
-    """The parts of a plan, the largest first."""
+    """Return the parts of a plan, the largest first."""
     parts = plan.lasting | plan.passing
     if plan.total == plan.loading:
         yield f"loading {plan.loading / GIB:.1f}"
@@ -76,7 +76,7 @@ def lines_of(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _gpu_memory() -> int | None:
-    """Bytes of the smallest GPU; CUDA is not touched, since engines have yet to be started."""
+    """Return the bytes of the smallest GPU; CUDA is not touched, since engines have yet to be started."""
     if shutil.which("nvidia-smi") is None:
         return None
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

@@ -56,7 +56,7 @@ class FolderLock:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether somebody holds the lock of a folder.
+    """Return whether somebody holds the lock of a folder.
 
     Example:
         >>> import tempfile

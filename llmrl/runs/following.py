@@ -32,7 +32,7 @@ Entered = TypeVar("Entered")
 
 
 def open_run(cfg: ScriptConfig, *, console: Console | None = None) -> Run | FollowingRun:
-    """A `Run`; in a trainer of several ranks, on all but the first, what follows it.
+    """Return a `Run`; in a trainer of several ranks, on all but the first, what follows it.
 
     Every rank goes through the same loop. The first has engines, collector and folder; the others are handed its
     batches, and take part in what all do to the model: training on them, sending and saving it.
@@ -84,7 +84,7 @@ class FollowingRun:
         in_background: bool = False,
         needs_batch: Callable[[], bool] = lambda: True,
     ) -> Iterator[tuple[int, TensorDictBase]]:
-        """The steps that the first rank makes, with its batches and its random numbers."""
+        """Return the steps that the first rank makes, with its batches and its random numbers."""
         while (given := handed_on(None)) is not None:
             self._step, batch, states = given
             restore_random_states(states)
@@ -98,7 +98,7 @@ class FollowingRun:
             save_tracked(self._tracked, Path(self.cfg.run.path), self._step)
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Nothing is measured here."""
+        """Measure nothing here."""
         return contextlib.nullcontext()
 
     def follow(self, update: Future[int]) -> int:
@@ -106,7 +106,7 @@ class FollowingRun:
         return update.result()
 
     def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
-        """Nothing is recorded here."""
+        """Record nothing here."""
         return {}
 
     is_due = staticmethod(Run.is_due)
@@ -148,7 +148,7 @@ class AbsentEngine:
         self._model = model
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._model)
@@ -161,7 +161,7 @@ class AbsentEngine:
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """Not here.
+        """Refuse: the engine is not here.
 
         Raises:
             EngineError: always.
@@ -169,7 +169,7 @@ class AbsentEngine:
         raise EngineError("only the first rank of a trainer has engines.")
 
     async def abort(self, request_id: str) -> None:
-        """Nothing runs here."""
+        """Do nothing: nothing runs here."""
 
     def shutdown(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: nothing is held here."""

@@ -71,26 +71,26 @@ class _History:
         return [step[name] for step in self.steps if name in step]
 
     def now(self, name: str) -> float | None:
-        """Of the last step."""
+        """Return a metric of the last step."""
         return self.steps[-1].get(name) if self.steps else None
 
     def recent(self, name: str) -> float | None:
-        """Mean of the last few steps; None where the last has no such metric."""
+        """Return the mean of the last few steps; None where the last has no such metric."""
         return None if self.now(name) is None else fmean(self.values(name)[-_NUM_SMOOTHED:])
 
     def began(self, name: str) -> float | None:
-        """Mean of the first few steps, once there are more."""
+        """Return the mean of the first few steps, once there are more."""
         values = self.values(name)
         return fmean(values[:_NUM_SMOOTHED]) if len(values) > _NUM_SMOOTHED else None
 
     def around(self, place: int, name: str) -> float | None:
-        """Mean of the few steps that end at a place; of the first few, where there were none before."""
+        """Return the mean of the few steps that end at a place; of the first few, where there were none before."""
         up_to = [step[name] for step in self.steps[: place + 1] if name in step]
         chosen = up_to[-_NUM_SMOOTHED:] or self.values(name)[:_NUM_SMOOTHED]
         return fmean(chosen) if chosen else None
 
     def best(self, name: str) -> float | None:
-        """The highest mean of a few steps in a row, before the last few; None where there are none."""
+        """Return the highest mean of a few steps in a row, before the last few; None where there are none."""
         values = self.values(name)[:-_NUM_SMOOTHED]
         windows = [values[end - _NUM_SMOOTHED : end] for end in range(_NUM_SMOOTHED, len(values) + 1)]
         return max(map(fmean, windows), default=None)
@@ -298,7 +298,7 @@ def _held_out(history: _History) -> Iterator[Finding]:
 
 
 def _fell(history: _History, name: str) -> Finding | None:
-    """What a metric of an evaluation says that is now below its best, although the reward of training is higher."""
+    """Return what metric of an evaluation is now below its best, although the reward of training is higher."""
     *earlier, last = [place for place, step in enumerate(history.steps) if name in step] or [0]
     if not earlier:
         return None

@@ -80,7 +80,7 @@ def register_schemas() -> None:
 
 
 def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
-    """The typed configuration of a composed one: of a resumed run its own, and of a dry run what that replaces.
+    """Return the typed configuration of a composed one: of a resumed run its own, and of a dry run what that replaces.
 
     Raises:
         ValueError: for an entry that there is none of, naming the nearest; for a value that is none of an entry's; and
@@ -96,7 +96,7 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
 
 
 def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
-    """Nested dicts, or hydra's, as a configuration class.
+    """Return nested dicts, or hydra's, as a configuration class.
 
     Raises:
         ValueError: for an entry that there is none of, naming the nearest; for a value that is none of an entry's.
@@ -128,7 +128,7 @@ def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
 
 
 def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """A sentence on an entry that there is none of; `elsewhere` has entries of all sections, by their last names."""
+    """Return a sentence on an entry that does not exist; `elsewhere` has all sections' entries, by their last names."""
     group, _, last = name.rpartition(".")
     near, other = nearest(last, known), nearest(last, elsewhere or ())
     if last == "reward_funcs":
@@ -141,7 +141,7 @@ def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None =
 
 
 def _entries(config_type: type[ScriptConfig]) -> dict[str, str]:
-    """All entries of a configuration's sections, by their last names; of several the first."""
+    """Return all entries of a configuration's sections, by their last names; of several the first."""
     entries: dict[str, str] = {}
     for section in dataclasses.fields(config_type):
         kind = _section_of(section, config_type)
@@ -151,7 +151,7 @@ def _entries(config_type: type[ScriptConfig]) -> dict[str, str]:
 
 
 def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
-    """For each entry of a command line that there is none of, what it may have been meant to be."""
+    """Return, for each entry of a command line that there is none of, what it may have been meant to be."""
     found = []
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")

@@ -50,7 +50,7 @@ _NUM_ROWS = 12
 
 
 def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> str:
-    """Values as a line of block characters, `low` and `high` being the lowest and highest block, gaps where none is.
+    """Return values as a line of block characters between `low` and `high`, with gaps where there is none.
 
     Example:
         >>> sparkline([0.0, 0.5, float("nan"), 1.0])
@@ -64,7 +64,7 @@ def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> st
 
 
 def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
-    """A conversation in a frame."""
+    """Return a conversation in a frame."""
     text = Text()
     for message in messages:
         text.append(f"{printable(message['role'])}: ", style="bold")
@@ -160,7 +160,7 @@ class LiveView:
         return [column for column in _COLUMNS if is_shown(column[1])]
 
     def _parts_of_reward(self) -> list[Text]:
-        """Mean and spread of each reward function at the last step, where there are several."""
+        """Return the mean and spread of each reward function at the last step, where there are several."""
         row = self._rows[-1] if self._rows else {}
         names = [name.removesuffix("_mean") for name in row if name.startswith("reward/") and name.endswith("_mean")]
         parts = (

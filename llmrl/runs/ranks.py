@@ -33,7 +33,7 @@ def start_ranks(cfg: ScriptConfig) -> None:
 
 
 def join_ranks(cfg: ScriptConfig) -> int:
-    """Meet the others that torchrun started: `cfg` is told how many there are, and the first one's folder. The rank."""
+    """Meet the others that torchrun started, tell `cfg` how many and the first one's folder, and return the rank."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo" if cfg.train.device == "cpu" else "cpu:gloo,cuda:nccl")
     rank, cfg.train.num_ranks = rank_and_size(_everybody())
@@ -42,18 +42,18 @@ def join_ranks(cfg: ScriptConfig) -> int:
 
 
 def leave_ranks() -> None:
-    """The end of a program that went well."""
+    """End a program that went well."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def this_rank() -> int:
-    """This process's; 0 has engines, collector and folder, and is the only one where the trainer is one process."""
+    """Return this process's rank; 0 has engines, collector and folder, and is alone where one process trains."""
     return rank_and_size(_everybody())[0]
 
 
 def handed_on(value: T) -> T:
-    """What the first rank calls this with, on every rank; they wait for it, however long it collects or evaluates."""
+    """Return on every rank what the first calls this with; they wait for it, however long it collects or evaluates."""
     group = _everybody()
     if group is None:
         return value
@@ -63,7 +63,7 @@ def handed_on(value: T) -> T:
 
 
 def _everybody() -> dist.ProcessGroup | None:
-    """All ranks, on the CPU; None where there is one."""
+    """Return all ranks, on the CPU; None where there is one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return _patient_group(dist.group.WORLD)

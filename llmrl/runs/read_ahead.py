@@ -35,7 +35,7 @@ class ReadAhead(Generic[Item]):
         self._thread.start()
 
     def take(self, *, wait: bool) -> Item | None:
-        """The next item; None at the end, or when it is not there yet and is not waited for.
+        """Return the next item; None at the end, or when it is not there yet and is not waited for.
 
         Raises:
             Exception: whatever the iterator raised.

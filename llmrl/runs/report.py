@@ -63,7 +63,7 @@ Results: TypeAlias = Mapping[str, Mapping[str, JSON]]
 
 
 def before_after_table(before: Results, after: Results) -> Table:
-    """Results of evaluations before and after training, side by side."""
+    """Return results of evaluations before and after training, side by side."""
     table = Table(title="on problems held out of training")
     for title in ("", "before", "after"):
         table.add_column(title, justify="left" if not title else "right")
@@ -83,7 +83,7 @@ def _number(result: Any) -> str:
 
 
 def resume_command(run_path: str, num_steps: int, argv: Sequence[str] | None = None) -> str:
-    """The command that continues a run: its configuration is in its folder.
+    """Return the command that continues a run: its configuration is in its folder.
 
     Example:
         >>> resume_command("runs/mine", 40, ["grpo-sync.py", "task=gsm8k", "train.num_steps=20"])
@@ -94,7 +94,7 @@ def resume_command(run_path: str, num_steps: int, argv: Sequence[str] | None = N
 
 
 def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str) -> None:
-    """One line a file: where it is and how to look at it or continue."""
+    """Print a line per file: where it is and how to look at it or continue."""
     tensorboard = folder.path / "tensorboard"
     lines = (
         ("curve", folder.curve_path, "open it in any picture viewer"),
@@ -110,7 +110,7 @@ def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str)
 
 
 def _activation_command() -> str | None:
-    """What puts this environment's `llmrl` and `python` first on the path; None where they are on it."""
+    """Return what puts this environment's `llmrl` and `python` first on the path; None where they are on it."""
     folder = Path(sys.prefix)
     if sys.prefix == sys.base_prefix or str(folder / "bin") in os.environ.get("PATH", "").split(os.pathsep):
         return None

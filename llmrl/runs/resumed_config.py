@@ -43,7 +43,7 @@ def save_config(cfg: ScriptConfig, folder: Path) -> None:
 
 
 def own_config(cfg: DictConfig) -> DictConfig:
-    """The configuration that a script's run has: `cfg` as hydra composed it, or, where it resumes, the run's own."""
+    """Return the configuration of a script's run: `cfg` as hydra composed it, or, where it resumes, the run's own."""
     if not cfg.resume or cfg.dry_run:
         return cfg
     overrides, config_folders = _command_line()
@@ -53,7 +53,7 @@ def own_config(cfg: DictConfig) -> DictConfig:
 def resumed_config(
     cfg: DictConfig | ScriptConfig, *, overrides: Sequence[str] | None = None, config_folders: Sequence[Path] = ()
 ) -> tuple[DictConfig, dict[str, tuple[object, object]]]:
-    """The configuration that a run in `run.path` goes on with, and what of it differs from before.
+    """Return the configuration that a run in `run.path` goes on with, and what of it differs from before.
 
     It is the saved one. What `overrides` name is changed: an entry (`train.learning_rate=1e-5`), or all entries that a
     file of `config_folders` gives (`hardware=gpu1`); `task=` only has to be the run's own. Entries that the saved
@@ -107,7 +107,7 @@ def resumed_config(
 
 
 def _command_line() -> tuple[list[str] | None, list[Path]]:
-    """The overrides that hydra was given and the folders that it composes from; None and no folder without hydra."""
+    """Return the overrides that hydra was given and the folders that it composes from; nothing without hydra."""
     if "hydra" not in sys.modules:
         return None, []
     from hydra.core.hydra_config import HydraConfig
@@ -120,7 +120,7 @@ def _command_line() -> tuple[list[str] | None, list[Path]]:
 
 
 def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence[Path]) -> list[Entries]:
-    """What the command line asks for, in its order, as nested dicts."""
+    """Return what the command line asks for, in its order, as nested dicts."""
     if overrides is None:
         return [composed]
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -144,7 +144,7 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
 
 
 def entries_of(path: Path) -> list[Entries]:
-    """The entries of a configuration's file, after those of the files beside it that it builds on (`defaults`)."""
+    """Return the entries of a configuration's file, after those of the files that it builds on (`defaults`)."""
     from omegaconf import OmegaConf
 
     own = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -154,7 +154,7 @@ def entries_of(path: Path) -> list[Entries]:
 
 
 def _completed(saved: Entries, composed: Entries) -> Entries:
-    """`saved`, with the entries of `composed` that it lacks; what is inside an entry, such as options, is its own."""
+    """Return `saved`, with the entries of `composed` that it lacks; what is inside an entry is its own."""
     completed = dict(composed) | saved
     for group, entries in composed.items():
         own = saved.get(group)
@@ -169,7 +169,7 @@ def _nested(name: str, value: object) -> Entries:
 
 
 def _flat(value: object, prefix: str = "") -> Entries:
-    """Leaves by dotted names; an empty dict is a leaf.
+    """Return leaves by dotted names; an empty dict is a leaf.
 
     Example:
         >>> _flat({"a": {"b": 1, "c": []}})

@@ -11,7 +11,7 @@ from llmrl.data import Rollout, StopReason, text_of
 
 
 def is_right(rollout: Rollout) -> bool:
-    """Whether an answer is right: it was scored, and its reward is 1 at least."""
+    """Return whether an answer is right: it was scored, and its reward is 1 at least."""
     return rollout.is_scored and rollout.reward >= 1.0
 
 
@@ -102,7 +102,7 @@ def _tool_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
 
 
 def _answer_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-    """How alike the answers to different prompts are: in how many groups the most frequent answer is found."""
+    """Return how alike the answers to different prompts are: in how many groups the most frequent answer is found."""
     answers: dict[str, set[str]] = defaultdict(set)
     for rollout in rollouts:
         said = [message for message in rollout.messages if message["role"] == "assistant"]

@@ -153,7 +153,7 @@ class Run:
         in_background: bool = False,
         needs_batch: Callable[[], bool] = lambda: True,
     ) -> Iterator[tuple[int, TensorDictBase]]:
-        """The steps to make, from 1, each with its batch, which is saved before it is given.
+        """Return the steps to make, from 1, each with its batch, which is saved before it is given.
 
         Of a resumed run the steps since the checkpoint come first, with the batches of then. The steps end early where
         the data does, or nothing is left to learn from; `why_stopped` says so.
@@ -233,7 +233,7 @@ class Run:
         return self._step, collected["batch"]
 
     def _end(self) -> None:
-        """What follows a step: a checkpoint when it is time."""
+        """Do what follows a step: save a checkpoint when it is time."""
         collected, self._collected = self._collected, None
         assert collected is not None
         if self._step % self.cfg.run.checkpoint_every == 0:
@@ -302,7 +302,7 @@ class Run:
 
     @staticmethod
     def is_due(step: int, every: int | None) -> bool:
-        """Whether something is to be done after this step; None is never.
+        """Return whether something is to be done after this step; None is never.
 
         Example:
             >>> [step for step in range(1, 7) if Run.is_due(step, 3)], Run.is_due(5, None)

@@ -47,7 +47,7 @@ def memory_kills() -> tuple[str, int]:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has begun in a folder: one whose engine did not start has not."""
+    """Return whether a run has begun in a folder: one whose engine did not start has not."""
     recorded = ("rollouts.jsonl", "metrics.csv", "batches/*")
     return any(any(path.glob(name)) for name in recorded)
 
@@ -138,7 +138,7 @@ class RunFolder:
             tracker.log_metrics(dict(grouped), step)
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """All steps' metrics; of a step logged twice (before and after a kill) the last."""
+        """Return all steps' metrics; of a step logged twice (before and after a kill) the last."""
         return self._table.read()
 
     # Rollouts
@@ -185,7 +185,7 @@ class RunFolder:
         write_atomically(self._batch_path(step), lambda path: save_state(path, dict(collected)))
 
     def load_batch(self, step: int) -> StateDict | None:
-        """What `save_batch` wrote for a step; None when it was not reached.
+        """Return what `save_batch` wrote for a step; None when it was not reached.
 
         Raises:
             DamagedFileError: when it is not what was written.
@@ -250,7 +250,7 @@ class RunFolder:
         )
 
     def load_set_aside(self, step: int) -> StateDict | None:
-        """The last batch of a step that was set aside; None when there is none."""
+        """Return the last batch of a step that was set aside; None when there is none."""
         paths = sorted(self.set_aside_path.glob(f"{step:06d}-*.safetensors"), key=lambda path: len(path.stem))
         mend = f"Remove it, and resume: step {step} is then collected from the prompts that it had."
         return load_state(paths[-1], mend=mend) if paths else None
@@ -273,7 +273,7 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def load_checkpoint(self) -> StateDict | None:
-        """The last checkpoint, memory-mapped; None before the first.
+        """Return the last checkpoint, memory-mapped; None before the first.
 
         Raises:
             DamagedFileError: when it is not what was written.
@@ -286,7 +286,7 @@ class RunFolder:
         write_atomically(self.summary_path, lambda path: path.write_text(json.dumps(summary, indent=2) + "\n"))
 
     def read_summary(self) -> StateDict:
-        """`summary.json`, empty when there is none.
+        """Return `summary.json`, empty when there is none.
 
         Raises:
             DamagedFileError: when it is not JSON.
@@ -338,7 +338,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_states() -> StateDict:
-    """States of Python's, numpy's and torch's random number generators, those of GPUs that are in use included."""
+    """Return the states of Python's, numpy's and torch's random number generators, and of GPUs' that are in use."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     return {**states, "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
 

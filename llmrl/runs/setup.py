@@ -34,7 +34,7 @@ _WEIGHT_TRANSFER: dict[str, bool | str] = {"direct": True, "ipc": "ipc", "files"
 
 
 def make_env(cfg: ScriptConfig) -> EnvBase:
-    """The task environment that is trained on: a group of answers to each problem.
+    """Make the task environment that is trained on: a group of answers to each problem.
 
     Raises:
         ValueError, TypeError: see `make_task_env`.
@@ -44,7 +44,7 @@ def make_env(cfg: ScriptConfig) -> EnvBase:
 
 
 def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
-    """What is evaluated, by name: the task's held-out problems, and `eval.envs`; `eval.num_samples` answers to each.
+    """Make what is evaluated, by name: the task's held-out problems, and `eval.envs`, `eval.num_samples` answers each.
 
     Raises:
         ValueError, TypeError: see `make_task_env`.
@@ -58,23 +58,23 @@ def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
 
 
 def model_folder(cfg: ScriptConfig) -> str:
-    """What transformers and vLLM load: `model.path`, or the folder of the embedded model."""
+    """Return what transformers and vLLM load: `model.path`, or the folder of the embedded model."""
     return str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
 
 
 def autocast_dtype(cfg: ScriptConfig) -> torch.dtype | None:
-    """What the trainer computes in over its float32 weights; None where that is float32, too."""
+    """Return what the trainer computes in over its float32 weights; None where that is float32, too."""
     return None if cfg.model.dtype == "float32" else torch.bfloat16
 
 
 def clip_bounds(cfg: GRPOConfig) -> tuple[float, float]:
-    """How far below and above 1 the ratio goes before it is clipped."""
+    """Return how far below and above 1 the ratio goes before it is clipped."""
     low, high = cfg.train.clip_epsilon, cfg.train.clip_epsilon_high
     return low, low if high is None else high
 
 
 def lora_config(cfg: ScriptConfig) -> LoRAConfig | None:
-    """The adapters that `model.lora` describes; None where all weights are trained."""
+    """Return the adapters that `model.lora` describes; None where all weights are trained."""
     lora = cfg.model.lora
     if lora.rank is None:
         return None
@@ -83,7 +83,7 @@ def lora_config(cfg: ScriptConfig) -> LoRAConfig | None:
 
 
 def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | EngineReplicas | AbsentEngine]:
-    """vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
+    """Start vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
 
     On ranks of a trainer above 0, which are handed batches, what stands for it.
 
@@ -112,7 +112,7 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
 
 
 def sync_scheme(cfg: ScriptConfig) -> VLLMWeightSyncScheme:
-    """How new weights reach the engines, as `sync` says."""
+    """Make what brings new weights to the engines, as `sync` says."""
     kept: dict[str, Any] = {
         "pause_mode": cfg.sync.pause_mode,
         "reset_running_requests": cfg.sync.reset_running_requests,
@@ -134,12 +134,12 @@ class PolicyFactory:
     sampling: SamplingConfig
 
     def __call__(self) -> vLLMWrapper:
-        """The policy."""
+        """Make the policy."""
         return vLLMWrapper(self.registry.connect(), renderer=self.renderer, generate_kwargs=self.sampling)
 
 
 def make_collector(cfg: ScriptConfig, env: EnvBase, *, policy: vLLMWrapper, **arguments: Any) -> LLMCollector:
-    """`LLMCollector(env, policy=policy, **arguments)`, or with `collect.num_collectors` the same on Ray.
+    """Make `LLMCollector(env, policy=policy, **arguments)`, or with `collect.num_collectors` the same on Ray.
 
     There each actor builds an environment (`make_env`) and a policy of its own, over the engines that this one has. The
     rewards of a dry run are made to differ, so that there is something to learn.
@@ -167,7 +167,7 @@ def _after(first: Postproc, then: Postproc) -> Postproc:
 
 
 def ray_config(cfg: ScriptConfig) -> dict[str, object]:
-    """Arguments of `ray.init`: the cluster at `ray.address`, or a new one on this machine, even where one runs."""
+    """Return the arguments of `ray.init`: the cluster at `ray.address`, or a new one here, even where one runs."""
     if cfg.ray.address is None:
         return {"address": "local", "include_dashboard": False}
     return {"address": cfg.ray.address}

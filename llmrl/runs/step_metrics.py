@@ -24,7 +24,7 @@ _OLD_LOG_PROBS = ("old_log_probs", "full")
 
 
 def metrics_of(learned: Learned) -> dict[str, float]:
-    """One row of metrics: of several updates counts are added, `is_skipped` is whether all were, others are means.
+    """Return one row of metrics: of several updates counts are added, and others averaged, save `is_skipped`: all were.
 
     What compares trainer and engine is of the first update: the later ones have moved away from what was sampled.
 
@@ -113,7 +113,7 @@ def _devices() -> range:
 
 
 def _peak_memory() -> int:
-    """Bytes: on GPUs of the step, and of the one that held most; else of this process so far."""
+    """Return bytes: on GPUs of the step, and of the one that held most; else of this process so far."""
     if devices := _devices():
         return max(map(torch.cuda.max_memory_allocated, devices))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -121,7 +121,7 @@ def _peak_memory() -> int:
 
 
 def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) -> bool:
-    """Whether a step's metrics of a split were logged, by step, before a kill; they come after its rollouts.
+    """Return whether a step's metrics of a split were logged, by step, before a kill; they come after its rollouts.
 
     Example:
         >>> is_logged({1: {"policy_version": 1.0}}, 1, "train"), is_logged({}, 1, "eval/sums")
@@ -134,7 +134,7 @@ def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) 
 
 
 def log_probs_before(learned: Learned, batch: TensorDictBase) -> list[torch.Tensor] | None:
-    """The trainer's log-probs before a step's updates, `[num_tokens]` a row of the batch; None where unknown."""
+    """Return the trainer's log-probs before a step's updates, `[num_tokens]` per row of the batch; None where unknown."""
     if has_entry(batch, _OLD_LOG_PROBS):
         return [row[_OLD_LOG_PROBS] for row in batch.unbind(0)]
     reports = [learned] if isinstance(learned, TrainStepReport) else learned

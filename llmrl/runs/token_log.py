@@ -118,12 +118,12 @@ class TokenLog:
         return self.path / (f"{step:06d}.npz" if split == "train" else f"{step:06d}-{quote(split, safe='')}.npz")
 
     def steps(self) -> list[tuple[int, str]]:
-        """Steps and splits that were kept, in order."""
+        """Return steps and splits that were kept, in order."""
         stems = (path.stem.partition("-") for path in self.path.glob("[0-9]*.npz"))
         return sorted((int(step), unquote(split) or "train") for step, _, split in stems)
 
     def read(self, step: int, split: str = "train") -> list[TokenRow]:
-        """The rows of a step.
+        """Return the rows of a step.
 
         Raises:
             FileNotFoundError: when that step was not kept.
@@ -148,7 +148,7 @@ class TokenLog:
 
 
 def _advantage(row: TensorDictBase) -> float:
-    """The row's, of advantages of tokens their mean over trained ones; NaN where there is none."""
+    """Return the row's advantage, of tokens' advantages their mean over trained ones; NaN where there is none."""
     advantage = row.get("advantage", None)
     if advantage is None:
         return math.nan

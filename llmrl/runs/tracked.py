@@ -31,16 +31,16 @@ class Stateful(Protocol):
     """What a checkpoint can hold."""
 
     def state_dict(self) -> StateDict:
-        """Everything needed to go on, as `llmrl.runs.state_file` can write it, and sharded tensors."""
+        """Return everything needed to go on, as `llmrl.runs.state_file` can write it, and sharded tensors."""
         ...
 
     def load_state_dict(self, state_dict: StateDict) -> object:
-        """The reverse of `state_dict`."""
+        """Continue from a saved state."""
         ...
 
 
 def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> StateDict:
-    """The states of a loop's objects, for the checkpoint's file; what is sharded every rank writes to a folder of it.
+    """Return the states of a loop's objects for the checkpoint's file; every rank writes its shards to a folder.
 
     Args:
         tracked: by name. Where one has sharded tensors, all ranks call this.
@@ -115,7 +115,7 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
 
 
 def _layouts(tracked: Mapping[str, Stateful]) -> Iterator[tuple[Place, DTensor]]:
-    """How tensors of states are sharded here; of an optimizer, by the place of what it keeps of each parameter."""
+    """Return how tensors of states are sharded here; of an optimizer, by the place of what it keeps per parameter."""
     for name, one in tracked.items():
         if isinstance(one, torch.optim.Optimizer):
             parameters = [parameter for group in one.param_groups for parameter in group["params"]]
@@ -126,7 +126,7 @@ def _layouts(tracked: Mapping[str, Stateful]) -> Iterator[tuple[Place, DTensor]]
 
 
 def _names(shards: Mapping[Place, DTensor]) -> list[tuple[Place, str]]:
-    """What each tensor is called in the files; weights that are tied are one."""
+    """Return what each tensor is called in the files; weights that are tied are one."""
     first: dict[int, str] = {}
     names = [
         (place, first.setdefault(tensor.to_local().data_ptr(), "/".join(map(str, place))))
@@ -138,7 +138,7 @@ def _names(shards: Mapping[Place, DTensor]) -> list[tuple[Place, str]]:
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """CRC-32 of each file of a folder; ranks share the reading."""
+    """Return CRC-32 of each file of a folder; ranks share the reading."""
     rank, num_ranks = rank_and_size(dist.group.WORLD if dist.is_initialized() else None)
     own = {path.name: _crc(path) for path in sorted(folder.glob("*.safetensors"))[rank::num_ranks]}
     held = [own] * num_ranks

@@ -86,7 +86,7 @@ class CSVTracker:
         write_atomically(self.path, write)
 
     def read(self) -> list[dict[str, float]]:
-        """All steps' metrics; of a metric that was logged twice (before and after a kill) the last.
+        """Return all steps' metrics; of a metric that was logged twice (before and after a kill) the last.
 
         Raises:
             DamagedFileError: when it is no table of steps.
@@ -99,10 +99,10 @@ class CSVTracker:
         return list(steps.values())
 
     def close(self) -> None:
-        """Nothing: every row is written at once."""
+        """Do nothing: every row is written at once."""
 
     def _read_rows(self) -> tuple[list[dict[str, str]], list[str]]:
-        """Rows and columns; a row that is cut short, or of which something is no number, is left out."""
+        """Return the rows and columns; a row that is cut short, or of which something is no number, is left out."""
         if not self.path.exists():
             return [], []
         text = self.path.read_bytes().decode(errors="replace")
@@ -125,7 +125,7 @@ def _is_whole(row: list[str], names: list[str]) -> bool:
 
 
 def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
-    """Trackers of the run in a folder; a run that was tracked before is continued, also where the folder was moved.
+    """Open the trackers of a folder's run; one that was tracked before is continued, also where the folder was moved.
 
     Args:
         names: `"tensorboard"` writes into the folder. `"wandb"` obeys its own settings, such as `WANDB_MODE=offline`,
@@ -200,7 +200,7 @@ _OPENERS: dict[str, Callable[[Path], Tracker]] = {
 
 
 def _run_id(path: Path) -> str:
-    """What trackers know the run by, kept in its folder."""
+    """Return what trackers know the run by, kept in its folder."""
     file = path / "run_id"
     if not file.exists():
         file.write_text(secrets.token_hex(4))

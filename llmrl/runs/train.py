@@ -186,7 +186,7 @@ def _dataset_of(env: EnvBase | MixedEnv) -> DatasetChatEnv | DataLoadingPrimer |
 
 
 def _check_envs(env: EnvBase | MixedEnv, eval_envs: Mapping[str, EnvBase]) -> int:
-    """The number of answers to each prompt that is trained on."""
+    """Return the number of answers to each prompt that is trained on."""
     prompts = _dataset_of(env).prompts
     if prompts.num_samples < 2:
         raise ValueError(
@@ -211,7 +211,7 @@ def _train(
     own_engine: Engine | None,
     console: Console | None,
 ) -> None:
-    """What `main` of the script does, of environments and an engine that are there; a test holds the two together."""
+    """Do what `main` of the script does, with environments and an engine that are there; a test compares them."""
     with open_run(cfg, console=console) as run:
         device = TrainerDevice(cfg)
         engine: Any = run.enter(start_engine(cfg)) if own_engine is None else own_engine

@@ -25,7 +25,7 @@ class GpuReservation:
     """What runs in an actor that keeps a GPU free of other actors: nothing."""
 
     def gpu(self) -> str:
-        """The GPU that Ray gave it."""
+        """Return the GPU that Ray gave it."""
         import ray
 
         return str(ray.get_gpu_ids()[0])
@@ -86,7 +86,7 @@ class TrainerDevice:
 
 
 def local_gpu_index(gpu: str, visible: str | None) -> int:
-    """The number by which this process knows a GPU of this host.
+    """Return the number by which this process knows a GPU of this host.
 
     Args:
         gpu: the host's name for it.

@@ -108,7 +108,7 @@ def delegated_group() -> tuple[Path, int]:
 
 
 def _mounted(path: str, version: int) -> Path | None:
-    """Where a group is in the file system."""
+    """Return where a group is in the file system."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         first, _, second = line.partition(" - ")
         (kind, _, options), (root, folder) = second.split()[:3], first.split()[3:5]

@@ -49,7 +49,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """`mount(2)`.
+    """Call `mount(2)`.
 
     Raises:
         OSError: where the kernel does not allow it.
@@ -60,14 +60,14 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def mount_private_tmp(target: str, num_bytes: int, owner: int) -> None:
-    """An empty file system in memory, of limited size and number of files, that belongs to one user."""
+    """Mount an empty file system in memory, of limited size and number of files, that belongs to one user."""
     # An empty file takes no block and a kilobyte of the kernel's memory.
     options = f"size={num_bytes},nr_inodes={max(1024, num_bytes >> 12)},mode=700,uid={owner},gid={owner}"
     mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def mount_own_proc() -> None:
-    """`/proc` of this process's own namespace, read-only; where the kernel refuses, none."""
+    """Mount `/proc` of this process's own namespace, read-only; where the kernel refuses, none."""
     try:
         mount("proc", "/proc", "proc", _MS_READ_ONLY | _MS_NOSUID | _MS_NODEV)
     except OSError:
@@ -80,7 +80,7 @@ def set_parent_death_signal(number: int) -> None:
 
 
 def be_killed_first() -> None:
-    """When memory runs out, have the kernel end this process, and what comes from it, before others.
+    """Have the kernel end this process, and what comes from it, before others when memory runs out.
 
     Limits bound each process and not their sum. Where `/proc` can be written later on, this can be taken back.
     """
@@ -99,7 +99,7 @@ def become_reaper() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """No program that is started from here on gains privileges by its file."""
+    """Let no program that is started from here on gain privileges by its file."""
     _check(_libc.prctl(_PR_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
@@ -126,14 +126,14 @@ def drop_capabilities(*, keep: int | None = None) -> None:
 
 
 def map_to_root(user: int, group: int) -> None:
-    """In a new user namespace, be its root; nobody else exists in it."""
+    """Become root of a new user namespace; nobody else exists in it."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 
 
 def is_below(path: str, folders: Iterable[str]) -> bool:
-    """Whether `path` is one of `folders` or in one.
+    """Return whether `path` is one of `folders` or in one.
 
     Example:
         >>> is_below("/usr/lib", ["/usr"]), is_below("/usr", ["/usr"]), is_below("/usr2", ["/usr"])
@@ -205,7 +205,7 @@ _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock; 0 where it has none.
+    """Return the version of the kernel's Landlock; 0 where it has none.
 
     Example:
         >>> landlock_version() >= 0

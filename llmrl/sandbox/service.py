@@ -37,7 +37,7 @@ class PythonResult:
     """`timeout` or `died` when the interpreter, and its variables, are gone."""
 
     def as_dict(self) -> dict[str, bool | int | str]:
-        """As TorchRL's service answers."""
+        """Return it as TorchRL's service answers."""
         return {
             "success": self.is_success, "stdout": self.stdout, "stderr": self.stderr, "returncode": self.returncode,
         }  # fmt: skip

@@ -185,7 +185,7 @@ class Supervisor:
         }
 
     def _watch(self, kept: list[KeptOutput], deadline: float) -> tuple[dict[str, int] | None, str]:
-        """Until the interpreter answers, dies, or its time is up; the answer, and why there is none."""
+        """Wait until the interpreter answers, dies, or its time is up; return the answer, and why there is none."""
         poller = select.poll()
         channel, service = self._channel.fileno(), self.service.fileno()
         poller.register(channel, select.POLLIN)
@@ -212,7 +212,7 @@ class Supervisor:
         return None, "timeout"
 
     def _drain(self, kept: list[KeptOutput]) -> None:
-        """What was written before the end; no more than a pipe holds."""
+        """Return what was written before the end; no more than a pipe holds."""
         for (read_end, _), output in zip(self._outputs, kept, strict=True):
             for _ in range(16):
                 data = _read(read_end)

@@ -79,7 +79,7 @@ def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
 
 
 def _start(settings: Settings, service: socket.socket, joining: int, *, is_root: bool) -> None:
-    """In a fork: join a control group by writing to a descriptor, become a supervisor, and never return."""
+    """Join, in a fork, a control group by writing to a descriptor, become a supervisor, and never return."""
     try:
         try:
             os.write(joining, b"0")

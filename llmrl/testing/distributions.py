@@ -55,7 +55,7 @@ def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0
 
 
 def answers_of_length(draw: Draw, *, token_id: int = 1, end_token_id: int | None = None) -> Callable[..., list[int]]:
-    """A script for a `ScriptedEngine`: answers of drawn length (at least one token), ended by `end_token_id`.
+    """Make a script for a `ScriptedEngine`: answers of drawn length (at least one token), ended by `end_token_id`.
 
     Example:
         >>> answers_of_length(log_normal(3.0, 0.0), end_token_id=2)([7, 7])

@@ -41,7 +41,7 @@ class EmbeddedModelError(RuntimeError):
 
 
 def default_home() -> Path:
-    """The folder for what llmrl keeps between runs: `$LLMRL_HOME`, or `llmrl` in the user's cache directory.
+    """Return the folder for what llmrl keeps between runs: `$LLMRL_HOME`, or `llmrl` in the user's cache directory.
 
     Example:
         >>> default_home().is_absolute()
@@ -55,7 +55,7 @@ def default_home() -> Path:
 
 
 def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
-    """Where the converted model is, or will be.
+    """Return where the converted model is, or will be.
 
     Example:
         >>> model_folder("/cache").name
@@ -66,7 +66,7 @@ def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
 
 
 def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of SmolLM2-135M-Instruct in bfloat16, converted at the first call (about 15 s, 270 MB).
+    """Return the folder of SmolLM2-135M-Instruct in bfloat16, converted at the first call (about 15 s, 270 MB).
 
     The folder appears whole or not at all: it is written beside its final place and renamed. Processes that ask at
     the same time wait for the one that converts; what a killed one left behind is removed by the next.
@@ -98,7 +98,7 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_intact(folder: Path, *, check_content: bool = False) -> bool:
-    """Whether the folder holds every file of its manifest at its size and, when asked, with its SHA-256.
+    """Return whether the folder holds every file of its manifest at its size and, when asked, with its SHA-256.
 
     Example:
         >>> is_intact(Path("/no/such/folder"))

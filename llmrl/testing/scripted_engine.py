@@ -128,7 +128,7 @@ class ScriptedEngine:
             flight.hold()
 
     async def progress(self) -> int | None:
-        """A number that changes with every token that is due; None while none is: idle, or paused."""
+        """Return a number that changes with every token that is due; None while none is: idle, or paused."""
         if self._is_paused or not self._in_flight:
             return None
         return self._num_tokens + sum(flight.num_done() for flight in self._in_flight.values())
@@ -162,7 +162,7 @@ class ScriptedEngine:
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """The next answer, cut to the budget and at the first stop token or stop string.
+        """Give the next answer, cut to the budget and at the first stop token or stop string.
 
         Raises:
             ValueError: when the prompt leaves no room, or a `request_id` is in flight.
@@ -207,7 +207,7 @@ class ScriptedEngine:
             flight.abort()
 
     def shutdown(self) -> None:
-        """Requests in flight and later ones raise `EngineError`. May be called twice."""
+        """End; requests in flight and later ones raise `EngineError`. May be called twice."""
         self._is_shut_down = True
         for flight in list(self._in_flight.values()):
             flight.abort()

@@ -81,11 +81,11 @@ class Flight:
         self.loop.call_soon_threadsafe(self._finish)
 
     def add_version(self, version: int) -> None:
-        """Tokens due from now on have `version`."""
+        """Give tokens that are due from now on `version`."""
         self._versions_since.append((self.elapsed_s, version))
 
     def num_done(self) -> int:
-        """Tokens due by now, were they sampled at a steady pace."""
+        """Return the number of tokens due by now, were they sampled at a steady pace."""
         if self.latency_s <= 0:
             return self.num_tokens
         if math.isinf(self.latency_s):
@@ -93,7 +93,7 @@ class Flight:
         return min(self.num_tokens, int(self.num_tokens * self.elapsed_s / self.latency_s))
 
     def versions(self, num_done: int) -> list[int]:
-        """[num_done] version of each token: that of the weights when it was due."""
+        """Return the [num_done] version of each token: that of the weights when it was due."""
         if len(self._versions_since) == 1:
             return [self._versions_since[0][1]] * num_done
         versions = []

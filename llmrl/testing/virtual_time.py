@@ -30,7 +30,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._clock)
 
     def time(self) -> float:
-        """Seconds slept so far."""
+        """Return the seconds slept so far."""
         return self._clock.now_s
 
 

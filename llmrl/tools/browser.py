@@ -52,7 +52,7 @@ async def _close_pop_up(page: Page) -> None:
 
 
 def find_chromium() -> str | None:
-    """Path of the system's Chromium or Chrome; None where there is none."""
+    """Return the path of the system's Chromium or Chrome; None where there is none."""
     return next((path for name in _PROGRAMS if (path := shutil.which(name)) is not None), None)
 
 

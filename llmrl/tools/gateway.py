@@ -108,7 +108,7 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> int:
-        """Listen; the port."""
+        """Listen, and return the port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_MAX_HEAD_BYTES)
         return self._server.sockets[0].getsockname()[1]
 
@@ -133,7 +133,7 @@ class Gateway:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request a connection, so that no second one goes unseen."""
+        """Serve one request per connection, so that no second one goes unseen."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         request, _, fields = head.partition("\r\n")
         method, target, _ = request.split(" ", 2)
@@ -169,7 +169,7 @@ class Gateway:
 
 
 def _closing(fields: str) -> str:
-    """Header fields such that the server closes after its answer."""
+    """Return header fields such that the server closes after its answer."""
     lines = fields.split("\r\n")
     if any(line.lower().startswith("upgrade:") for line in lines):
         return fields

@@ -123,7 +123,7 @@ class _Connection:
         self._is_forgotten = True
 
     async def open(self) -> list[mcp_types.Tool]:
-        """Connect; the server's tools.
+        """Connect, and return the server's tools.
 
         Raises:
             ConnectionError: when it cannot be reached.
@@ -206,7 +206,7 @@ class _Connection:
         raise AssertionError("unreachable")
 
     async def _is_lost(self, error: MCPError) -> bool:
-        """Whether an error is of the connection, or a server's own, which may have the same code: it is asked again."""
+        """Return whether an error is of the connection; a server's own may have the same code, so it is asked again."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 

@@ -38,7 +38,7 @@ class MCPServer(TypedDict, total=False):
 async def make_client(
     server: MCPServer, stack: contextlib.AsyncExitStack, *, when_forgotten: Callable[[], None]
 ) -> Client:
-    """A client of the official SDK; `when_forgotten` is called when an HTTP server has forgotten its session."""
+    """Make a client of the official SDK; `when_forgotten` is called when an HTTP server has forgotten its session."""
     from mcp import Client, StdioServerParameters
 
     if "command" in server:
@@ -95,7 +95,7 @@ class BoundedLines(codecs.IncrementalDecoder):
         self._num_bytes, self._beginning, self._is_cut = 0, b"", False
 
     def decode(self, data: Buffer, final: bool = False) -> str:
-        """The text of what came; of a line that is too long its beginning, and then an error."""
+        """Return the text of what came; of a line that is too long its beginning, and then an error."""
         texts = []
         *lines, rest = bytes(data).split(b"\n")
         for piece in (*(line + b"\n" for line in lines), rest):
@@ -113,7 +113,7 @@ class BoundedLines(codecs.IncrementalDecoder):
 
 
 def _error_for(beginning: bytes) -> str:
-    """The answer to the request that a message of this beginning answers; nothing where that is not to be seen."""
+    """Return the answer to the request that a message of this beginning answers; nothing where it cannot be told."""
     found = _ID.search(beginning)
     if found is None:
         return ""

@@ -36,7 +36,7 @@ def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
 
 
 def as_text(value: object) -> str:
-    """Text as it is, nothing as nothing, anything else as JSON, or else as Python prints it.
+    """Return text as it is, nothing as nothing, anything else as JSON, or else as Python prints it.
 
     Raises:
         TypeError: for an object, or one within, that Python prints as its place in memory.

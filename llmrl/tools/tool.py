@@ -176,7 +176,7 @@ class InstanceTools:
 
 
 def collect_tools(tools: Iterable[object]) -> list[Tool]:
-    """Tools from tools, functions and classes.
+    """Make tools from tools, functions and classes.
 
     Raises:
         TypeError: for anything else.
@@ -257,7 +257,7 @@ class Signature:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Titles repeat names, and cost tokens in every prompt. A property that is named so stays."""
+    """Remove titles, which repeat names and cost tokens in every prompt. A property that is named so stays."""
     if isinstance(schema, list):
         return [_without_titles(part) for part in schema]
     if not isinstance(schema, dict):

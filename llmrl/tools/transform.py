@@ -178,7 +178,7 @@ class ToolTransform(KnownArguments, Transform):
         return _like(next_tensordict, next_elements)
 
     def _with_answers(self, prompt: History, answers: list[Message], turn: int) -> History:
-        """The prompt with the answers right after the calls; what the environment said to them comes after."""
+        """Return the prompt with the answers right after the calls; what the environment said to them comes after."""
         [chat] = flatten(prompt.chats)
         place = turn
         while place < len(chat) and chat[place]["role"] == self.tool_role:
@@ -227,7 +227,7 @@ class ToolTransform(KnownArguments, Transform):
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
     ) -> list[Message]:
-        """The tool messages that answer an assistant message, in the order of its calls; never raises.
+        """Return the tool messages that answer an assistant message, in the order of its calls; never raises.
 
         Args:
             message: the assistant's.
@@ -296,7 +296,7 @@ class ToolTransform(KnownArguments, Transform):
         self.counts.update(("calls", *kinds))
 
     def tool_message(self, text: str, *, name: str | None = None, tool_call_id: str | None = None) -> Message:
-        """An answer as a message: bounded, and such that any tokenizer takes it."""
+        """Return an answer as a message: bounded, and such that any tokenizer takes it."""
         content = truncate(encodable(text), self.max_output_chars, self.truncate_side)
         message: dict[str, object] = {"role": self.tool_role, "content": content}
         if name is not None:

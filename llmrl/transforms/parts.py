@@ -23,7 +23,7 @@ def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
 
 
 def reads_turns(env: EnvBase) -> bool:
-    """Whether a part of an environment may read a turn's tensors: its tokens, log-probs, masks and policy versions.
+    """Return whether a part of an environment may read a turn's tensors: tokens, log-probs, masks, policy versions.
 
     Parts of ours that do have an attribute `reads_turns`. Of anybody else's nobody knows, so they count as reading.
 
@@ -38,7 +38,7 @@ def reads_turns(env: EnvBase) -> bool:
 
 
 def is_ours(part: EnvBase | Transform) -> bool:
-    """Whether a part of an environment is of a class of this library, not of a user's that derives from one."""
+    """Return whether a part of an environment is of a class of this library, not of a user's that derives from one."""
     return type(part).__module__.startswith("llmrl.")
 
 

@@ -61,7 +61,7 @@ class PackedLayout:
         return cls(tuple(names), tuple(dtypes), tuple(shapes), tuple(offsets), end)
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each `(name, tensor)` as a view of `buffer` ([num_bytes] uint8)."""
+        """Return each `(name, tensor)` as a view of `buffer` ([num_bytes] uint8)."""
         for name, dtype, shape, offset in zip(self.names, self.dtypes, self.shapes, self.offsets, strict=True):
             size = torch.Size(shape).numel() * dtype.itemsize
             yield name, buffer[offset : offset + size].view(dtype).view(shape)
@@ -70,7 +70,7 @@ class PackedLayout:
     def from_plain(
         cls, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> PackedLayout:
-        """The layout that `to_plain` described.
+        """Return the layout that `to_plain` described.
 
         Example:
             >>> layout = PackedLayout.of([("a", torch.float32, (3,))])
@@ -81,7 +81,7 @@ class PackedLayout:
         return cls.of(zip(names, dtypes, shapes, strict=True))
 
     def to_plain(self) -> dict[str, list]:
-        """As lists that travel through JSON or msgpack."""
+        """Return it as lists that travel through JSON or msgpack."""
         return {
             "names": list(self.names),
             "dtype_names": [str(dtype).removeprefix("torch.") for dtype in self.dtypes],
@@ -96,7 +96,7 @@ def write_tag(buffer: torch.Tensor, tag: str) -> None:
 
 
 def read_tag(buffer: torch.Tensor) -> str:
-    """The tag in the header.
+    """Return the tag in the header.
 
     Example:
         >>> buffer = torch.zeros(64, dtype=torch.uint8)

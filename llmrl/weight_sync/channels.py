@@ -81,7 +81,7 @@ class Channel(ABC):
 
     @abstractmethod
     def roll_back(self) -> None:
-        """The staged weights did not come into use."""
+        """Take back the staged weights, which did not come into use."""
 
     @abstractmethod
     def connect(self, client: Client) -> Connection:
@@ -155,7 +155,7 @@ class MemoryChannel(Channel):
         self._tag = ""
 
     def staged(self) -> tuple[SharedBuffer, TransferInfo]:
-        """The weights, and what a worker needs to know of them.
+        """Return the weights, and what a worker needs to know of them.
 
         Raises:
             RuntimeError: before the first `stage`, or when it failed.
@@ -203,7 +203,7 @@ class _SharedMemory:
         self._client.update_weights({"path": shared.path, **described})
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class _Broadcast:
@@ -278,7 +278,7 @@ class FileChannel(Channel):
         return _Files(self, client)
 
     def close(self) -> None:
-        """The files stay."""
+        """Do nothing: the files stay."""
 
 
 class _Files:
@@ -293,7 +293,7 @@ class _Files:
         take_file(self._client, self._channel.worker_folder, self._channel.pointer)
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def take_file(client: Client, folder: str, pointer: BufferPointer) -> None:
@@ -325,15 +325,15 @@ class StreamChannel(Channel):
         self._source, self._backend, self._rendezvous = source, backend, rendezvous
 
     def stage(self, version: int | None) -> int:
-        """Nothing to do before the engines are paused."""
+        """Do nothing before the engines are paused."""
         assert version is not None, "somebody has to take the stream"
         return version
 
     def roll_back(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def connect(self, client: Client) -> Connection:
         """Make one group of the trainer and all workers.

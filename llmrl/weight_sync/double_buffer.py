@@ -56,7 +56,7 @@ class DoubleBuffer:
         self.folder = Path(folder)
 
     def pointer(self) -> BufferPointer | None:
-        """The current buffer; `None` before the first write.
+        """Return the current buffer; `None` before the first write.
 
         Raises:
             ValueError: when the pointer's file is damaged.
@@ -113,7 +113,7 @@ class DoubleBuffer:
         flush_to_disk(self.folder)
 
     def read(self, pointer: BufferPointer | None) -> FileWeights:
-        """The weights that `pointer` names, in memory of their own: what the writer does next cannot reach them.
+        """Return the weights that `pointer` names, in memory of their own: what the writer does next cannot reach them.
 
         Raises:
             ValueError: when there are none, or they are not those that were written.
@@ -132,7 +132,7 @@ class DoubleBuffer:
         return FileWeights.of(buffer)
 
     def path(self, slot: int) -> Path:
-        """The file of a buffer."""
+        """Return the file of a buffer."""
         return self.folder / str(slot) / FILE_NAME
 
 
@@ -158,7 +158,7 @@ class FileWeights:
         return cls(layout, buffer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, as views of the buffer."""
+        """Return the tensors by name, as views of the buffer."""
         return dict(self.layout.views(self.buffer))
 
 

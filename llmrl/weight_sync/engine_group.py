@@ -52,7 +52,7 @@ class Member:
         return self.engine.num_workers
 
     def progress(self) -> int | None:
-        """A number that changes with every token that comes; None where none is due."""
+        """Return a number that changes with every token that comes; None where none is due."""
         try:
             return asyncio.run(asyncio.wait_for(self.engine.progress(), _PROGRESS_SECONDS))
         except (EngineError, TimeoutError):
@@ -154,7 +154,7 @@ class EngineGroup:
         return self._engines[0].model_dtype
 
     def members(self) -> list[Member]:
-        """The engines that live now, each the same member as before as long as it does.
+        """Return the engines that live now, each the same member as before as long as it does.
 
         Raises:
             EngineError: when none lives.
@@ -172,7 +172,7 @@ class EngineGroup:
         return members
 
     def member_of(self, engine: UpdatableEngine) -> Member:
-        """One engine, which may be new."""
+        """Return the member that is one engine, which may be new."""
         if id(engine) not in self._members:
             if not isinstance(engine, UpdatableEngine):
                 raise ValueError(f"engine must be one that takes weights (AsyncVLLM, RayEngine), not {engine!r}.")

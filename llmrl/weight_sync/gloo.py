@@ -24,7 +24,7 @@ def open_group(address: str, port: int, *, rank: int, world_size: int) -> Proces
 
 
 def broadcast(group: ProcessGroup, buffer: torch.Tensor) -> None:
-    """From rank 0's `buffer` ([num_bytes] uint8) into everyone's.
+    """Broadcast rank 0's `buffer` ([num_bytes] uint8) into everyone's.
 
     Raises:
         RuntimeError: when a peer is gone.
@@ -41,14 +41,14 @@ def close_group(group: ProcessGroup) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def own_address() -> str:
-    """Where other hosts reach this one; the loopback's without a network."""
+    """Return where other hosts reach this one; the loopback's address without a network."""
     from llmrl.engines.vllm_private import get_ip
 
     address = get_ip()

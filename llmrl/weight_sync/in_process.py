@@ -23,7 +23,7 @@ class LoadsWeights(Protocol):
 
 
 def default_scheme(engine: object) -> InProcessSyncScheme | VLLMWeightSyncScheme:
-    """How new weights reach an engine where nobody said otherwise.
+    """Return how new weights reach an engine where nobody said otherwise.
 
     Example:
         >>> type(default_scheme(object())).__name__
@@ -36,7 +36,7 @@ class InProcessSyncScheme:
     """Copies weights into an engine of this process, such as `TransformersEngine`."""
 
     def create_sender(self) -> InProcessSender:
-        """What copies; used as that of `VLLMWeightSyncScheme`."""
+        """Make what copies; used as that of `VLLMWeightSyncScheme`."""
         return InProcessSender()
 
 
@@ -65,10 +65,10 @@ class InProcessSender:
         return version
 
     def start_update(self) -> Future[int]:
-        """The same: a copy within a process is done before training could go on."""
+        """Do the same: a copy within a process is done before training could go on."""
         done: Future[int] = Future()
         done.set_result(self.update_weights())
         return done
 
     def shutdown(self) -> None:
-        """Nothing: the engine is its owner's."""
+        """Do nothing: the engine is its owner's."""

@@ -34,7 +34,7 @@ class Region:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Region:
-        """Where a view lies in its storage."""
+        """Return where a view lies in its storage."""
         return cls(
             int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_contiguous()
         )
@@ -45,7 +45,7 @@ class Region:
         return torch.Size(self.size).numel()
 
     def of_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The region of a flat buffer ([num_bytes] uint8), as a view."""
+        """Return the region of a flat buffer ([num_bytes] uint8), as a view."""
         num_bytes = buffer.numel() // self.dtype.itemsize * self.dtype.itemsize
         return buffer[:num_bytes].view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
@@ -67,7 +67,7 @@ class ParameterPlan:
         return sum(target.numel for target, _ in self.copies)
 
     def as_one_view(self, buffer: torch.Tensor) -> torch.Tensor | None:
-        """The whole parameter as a view of the buffer, if its parts lie there as they do in the parameter."""
+        """Return the whole parameter as a view of the buffer, if its parts lie there as they do in the parameter."""
         copies = sorted(self.copies, key=lambda copy: copy[0].offset)
         first, end = copies[0][1], 0
         for target, source in copies:
@@ -135,7 +135,7 @@ class LoadPlan:
 def make_load_plan(
     model: torch.nn.Module, layout: PackedLayout, heads: list[tuple[torch.nn.Module, torch.nn.Module]]
 ) -> LoadPlan | None:
-    """The plan for a model on CPU; `None` when its loaders do more than copy, or its layers more than pack.
+    """Return the plan for a model on CPU; `None` when its loaders do more than copy, or its layers more than pack.
 
     Args:
         heads: pairs of an output head and the embedding whose weight it shares.
@@ -176,7 +176,7 @@ def make_load_plan(
 
 
 def _unread(layout: PackedLayout, plans: list[ParameterPlan]) -> list[str]:
-    """Names of weights that fill no parameter, as a head where the embedding serves as one."""
+    """Return the names of weights that fill no parameter, as a head where the embedding serves as one."""
     starts = sorted(
         source.offset * source.dtype.itemsize
         for plan in plans

@@ -65,7 +65,7 @@ class VLLMWeightSyncScheme(KnownArguments):
             raise ValueError(f"rank must not be negative, got {self.rank}.")
 
     def create_sender(self) -> WeightSync:
-        """The trainer's end."""
+        """Make the trainer's end."""
         return WeightSync(
             self._open_channel,
             pause_mode=self.pause_mode,
@@ -102,7 +102,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     _needs_engine: ClassVar[bool] = False
 
     def create_receiver(self, vllm_engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
-        """The end of engines that the trainer cannot call: one, or several that are to hold the same weights."""
+        """Make the end of engines that the trainer cannot call: one, or several that are to hold the same weights."""
         group = EngineGroup(vllm_engine, pause_mode=self.pause_mode, reset_running_requests=self.reset_running_requests)
         return DoubleBufferReader(group, self._worker_folder)
 

@@ -19,7 +19,7 @@ ModelMetadata = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def checkpoint_name(name: str) -> str:
-    """A parameter's name without the parts that compile, DDP, FSDP or checkpointing put in.
+    """Return a parameter's name without the parts that compile, DDP, FSDP or checkpointing put in.
 
     Example:
         >>> checkpoint_name("module.model.layers.0._orig_mod.weight")
@@ -85,7 +85,7 @@ class ModelWeights:
         return any(_is_sharded(tensor) for tensor in tensors)
 
     def metadata(self) -> list[WeightMeta]:
-        """Of each weight that an iteration yields, in its order; nothing is gathered."""
+        """Return what each weight is that an iteration yields, in its order; nothing is gathered."""
         return [
             WeightMeta(name, _sent_dtype(tensor, self._dtype), tuple(tensor.shape))
             for name, tensor in _named_weights(self.override or self._model)
@@ -96,7 +96,7 @@ class ModelWeights:
             yield name, tensor.to(_sent_dtype(tensor, self._dtype))
 
     def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """For a channel that casts while it copies."""
+        """Return it for a channel that casts while it copies."""
         self._gathering = named_weights(self.override or self._model)
         return self._gathering
 
@@ -105,7 +105,7 @@ class ModelWeights:
         self._gathering = None
 
     def gather_the_rest(self) -> None:
-        """For other ranks, which gather everything with us, when an update ends before its last weight."""
+        """Gather everything with the other ranks, when an update ends before its last weight."""
         for _ in self.uncast() if self._gathering is None else self._gathering:
             pass
 
@@ -163,7 +163,7 @@ def _named_weights(
 
 
 def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Without the second name of tied weights, as `named_parameters` goes through a module."""
+    """Leave out the second name of tied weights, as `named_parameters` goes through a module."""
     seen = set()
     for name, tensor in weights.items():
         address = 0 if _is_sharded(tensor) else tensor.data_ptr()

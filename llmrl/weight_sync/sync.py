@@ -138,7 +138,7 @@ class WeightSync:
             return self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
-        """As `update_weights`, but training may go on as soon as this returns: the engines take a copy meanwhile.
+        """Do what `update_weights` does, but return as soon as training may go on: the engines take a copy meanwhile.
 
         What is not copied first (NCCL, CUDA IPC) is sent before it returns, and so are sharded weights. The future has
         the version, or the error.
@@ -257,7 +257,7 @@ class WeightSync:
         return version
 
     def _update_together(self, source: ModelWeights) -> int:
-        """On every rank: all learn what became of the update, so that none waits for a peer that has given up."""
+        """Tell every rank what became of the update, so that none waits for a peer that has given up."""
         outcome: list[int | Exception] = [0]
         source.restart()
         try:

@@ -181,7 +181,7 @@ class WorkerEngine(WeightTransferEngine):
         return layout, buffer
 
     def require_intact(self, update_info: WorkerUpdateInfo) -> None:
-        """The trainer may have packed its next weights after giving up on this update."""
+        """Check it again: the trainer may have packed its next weights after giving up on this update."""
         if update_info.path and read_tag(open_shared(update_info.path, update_info.num_bytes)) != update_info.tag:
             raise ValueError("the weights were overwritten while they were being loaded.")
 
@@ -210,7 +210,7 @@ class WorkerEngine(WeightTransferEngine):
         return self._received
 
     def _reload(self, layout: PackedLayout, buffer: torch.Tensor) -> None:
-        """By vLLM's layerwise reload: for any device and model."""
+        """Load by vLLM's layerwise reload: for any device and model."""
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
             forget_packing_of_experts(self.model)
@@ -244,7 +244,7 @@ class WorkerEngine(WeightTransferEngine):
         self._renew_tied_heads()
 
     def _renew_tied_heads(self) -> None:
-        """On CPU a head holds a packed copy of its weight, which a reload of the embedding does not reach."""
+        """Renew heads, which on CPU hold a packed copy of their weight: a reload of the embedding does not reach it."""
         for head, embedding in self._tied_heads:
             if head.weight is not embedding.weight:
                 head.weight = embedding.weight
@@ -254,7 +254,7 @@ class WorkerEngine(WeightTransferEngine):
 
 
 def find_tied_heads(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Pairs of an output head and the embedding whose weight it shares."""
+    """Return pairs of an output head and the embedding whose weight it shares."""
     embeddings = [
         module
         for module in model.modules()

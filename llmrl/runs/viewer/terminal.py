@@ -60,7 +60,7 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
 
 
 def _thinned(values: Sequence[float], width: int = 60) -> list[float]:
-    """At most `width` of them, evenly spaced, the last among them."""
+    """Return at most `width` of them, evenly spaced, the last among them."""
     if len(values) <= width:
         return list(values)
     return [values[round(place * (len(values) - 1) / (width - 1))] for place in range(width)]

@@ -124,7 +124,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
 
 
 def _policy(script: str) -> str:
-    """Content-security policy: this script and no other, nothing from elsewhere.
+    """Return a content-security policy: this script and no other, nothing from elsewhere.
 
     A run is data of models and of whoever sent it. That it is shown as text is the page's doing; this is for the day
     on which it is not.
