@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack
 
 from llmrl._utils.types import Nested
-from llmrl.data.chats import Chat, are_messages, flatten, map_chats
+from llmrl.data.chats import Chat, are_messages, flatten, map_chats, unwrapped
 from llmrl.data.message import Message, text_of
 from llmrl.data.tensordicts import non_tensor
 
@@ -96,7 +96,30 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
         )
         return f"{cls.__name__}(batch_size={list(self.batch_size)}):\n{body}"
 
+    def shape(self: _Messages) -> torch.Size:
+        leaves = self._leaves
+        if are_messages(leaves):
+            return self.batch_size
+        lengths = {len(chat) for chat in flatten(unwrapped(leaves))}
+        return torch.Size((*self.batch_size, lengths.pop() if len(lengths) == 1 else -1))
+
+    def with_shape(name: str) -> Any:
+        """Let a method that takes a shape take one whose last size is that of the messages, as `shape` has it."""
+        generated = getattr(made, name)
+
+        def change(self: _Messages, *sizes: Any) -> _Messages:
+            size = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+            own = shape(self)
+            if len(size) > self.batch_dims < len(own) and size[-1] == own[-1]:
+                size = size[:-1]
+            return generated(self, size)
+
+        return change
+
     made.__init__, made.__repr__ = initialize, represent
+    made.shape, made.ndim = property(shape), property(lambda self: len(shape(self)))
+    for name in ("expand", "view", "reshape"):
+        setattr(made, name, with_shape(name))
     made.__getitem__, made.__len__, made.__iter__, made.unbind = get, length, iterate, unbind
     return cls
 
