@@ -283,7 +283,7 @@ def test_addition_splits_share_no_problem():
     train, test = addition_problems("train"), addition_problems("test")
     assert len(train) + len(test) == 100
     assert not {p["query"] for p in train} & {p["query"] for p in test}
-    data = make_addition_env("test").reset()
+    data = make_addition_env("test").reset()[0]
     assert eval(data["query"].rstrip("=")) == int(data["answer"])
 
 

@@ -30,7 +30,7 @@ def test_every_environment_has_its_line():
 def test_every_environment_takes_data_of_ones_own_and_the_options_of_all(name):
     options = {"shuffle": False, "seed": 3, "num_epochs": 2, "name": "mine"}
     env = make_task_env(name, "test", data=[ROWS[name]], repeats=2, **options)
-    groups = [env.reset()["rollout", "group_id"] for _ in range(4)]
+    groups = [env.reset()[0]["rollout", "group_id"] for _ in range(4)]
     assert groups == ["mine/0/0", "mine/0/0", "mine/1/0", "mine/1/0"]
 
 
@@ -61,7 +61,7 @@ def test_a_question_that_is_no_message_is_refused(name):
 
 @pytest.mark.skipif(is_without_reasoning_gym, reason="reasoning-gym is not installed: no C compiler")
 def test_data_is_refused_where_problems_are_generated():
-    assert make_task_env("reasoning-gym", "test", tasks="spell_backward").reset()["task"] == "spell_backward"
+    assert make_task_env("reasoning-gym", "test", tasks="spell_backward").reset()[0]["task"] == "spell_backward"
     with pytest.raises(ValueError, match="makes its own problems"):
         make_task_env("reasoning-gym", data=[ROWS["addition"]])
 

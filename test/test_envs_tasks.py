@@ -37,6 +37,7 @@ from llmrl.envs import (
     make_reasoning_gym_env,
     make_sum_of_digits_env,
 )
+from llmrl.envs.chat import unlock_batch_size
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardInput, evaluate_expression, is_countdown_right
 from llmrl.testing import ScriptedEngine
@@ -141,8 +142,7 @@ def test_environments_without_a_task_take_200_kb_too(make):
 def test_a_conversation_that_the_policy_did_not_answer_goes_on_unscored(name):
     env = ENVS[name]()
     data = env.reset()
-    prompt = data["history"].prompt
-    data["history"] = ChatHistory(prompt=prompt, full=prompt.append({"role": "user", "content": "5"}))
+    data["history"].full = data["history"].prompt.append({"role": "user", "content": "5"})
     step = env.step(data)["next"]
     assert step["reward"].item() == 0.0 and not step["done"].item() and not step["is_scored"].item()
 
@@ -188,9 +188,9 @@ def test_countdown_problems_can_be_solved_and_only_with_their_numbers():
     env = CountdownEnv(num_problems=8, reasoning=False, num_epochs=1)
     for _ in range(8):
         data = env.reset()
-        solution, target = data["solution"], data["target"]
+        solution, target = data[0]["solution"], data[0]["target"]
         assert answered(env, f"I see:\n{solution} = {target}", data.clone())["reward"].item() == 1.0
-        assert answered(env, str(target), data)["reward"].item() == float(target in data["numbers"])
+        assert answered(env, str(target), data)["reward"].item() == float(target in data[0]["numbers"])
 
 
 def test_an_expression_may_have_signs():
@@ -263,15 +263,15 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer():
     seen = set()
     for _ in range(16):
         data = env.reset()
-        seen.add(data["task"])
-        assert answered(env, data["entry"]["answer"], data)["reward"].item() == 1.0
+        seen.add(data[0]["task"])
+        assert answered(env, data[0]["entry"]["answer"], data)["reward"].item() == 1.0
     assert seen == {"chain_sum", "spell_backward"}
 
 
 @needs_reasoning_gym
 def test_a_task_of_reasoning_gym_is_configured():
     config = {"chain_sum": {"min_terms": 7, "max_terms": 7, "min_digits": 1, "max_digits": 1}}
-    query = ReasoningGymEnv("chain_sum", config=config).reset()["query"]
+    query = ReasoningGymEnv("chain_sum", config=config).reset()[0]["query"]
     assert len(query.split(":")[1].replace("-", "+").split("+")) == 7
 
 
@@ -391,8 +391,8 @@ def test_a_wrong_role_is_refused():
 @needs_reasoning_gym
 def test_prompts_of_reasoning_environments_ask_for_tags():
     for name in ("gsm8k", "math", "ifeval", "countdown", "reasoning-gym-tags"):
-        assert "<answer>" in ENVS[name]().reset()["history"].prompt.content[0]
-    assert "<answer>" not in ENVS["gsm8k-plain"]().reset()["history"].prompt.content[0]
+        assert "<answer>" in ENVS[name]().reset()["history"].prompt[0, 0].content
+    assert "<answer>" not in ENVS["gsm8k-plain"]().reset()["history"].prompt[0, 0].content
 
 
 def test_a_local_file_is_an_offline_source(tmp_path):
@@ -400,7 +400,7 @@ def test_a_local_file_is_an_offline_source(tmp_path):
 
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join(map(json.dumps, GSM8K)))
-    assert GSM8KEnv(str(path), repeats=2).reset(TensorDict(batch_size=[4]))["answer"][2] == GSM8K[1]["answer"]
+    assert GSM8KEnv(str(path), repeats=2, num_envs=4).reset()["answer"][2] == GSM8K[1]["answer"]
 
 
 def test_a_gymnasium_env_plays_as_a_conversation():
@@ -422,7 +422,7 @@ def test_a_curriculum_is_saved_and_a_group_goes_on_with_its_problem():
     env = make()
     opened = env.reset()
     for _ in range(2):
-        answered(env, opened["entry"]["answer"], opened.clone())
+        answered(env, opened[0]["entry"]["answer"], opened.clone())
     assert env.base_env.prompts.items.levels == {"chain_sum": 1}
     state = env.base_env.state_dict()
     again = make()
@@ -448,7 +448,7 @@ def test_generated_train_and_test_problems_differ_and_are_the_same_each_time(mak
     assert queries("train") == queries("train")
     assert not {*queries("train")} & {*queries("test")} or make is make_reasoning_gym_env
     assert queries("train") != queries("test")
-    assert make("test").reset()["rollout", "group_id"] == "test/0/0"
+    assert make("test").reset()[0]["rollout", "group_id"] == "test/0/0"
     with pytest.raises(ValueError, match="split must be"):
         make("validation")
 
@@ -514,6 +514,7 @@ def test_the_model_plays_every_environment(vllm_engine, tokenizer, make):
 
     policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 8})
     env = make()
+    unlock_batch_size(env)
     rollout = env.rollout(1, policy, auto_reset=False, tensordict=env.reset(TensorDict(batch_size=[2])))
     assert rollout["next", "reward"].shape == (2, 1, 1, 1)
     for element in batch_elements(rollout):

@@ -174,7 +174,7 @@ def test_further_environments_are_evaluated_by_their_names():
     entry = "+eval.envs={hard:{name:addition,options:{num_digits:3}}}"
     envs = make_eval_envs(config("grpo", entry, "eval.num_samples=2"))
     assert list(envs) == ["addition", "hard"] and envs["hard"].base_env.prompts.num_samples == 2
-    assert "+" in envs["hard"].reset()["query"]
+    assert "+" in envs["hard"].reset()[0]["query"]
     with pytest.raises(ValueError, match=r"eval\.patience needs eval\.metric"):
         config("grpo", "eval.patience=2")
 

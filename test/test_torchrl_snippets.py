@@ -194,7 +194,7 @@ def test_a_task_without_its_reward_opens_in_any_mode_and_begins_anew(tokenizer, 
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(2)]
     env = GSM8KEnv(rows, input_mode=input_mode, tokenizer=tokenizer, compute_reward=False, max_steps=1)
     queries = [env.reset()["query"], env.reset()["query"], env.reset_dataloader().reset()["query"]]
-    assert queries == ["0 + 1?", "1 + 1?", "0 + 1?"] and env.input_mode == input_mode
+    assert queries == [["0 + 1?"], ["1 + 1?"], ["0 + 1?"]] and env.input_mode == input_mode
     if input_mode != "history":
         with pytest.raises(ValueError, match="needs compute_reward=False"):
             GSM8KEnv(rows, input_mode=input_mode, tokenizer=tokenizer)

@@ -15,6 +15,7 @@ from llmrl._utils.terminal import printable
 from llmrl.data import History, Message, text_of
 from llmrl.data.tensordicts import plain
 from llmrl.envs import ChatEnv, make_task_env
+from llmrl.envs.chat import unlock_batch_size
 from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PythonInterpreter
@@ -33,6 +34,7 @@ class ChatSession:
     """
 
     def __init__(self, policy: LLMWrapperBase, env: EnvBase) -> None:
+        unlock_batch_size(env)
         self.policy, self.env = policy, env
         self._state: TensorDictBase | None = None
         self.reward = 0.0

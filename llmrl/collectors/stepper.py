@@ -15,7 +15,7 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import WorkerThread, run_in_thread
 from llmrl.data.tensordicts import tensordict_of
 from llmrl.envs import ChatEnv
-from llmrl.envs.chat import WRITTEN_BY_POLICIES
+from llmrl.envs.chat import WRITTEN_BY_POLICIES, unlock_batch_size
 from llmrl.envs.sampler import Drawn
 from llmrl.transforms import environment_parts, is_ours, reads_turns
 
@@ -40,7 +40,7 @@ class EnvStepper:
     """Runs one environment in a thread of its own and steps whatever is ready, as one batch.
 
     While a batch is stepped, further conversations gather for the next: Python's cost per turn falls as load grows,
-    and the event loop goes on serving the engine. The environment must not be batch-locked.
+    and the event loop goes on serving the engine.
 
     What is slow in a step (tools, services) an environment or a transform does in `async def before_step(element)`,
     for one conversation: it is awaited, all conversations in parallel, before the batched step. So is
@@ -51,21 +51,17 @@ class EnvStepper:
     Whatever escapes from any of these is an exception of the conversation that it was called for.
 
     Args:
-        env: a `ChatEnv` or a transformed one, without a fixed batch size.
+        env: a `ChatEnv` or a transformed one, which serves any number of conversations from now on.
         timeout_seconds: limit of one step, its `before_step` and its batched part each; past it the step fails and
             a fresh thread takes over. Of `before_reset`, and of `release` (30 s where there is none), too.
         keep_steps: whether stepped conversations are kept, and read, by somebody.
 
     Raises:
-        ValueError: when the environment is batch-locked.
+        ValueError: for an environment with a fixed batch size that is not a `ChatEnv`.
     """
 
     def __init__(self, env: EnvBase, *, timeout_seconds: float | None = None, keep_steps: bool = False) -> None:
-        if env.batch_locked:
-            raise ValueError(
-                f"env has the fixed batch size {tuple(env.batch_size)}; a collector plays any number of conversations: "
-                "build the environment without batch_size."
-            )
+        unlock_batch_size(env)
         self.env, self.timeout_seconds, self.keep_steps = env, timeout_seconds, keep_steps
         self.are_turns_read = keep_steps or reads_turns(env)
         """Whether somebody may read the tensors of a turn while it is stepped, or afterwards."""

@@ -57,7 +57,7 @@ class AdditionEnv(TaskEnv):
         ValueError: for an unknown split or number of digits.
 
     Example:
-        >>> AdditionEnv(split="test", repeats=4).reset()["history"].prompt.role
+        >>> AdditionEnv(split="test", repeats=4).reset()[0]["history"].prompt.role
         ['system', 'user']
     """
 
@@ -95,7 +95,7 @@ def make_addition_env(
     """Make an `AdditionEnv` over generated problems, or over some of one's own.
 
     Example:
-        >>> make_addition_env("test").reset()["rollout", "group_id"].split("/")[0]
+        >>> make_addition_env("test").reset()[0]["rollout", "group_id"].split("/")[0]
         'test'
     """
     return AdditionEnv(data, split=split, num_digits=num_digits, reasoning=reasoning, **options)

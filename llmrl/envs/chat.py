@@ -15,7 +15,7 @@ from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
 from llmrl.data.chats import flatten
 from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_of
-from llmrl.transforms import IncrementalTokenizer
+from llmrl.transforms import IncrementalTokenizer, environment_parts
 
 WRITTEN_BY_POLICIES = ("history", "text", "tokens", "log_probs", "masks", "policy_versions", "finish_reason")
 """Entries of a turn that a policy writes; what it reads next is without them, but for those that a step writes."""
@@ -224,6 +224,37 @@ class ChatEnv(KnownArguments, EnvBase):
     def _set_seed(self, seed: int | None) -> None:
         # A ChatEnv draws nothing; environments that do override this.
         return None
+
+
+def unlock_batch_size(env: EnvBase) -> None:
+    """Let an environment of conversations take batches of any shape from now on, whatever batch size it was given.
+
+    Args:
+        env: a `ChatEnv` or a transformed one.
+
+    Raises:
+        ValueError: for an environment of a fixed batch size that is not a `ChatEnv`.
+
+    Example:
+        >>> env = ChatEnv(batch_size=(2,))
+        >>> unlock_batch_size(env)
+        >>> env.batch_size, env.batch_locked
+        (torch.Size([]), False)
+    """
+    if not env.batch_locked:
+        return
+    chat_env = environment_parts(env)[0]
+    if not isinstance(chat_env, ChatEnv):
+        raise ValueError(
+            f"env has the fixed batch size {tuple(env.batch_size)}; a collector plays any number of conversations: "
+            "build the environment without batch_size."
+        )
+    chat_env._batch_locked = False
+    for specs in ("_input_spec", "_output_spec"):  # those of the batch size that it had cannot be set to none
+        chat_env.__dict__[specs] = Composite(device=chat_env.device)
+    chat_env.batch_size = torch.Size()
+    chat_env._make_specs(chat_env.batch_size)
+    env.empty_cache()
 
 
 def _flag_spec(shape: torch.Size) -> Categorical:

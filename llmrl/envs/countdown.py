@@ -133,7 +133,7 @@ class CountdownEnv(TaskEnv):
 
     Example:
         >>> env = CountdownEnv(num_count=2, max_number=9)
-        >>> len(env.reset()["numbers"])
+        >>> len(env.reset()[0]["numbers"])
         2
     """
 
@@ -178,7 +178,7 @@ def make_countdown_env(
     """Make a `CountdownEnv` over generated problems, or over some of one's own.
 
     Example:
-        >>> make_countdown_env("test").reset()["rollout", "group_id"]
+        >>> make_countdown_env("test").reset()[0]["rollout", "group_id"]
         'test/0/0'
     """
     return CountdownEnv(data, split=split, reasoning=reasoning, **options)

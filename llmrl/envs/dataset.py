@@ -32,7 +32,7 @@ class DatasetChatEnv(ChatEnv):
         repeats: conversations per prompt: the group size.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
         prepare: turns an item into the query (a string or messages) when the column is not one already.
-        num_envs: conversations that a reset without a tensordict opens, `[num_envs]`; the batch size stays any.
+        num_envs: the batch size `[num_envs]`, under TorchRL's name.
         input_mode, batch_size, system_prompt, tokenizer, template_kwargs, device: see `ChatEnv`.
 
     Raises:
@@ -82,10 +82,10 @@ class DatasetChatEnv(ChatEnv):
         self.prompts = PromptSampler(
             items, num_samples=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name=name
         )
-        self._prepare, self._query_column, self._num_envs = prepare, data_key, num_envs
+        self._prepare, self._query_column = prepare, data_key
         super().__init__(
             input_mode=input_mode,
-            batch_size=batch_size,
+            batch_size=num_envs if batch_size is None else batch_size,
             system_prompt=system_prompt,
             tokenizer=tokenizer,
             template_kwargs=template_kwargs,
@@ -137,8 +137,6 @@ class DatasetChatEnv(ChatEnv):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         shape = self.batch_size if tensordict is None or self.batch_locked else tensordict.batch_size
-        if tensordict is None and self._num_envs is not None:
-            shape = torch.Size((self._num_envs,))
         # A partial reset keeps the running conversations: only the marked ones draw a new prompt.
         mask = None if tensordict is None else tensordict.get("_reset", None)
         is_drawn = [True] * shape.numel() if mask is None else mask.reshape(-1).tolist()

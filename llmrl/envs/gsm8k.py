@@ -97,7 +97,7 @@ class GSM8KEnv(TaskEnv):
 
     Example:
         >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
-        >>> GSM8KEnv([row], repeats=4).reset()["history"].prompt.content[-1]
+        >>> GSM8KEnv([row], repeats=4).reset()[0]["history"].prompt.content[-1]
         'Tom has 2 boxes of 6 eggs. How many eggs?'
     """
 
@@ -126,7 +126,7 @@ def make_gsm8k_env(
 
     Example:
         >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
-        >>> make_gsm8k_env("test", data=[row]).reset()["rollout", "group_id"]
+        >>> make_gsm8k_env("test", data=[row]).reset()[0]["rollout", "group_id"]
         'test/0/0'
     """
     refuse_unknown("make_gsm8k_env", options, keywords_of(make_gsm8k_env) or ())

@@ -117,7 +117,7 @@ class IFEvalEnv(TaskEnv):
 
     Example:
         >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-        >>> IFEvalEnv([row]).reset()["instruction_id_list"]
+        >>> IFEvalEnv([row]).reset()[0]["instruction_id_list"]
         ['punctuation:no_comma']
     """
 
@@ -148,7 +148,7 @@ def make_ifeval_env(
 
     Example:
         >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-        >>> make_ifeval_env(data=[row]).reset()["rollout", "group_id"]
+        >>> make_ifeval_env(data=[row]).reset()[0]["rollout", "group_id"]
         'train/0/0'
     """
     return IFEvalEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

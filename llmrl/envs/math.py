@@ -64,7 +64,7 @@ class MATHEnv(TaskEnv):
         ValueError: for an empty dataset, a missing column, or a solution without a boxed answer.
 
     Example:
-        >>> MATHEnv([{"problem": "Half of one?", "solution": r"It is $\boxed{\frac{1}{2}}$."}]).reset()["answer"]
+        >>> MATHEnv([{"problem": "Half of one?", "solution": r"It is $\boxed{\frac{1}{2}}$."}]).reset()[0]["answer"]
         '\\frac{1}{2}'
     """
 
@@ -97,7 +97,7 @@ def make_math_env(
     """Make a `MATHEnv` over a local copy, or over the hub's.
 
     Example:
-        >>> make_math_env("test", data=[{"problem": "1 + 1?", "answer": "2"}]).reset()["rollout", "group_id"]
+        >>> make_math_env("test", data=[{"problem": "1 + 1?", "answer": "2"}]).reset()[0]["rollout", "group_id"]
         'test/0/0'
     """
     return MATHEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

@@ -219,7 +219,7 @@ class ReasoningGymEnv(TaskEnv):
 
     Example:
         >>> env = ReasoningGymEnv({"chain_sum": 2.0, "spell_backward": 1.0}, num_problems=8)
-        >>> env.reset()["task"] in ("chain_sum", "spell_backward")
+        >>> env.reset()[0]["task"] in ("chain_sum", "spell_backward")
         True
     """
 
@@ -270,7 +270,7 @@ def make_reasoning_gym_env(
     """Make a `ReasoningGymEnv` of a task or a weighted mix.
 
     Example:
-        >>> make_reasoning_gym_env("test", tasks="spell_backward").reset()["task"]
+        >>> make_reasoning_gym_env("test", tasks="spell_backward").reset()[0]["task"]
         'spell_backward'
     """
     return ReasoningGymEnv(tasks, split=split, reasoning=reasoning, **options)

@@ -61,7 +61,7 @@ def make_task_env(
         TypeError: for an option that the environment does not have, with the nearest name.
 
     Example:
-        >>> make_task_env("countdown", "test", repeats=4, num_count=3).reset()["rollout", "group_id"]
+        >>> make_task_env("countdown", "test", repeats=4, num_count=3).reset()[0]["rollout", "group_id"]
         'test/0/0'
         >>> make_task_env("countdown", num_counts=3)
         Traceback (most recent call last):

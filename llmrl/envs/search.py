@@ -129,7 +129,7 @@ class SearchEnv(TaskEnv):
         MissingExtraError: without the `tools` extra.
 
     Example:
-        >>> data = SearchEnv(show_example=False).reset()
+        >>> data = SearchEnv(show_example=False).reset()[0]
         >>> data["history"].prompt.role, data["tools"][0]["function"]["name"]
         (['system', 'user'], 'search')
     """
@@ -189,7 +189,7 @@ def make_search_env(
 
     Example:
         >>> row = {"query": "Where does Ada live?", "answer": "Oslo", "documents": ["Ada lives in Oslo."]}
-        >>> make_search_env("test", data=[row]).reset()["answer"]
+        >>> make_search_env("test", data=[row]).reset()[0]["answer"]
         'Oslo'
     """
     return SearchEnv(data, split=split, **options)

@@ -43,7 +43,7 @@ class SumOfDigitsEnv(TaskEnv):
         reasoning, **options: see `GSM8KEnv`.
 
     Example:
-        >>> SumOfDigitsEnv().reset()["history"].prompt.role
+        >>> SumOfDigitsEnv().reset()[0]["history"].prompt.role
         ['system', 'user']
     """
 
@@ -83,7 +83,7 @@ def make_sum_of_digits_env(
     """Make a `SumOfDigitsEnv` over generated problems, or over some of one's own.
 
     Example:
-        >>> make_sum_of_digits_env("test").reset()["rollout", "group_id"]
+        >>> make_sum_of_digits_env("test").reset()[0]["rollout", "group_id"]
         'test/0/0'
     """
     return SumOfDigitsEnv(data, split=split, reasoning=reasoning, **options)

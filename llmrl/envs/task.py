@@ -31,6 +31,7 @@ REASONING_PROMPT = (
 class TaskOptions(TypedDict, total=False):
     """How a task's problems are drawn; see `DatasetChatEnv`.
 
+    `num_envs` is 1 as in TorchRL, so that a reset gives a batch `[1]`; with None, batches have any shape.
     With `max_steps` a `StepCounter` limits the turns. Without `compute_reward` conversations are neither ended nor
     scored, and only then may `input_mode` be another than `history`, which is what rewards read.
     """
@@ -69,7 +70,7 @@ class TaskEnv(KnownArguments, TransformedEnv):
         >>> def right(completion, answer):
         ...     return float(completion == answer)
         >>> problems = [{"query": "1 + 1 =", "answer": "2"}]
-        >>> TaskEnv(problems, reward=RubricReward(right), options={"repeats": 2}).reset()["answer"]
+        >>> TaskEnv(problems, reward=RubricReward(right), options={"repeats": 2}).reset()[0]["answer"]
         '2'
     """
 
@@ -84,7 +85,7 @@ class TaskEnv(KnownArguments, TransformedEnv):
         chat_env: type[DatasetChatEnv] = DatasetChatEnv,
     ) -> None:
         prompts = [REASONING_PROMPT] * reasoning + [system_prompt] * (system_prompt is not None)
-        options = options or {}
+        options = {"num_envs": 1, **(options or {})}
         drawn = {name: value for name, value in options.items() if name not in ("max_steps", "compute_reward")}
         input_mode, is_scored = options.get("input_mode", "history"), options.get("compute_reward", True)
         if is_scored and input_mode != "history":
