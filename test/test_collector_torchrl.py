@@ -9,7 +9,7 @@ import time
 
 import pytest
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import AsyncEnvPool
+from torchrl.envs import AsyncEnvPool, StepCounter
 
 from llmrl.collectors import DropReason, LLMCollector, RayLLMCollector, RolloutLimits
 from llmrl.collectors.ray_collector import _ahead
@@ -77,6 +77,16 @@ def test_what_torchrl_asks_for_and_is_so_anyway_is_taken(make_collector, capsys)
     assert "1 rollouts, 3 turns" in capsys.readouterr().err
     collector.async_shutdown(timeout=1.0)
     assert not collector.is_initialized()
+
+
+def test_an_environment_of_any_batch_size_is_played(renderer):
+    engine = ScriptedEngine(["1<|im_end|>"], encode=renderer.encode)
+    env = DatasetChatEnv(["7 + 8 =", "1 + 1 ="], batch_size=2, repeats=3).append_transform(StepCounter(1))
+    policy = LLMWrapperBase(engine, renderer=renderer)
+    with LLMCollector(env, policy=policy, dialog_turns_per_batch=env.batch_size[0], total_dialog_turns=6) as collector:
+        batches = list(collector)
+    assert [batch.batch_size for batch in batches] == [(2,)] * 3
+    assert env.batch_size == () and not env.batch_locked and env.reset().batch_size == ()
 
 
 def test_reset_at_each_iter_begins_every_batch_with_new_conversations(make_collector):

@@ -71,7 +71,14 @@ def test_whoever_indexes_finds_the_messages_where_they_are_there(texts, data):
             st.lists(st.booleans(), min_size=shape[0], max_size=shape[0]).filter(any).map(torch.tensor),
         )
     )
-    assert said(ours[index]) == said(theirs[index])
+    assert said(ours[index]) == said(theirs[index]) and ours[index].shape == theirs[index].shape
+    assert ours.ndim == theirs.ndim == 2
+    for name, size in (("expand", (2, *shape)), ("view", (shape[0], 1, shape[1])), ("reshape", (1, *shape))):
+        changed = getattr(ours, name)(*size)
+        assert changed.shape == torch.Size(size) and said(changed) == said(getattr(theirs, name)(*size))
+    batch = TensorDict(turn=TensorDict(history=ours, batch_size=shape[:1]), batch_size=shape[:1])
+    for changed, size in ((batch.expand(2, shape[0]), (2, *shape)), (batch.view(-1, 1), (shape[0], 1, shape[1]))):
+        assert changed["turn", "history"].shape == torch.Size(size)
     single, their_single = ours[0], theirs[0]
     assert [said(message) for message in single] == [said(message) for message in their_single.unbind(0)]
     assert len(single) == shape[1] and len(ours) == shape[0]
@@ -114,6 +121,12 @@ def test_what_is_changed_in_place_is_changed_where_it_is_kept():
     assert batch["history"].content == ["a", "b"]
     batch["history"].append({"role": "user", "content": "c"})
     assert batch["history"].content == ["a", "b"]
+
+
+def test_a_batch_of_different_lengths_says_so_in_its_shape():
+    ours = History.from_chats([messages("a"), messages("b", "c")])
+    assert ours.shape == (2, -1) and ours.batch_size == (2,) and ours[1].shape == (2,)
+    assert ours.expand(3, 2, -1).shape == (3, 2, -1) and ours.unbind(0)[0].shape == (1,)
 
 
 def test_the_own_form_keeps_its_shape_as_it_grows():
