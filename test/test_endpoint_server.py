@@ -295,6 +295,7 @@ BAD_BODIES = [
     ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "the last message is the assistant's"),
     ({"messages": [USER], "tools": [{"type": "function"}]}, ""),
     ({"messages": [USER], "tools": [{"type": "web_search"}]}, ""),
+    ({"messages": [USER], "tools": [{"type": []}]}, ""),
     ({"messages": [USER], "max_tokens": 0}, "must be at least 1"),
     ({"messages": [USER], "max_tokens": "9"}, "max_tokens must be an integer"),
     ({"messages": [USER], "stop": [""], "stop_sequences": [""]}, "none empty"),

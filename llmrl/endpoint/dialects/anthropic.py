@@ -21,6 +21,7 @@ from llmrl.endpoint.dialects.reading import (
     sampling_of,
     stops_of,
     text_parts,
+    tools_of,
 )
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
@@ -50,15 +51,11 @@ def read(body: Body) -> ModelRequest:
         messages.append({"role": "system", "content": system})
     for place, message in enumerate(entry_of(body, "messages", list, default=[])):
         messages += _messages(message, f"messages[{place}]")
-    tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
-    kinds = {tool.get("type") or "custom" for tool in tools} - {"custom"}
-    if kinds:
-        raise RefusedRequest(f"tools of type {sorted(map(str, kinds))} cannot be had: only those with an input_schema.")
     choice = entry_of(body, "tool_choice", dict, default={})
     return ModelRequest(
         messages=checked(messages),
         model=entry_of(body, "model", str, default=""),
-        tools=tuple(function_of(tool, "input_schema", where="tools[].") for tool in tools),
+        tools=tuple(function_of(tool, "input_schema", where="tools[].") for tool in tools_of(body, "custom")),
         max_tokens=positive(entry_of(body, "max_tokens", int), "max_tokens"),
         stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
         is_streamed=entry_of(body, "stream", bool, default=False),

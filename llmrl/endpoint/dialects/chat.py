@@ -13,6 +13,7 @@ from llmrl.endpoint.dialects.reading import (
     Body,
     arguments_of,
     call_of,
+    check_format,
     checked,
     entry_of,
     function_of,
@@ -22,6 +23,7 @@ from llmrl.endpoint.dialects.reading import (
     sampling_of,
     stops_of,
     text_parts,
+    tools_of,
 )
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
@@ -44,37 +46,26 @@ def read(body: Body) -> ModelRequest:
         2
     """
     messages = entry_of(body, "messages", list, default=[])
-    tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
-    kinds = {tool.get("type", "function") for tool in tools} - {"function"}
-    if kinds:
-        raise RefusedRequest(f"tools of type {sorted(map(str, kinds))} cannot be had: only functions.")
-    response_format = entry_of(body, "response_format", dict, default={})
-    if response_format.get("type", "text") != "text":
-        raise RefusedRequest("response_format cannot be had: answers are sampled freely. Ask for JSON in a message.")
-    choice = body.get("tool_choice")
+    tools = [object_of(tool.get("function"), where="tools[].function") for tool in tools_of(body, "function")]
+    check_format(entry_of(body, "response_format", dict, default={}), "response_format")
     num_answers = positive(entry_of(body, "n", int, default=1), "n")
     if num_answers is None or num_answers > _MAX_ANSWERS:
         raise RefusedRequest(f"n must be at most {_MAX_ANSWERS}, got {num_answers}.")
     longest = entry_of(body, "max_completion_tokens", int, default=entry_of(body, "max_tokens", int))
     stream_options = entry_of(body, "stream_options", dict, default={})
-    forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
-    single = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
     return ModelRequest(
         messages=checked(_message(message, f"messages[{place}]") for place, message in enumerate(messages)),
         model=entry_of(body, "model", str, default=""),
-        tools=tuple(
-            function_of(object_of(t.get("function"), where="tools[].function"), "parameters", where="tools[].function.")
-            for t in tools
-        ),
+        tools=tuple(function_of(tool, "parameters", where="tools[].function.") for tool in tools),
         max_tokens=positive(longest, "max_tokens"),
         stop=stops_of(body.get("stop"), "stop"),
         num_answers=num_answers,
         is_streamed=entry_of(body, "stream", bool, default=False),
-        may_call=choice != "none",
+        may_call=body.get("tool_choice") != "none",
         are_log_probs_wanted=entry_of(body, "logprobs", bool, default=False),
         is_usage_streamed=bool(stream_options.get("include_usage")),
         sampling=sampling_of(body),
-        overridden=(*overridden(body, *_WITHOUT), *forced, *single),
+        overridden=overridden(body, *_WITHOUT),
     )
 
 

@@ -122,6 +122,18 @@ def call_of(call_id: Json, name: Json, arguments: Json) -> ToolCall:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def tools_of(body: Body, kind: str) -> list[Body]:
+    """Return a request's tools, each of the kind by which a dialect names functions.
+
+    Raises:
+        RefusedRequest: for tools of another kind, which an API runs itself.
+    """
+    tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
+    if others := {str(tool.get("type") or kind) for tool in tools} - {kind}:
+        raise RefusedRequest(f"tools of type {sorted(others)} cannot be had: only functions.")
+    return tools
+
+
 def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
     """Return a tool as templates read it; `parameters` names the entry with its schema.
 
@@ -195,5 +207,20 @@ def sampling_of(body: Body) -> dict[str, Json]:
 
 
 def overridden(body: Body, *names: str) -> tuple[str, ...]:
-    """Return which of these entries a request has: they cannot be had."""
-    return tuple(name for name in names if body.get(name) is not None)
+    """Return what one of OpenAI's requests has of these entries, and says of calls, that cannot be had."""
+    asked = [name for name in names if body.get(name) is not None]
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        asked.append("tool_choice")
+    if body.get("parallel_tool_calls") is False:
+        asked.append("parallel_tool_calls")
+    return tuple(asked)
+
+
+def check_format(wanted: Body, name: str) -> None:
+    """Refuse answers of a given form.
+
+    Raises:
+        RefusedRequest: for them.
+    """
+    if wanted.get("type", "text") != "text":
+        raise RefusedRequest(f"{name} cannot be had: answers are sampled freely. Ask for JSON in a message.")

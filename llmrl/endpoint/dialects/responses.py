@@ -14,6 +14,7 @@ from llmrl.endpoint.dialects.reading import (
     Body,
     arguments_of,
     call_of,
+    check_format,
     checked,
     entry_of,
     function_of,
@@ -22,6 +23,7 @@ from llmrl.endpoint.dialects.reading import (
     positive,
     sampling_of,
     text_parts,
+    tools_of,
 )
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json
@@ -41,34 +43,23 @@ def read(body: Body) -> ModelRequest:
         >>> read({"model": "policy", "instructions": "Be brief.", "input": "Hi"}).num_instructions
         1
     """
-    tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
-    kinds = {tool.get("type") for tool in tools} - {"function"}
-    if kinds:
-        raise RefusedRequest(f"tools of type {sorted(map(str, kinds))} cannot be had: only functions.")
-    text_format = object_of(entry_of(body, "text", dict, default={}).get("format") or {}, where="text.format")
-    if text_format.get("type", "text") != "text":
-        raise RefusedRequest("text.format cannot be had: answers are sampled freely. Ask for JSON in the input.")
+    check_format(entry_of(entry_of(body, "text", dict, default={}), "format", dict, default={}), "text.format")
     if body.get("background") or body.get("conversation") is not None:
         raise RefusedRequest("background and conversation cannot be had; send the input, or previous_response_id.")
     instructions = entry_of(body, "instructions", str, default="")
     opening: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    choice = body.get("tool_choice")
     previous = entry_of(body, "previous_response_id", str)
     return ModelRequest(
         messages=checked([*opening, *_messages(body.get("input"))]),
         model=entry_of(body, "model", str, default=""),
-        tools=tuple(function_of(tool, "parameters", where="tools[].") for tool in tools),
+        tools=tuple(function_of(tool, "parameters", where="tools[].") for tool in tools_of(body, "function")),
         max_tokens=positive(entry_of(body, "max_output_tokens", int), "max_output_tokens"),
         is_streamed=entry_of(body, "stream", bool, default=False),
-        may_call=choice != "none",
+        may_call=body.get("tool_choice") != "none",
         previous_id=None if previous is None else previous.removeprefix(_ID),
         num_instructions=len(opening),
         sampling=sampling_of(body),
-        overridden=(
-            *overridden(body, *_WITHOUT),
-            *(("tool_choice",) if choice not in (None, "auto", "none") else ()),
-            *(("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()),
-        ),
+        overridden=overridden(body, *_WITHOUT),
     )
 
 

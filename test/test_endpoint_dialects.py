@@ -1,0 +1,127 @@
+"""Dialects: whatever stands in a client's JSON, it is read or refused in words, and never fails in the server."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rendering_families import TOOLS
+
+from llmrl.endpoint import RefusedRequest
+from llmrl.endpoint.dialects import anthropic, chat, responses
+
+FUNCTION = TOOLS[0]["function"]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TEXT = {"type": "text", "text": "Hi"}
+BODIES = {
+    chat: {
+        "model": "policy",
+        "messages": [
+            {"role": "developer", "content": [TEXT]},
+            {"role": "user", "content": "Hi", "name": "me"},
+            {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}, "n": 2, "stop": ["x"],
+        "max_tokens": 5, "temperature": 0.5, "seed": 1, "stream": True, "stream_options": {"include_usage": True},
+        "logprobs": True, "logit_bias": {}, "reasoning_effort": "low",
+    },
+    responses: {
+        "model": "policy", "instructions": "Be brief.", "previous_response_id": "resp_1",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        ],
+        "tools": [{"type": "function", **FUNCTION}],
+        "text": {"format": {"type": "text"}}, "max_output_tokens": 5, "top_p": 0.5, "stream": False,
+        "tool_choice": "auto", "parallel_tool_calls": True, "background": False, "reasoning": {"effort": "low"},
+    },
+    anthropic: {
+        "model": "policy", "system": [TEXT], "max_tokens": 5, "stop_sequences": ["x"], "top_k": 4, "stream": True,
+        "messages": [
+            {"role": "user", "content": [TEXT]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                    {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [TEXT]}, TEXT]},
+        ],
+        "tools": [{"name": "add", "description": "Adds.", "input_schema": FUNCTION["parameters"]}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    },
+}  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def places(value, path=()):
+    """The paths to all that stands in a body."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield (*path, key)
+        yield from places(entry, (*path, key))
+
+
+@pytest.mark.parametrize("dialect", BODIES, ids=lambda dialect: dialect.__name__.rpartition(".")[2])
+def test_what_stands_in_a_body_is_read_or_refused(dialect):
+    body = BODIES[dialect]
+    assert dialect.read(body).tools[0]["function"]["name"] == "add"
+
+    @settings(max_examples=150)
+    @given(st.sampled_from(list(places(body))), JSON)
+    def check(path, value):
+        changed = copy.deepcopy(body)
+        holder = changed
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = value
+        try:
+            request = dialect.read(changed)
+        except RefusedRequest as refused:
+            assert refused.status == 400 and refused.message
+            return
+        hash(request.messages[-1]["role"])
+        assert all(isinstance(name, str) for name in (request.model, *request.stop, *request.overridden))
+        assert all(isinstance(tool["function"]["name"], str) for tool in request.tools)
+
+    check()
+
+
+@pytest.mark.parametrize("dialect", BODIES, ids=lambda dialect: dialect.__name__.rpartition(".")[2])
+def test_tools_of_another_kind_are_refused_by_name(dialect):
+    for kind in ("web_search", {"a": 1}):
+        tools = [{**BODIES[dialect]["tools"][0], "type": kind}]
+        with pytest.raises(RefusedRequest, match=r"tools of type .* cannot be had"):
+            dialect.read({**BODIES[dialect], "tools": tools})
+
+
+def test_answers_of_a_given_form_are_refused():
+    with pytest.raises(RefusedRequest, match="response_format cannot be had"):
+        chat.read({**BODIES[chat], "response_format": {"type": "json_object"}})
+    with pytest.raises(RefusedRequest, match=r"text\.format cannot be had"):
+        responses.read({**BODIES[responses], "text": {"format": {"type": "json_schema"}}})
+
+
+def test_what_cannot_be_had_is_named():
+    asked = {"parallel_tool_calls": False, "tool_choice": "required"}
+    assert chat.read({**BODIES[chat], **asked}).overridden == (
+        "logit_bias", "reasoning_effort", "tool_choice", "parallel_tool_calls"
+    )  # fmt: skip
+    assert responses.read({**BODIES[responses], **asked}).overridden == (
+        "reasoning", "tool_choice", "parallel_tool_calls"
+    )  # fmt: skip
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    assert anthropic.read({**BODIES[anthropic], "tool_choice": choice}).overridden == (
+        "tool_choice", "disable_parallel_tool_use"
+    )  # fmt: skip
