@@ -11,6 +11,9 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from llmrl.trainer.masks import IMPLEMENTATION, Mask, PackedMask
 
+_NUM_COMPILED = 64
+"""Kernels of one process: by dtype, width of heads, window, cap, with and without gradients, not by length."""
+
 
 def packed_attention(
     module: torch.nn.Module,
@@ -149,8 +152,10 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 @functools.cache
 def _flex_attention(device_type: str) -> Callable[..., Any]:
     """`flex_attention`, compiled where there are kernels to compile; an error rather than `[length, length]` scores."""
-    plain: Callable[..., Any] = flex_attention
-    return plain if device_type == "cpu" else torch.compile(plain, dynamic=True, fullgraph=True)
+    if device_type == "cpu":
+        return flex_attention
+    options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "recompile_limit": _NUM_COMPILED}
+    return torch.compile(flex_attention, **options)
 
 
 def register_packed_attention() -> None:

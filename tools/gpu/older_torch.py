@@ -1,0 +1,34 @@
+"""llmrl on a torch that is older than the one it asks for, as a machine without a network may have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+
+RECOMPILE_LIMIT = 64
+
+
+def adapt() -> list[str]:
+    """Leave out arguments that this torch does not know, and that it does without; their names."""
+    from torch.nn.attention import varlen
+
+    adapted = []
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        torch.compile = _without(torch.compile, "recompile_limit")
+        adapted.append("torch.compile(recompile_limit)")
+    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
+        varlen.varlen_attn = _without(varlen.varlen_attn, "enable_gqa")
+        adapted.append("varlen_attn(enable_gqa)")
+    return adapted
+
+
+def _without(function, name: str):
+    @functools.wraps(function)
+    def called(*arguments, **options):
+        options.pop(name, None)
+        return function(*arguments, **options)
+
+    return called

@@ -1,0 +1,78 @@
+"""Packs what a machine without a network needs: `python tools/gpu/pack.py FOLDER`; see README.md beside it.
+
+The folder gets llmrl, this kit, and wheels of what that machine lacks. It has torch, transformers and what they need,
+of whatever version: wheels are installed beside them, without dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("llmrl", "tools/gpu", "test/causal_types.py", "pyproject.toml", "LICENSE")
+WHEELS = ("tensordict", "torchrl", "pyvers", "orjson", "importlib_metadata", "zipp", "cloudpickle", "packaging")
+"""At the versions that are installed here; their dependencies are in the list or come with torch."""
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 24, 17)] + ["manylinux2014_x86_64", "any"]
+START = """#!/bin/sh
+# Installs the wheels beside what is there, and runs the kit.
+cd "$(dirname "$0")" || exit
+python3 -m pip install --quiet --no-index --no-deps --upgrade --target site wheels/*.whl || exit
+PYTHONPATH="$PWD/site:$PWD${PYTHONPATH:+:$PYTHONPATH}" exec python3 tools/gpu/run.py "$@"
+"""
+
+
+def liger() -> str:
+    """The version of liger-kernel that the extra `gpu` asks for, which a machine without a GPU does not have."""
+    found = re.search(r'"(liger-kernel)>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    assert found is not None
+    return f"{found[1]}=={found[2]}"
+
+
+def requirements() -> list[str]:
+    return [f"{name}=={version(name)}" for name in WHEELS] + [liger()]
+
+
+def copy_sources(folder: Path) -> None:
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
+    start = folder / "start.sh"
+    start.write_text(START)
+    start.chmod(0o755)
+
+
+def download_wheels(folder: Path, python_version: str) -> None:
+    platforms = [part for name in PLATFORMS for part in ("--platform", name)]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--implementation",
+         "cp", "--python-version", python_version, *platforms, "--dest", str(folder / "wheels"), *requirements()],
+        check=True,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12", help="version of the machine's Python")
+    parser.add_argument("--no-wheels", action="store_true", help="sources alone, for a machine that has the rest")
+    given = parser.parse_args()
+    copy_sources(given.folder)
+    if not given.no_wheels:
+        download_wheels(given.folder, given.python)
+    sizes = {path.name: path.stat().st_size for path in given.folder.rglob("*") if path.is_file()}
+    print(json.dumps({"folder": str(given.folder), "num_files": len(sizes), "megabytes": sum(sizes.values()) / 1e6}))
+
+
+if __name__ == "__main__":
+    main()
