@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from llmrl.cli.app import app
 
-app()
+if __name__ == "__main__":  # engines are processes that import the main module again
+    app()

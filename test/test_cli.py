@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -194,6 +195,16 @@ def test_help_names_every_command_and_environment():
     text = runner.invoke(app, ["eval", "--list"]).output
     assert all(name in text for name in task_environments())
     assert runner.invoke(app, ["--version"]).output.startswith("llmrl ")
+
+
+def test_processes_that_a_command_starts_do_not_run_it_again(monkeypatch, capsys):
+    """What `spawn` does in an engine's process: the main module is imported under another name."""
+    monkeypatch.setattr(sys, "argv", ["llmrl", "--version"])
+    runpy.run_module("llmrl.__main__", run_name="__mp_main__")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        runpy.run_module("llmrl", run_name="__main__")
+    assert capsys.readouterr().out.startswith("llmrl ")
 
 
 def test_the_tab_key_completes_commands_and_options():
