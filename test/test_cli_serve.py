@@ -75,6 +75,23 @@ def test_conversations_are_kept_for_the_viewer(renderer, tmp_path):
     assert run.token_texts[renderer.encode("15")[0]] == "1"
 
 
+def test_a_request_that_names_an_earlier_answer_joins_its_session(renderer, tmp_path):
+    async def act(url):
+        create = openai.AsyncOpenAI(base_url=url, api_key="secret").responses.create
+        await create(model="small", input="Hi")
+        first = await create(model="small", input="Begin.")
+        second = await create(model="small", input="And?", previous_response_id=first.id)
+        await create(model="small", input="And then?", previous_response_id=second.id)
+        with pytest.raises(openai.NotFoundError, match="no earlier answer"):
+            await create(model="small", input="And?", previous_response_id="resp_0")
+
+    served(renderer, act, out=tmp_path / "out")
+    run = read_run(tmp_path / "out")
+    assert [record["num_turns"] for record in run.rollouts] == [1, 3]
+    asked = [message["content"] for message in run.rollouts[1]["messages"] if message["role"] == "user"]
+    assert asked == ["Begin.", "And?", "And then?"] and len(run.rows) == 2
+
+
 def test_clients_say_how_to_sample(renderer):
     async def act(url):
         client = openai.AsyncOpenAI(base_url=url, api_key="secret")

@@ -56,6 +56,9 @@ class OpenSessions:
         return self._sessions[name]
 
     def _name(self, request: ModelRequest) -> str:
+        if request.previous_id is not None:
+            answered = (name for name, session in self._sessions.items() if session.has_answered(request.previous_id))
+            return next(answered, "unnamed/none")  # which has no answers, and says so
         keys = chain_keys(request.messages, request.tools)
         # Those of prompts that messages were added to; the whole prompt is another sample, and begins anew.
         known = (self._by_prompt.get(key) for key in reversed(keys[:-1]))

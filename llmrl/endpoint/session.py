@@ -169,6 +169,10 @@ class Session:
         """Whether somebody waits for an answer."""
         return any(one.num_clients for same in self._exchanges.values() for one in same)
 
+    def has_answered(self, reply_id: str | None) -> bool:
+        """Return whether a reply is one of this session's, which requests may go on from by its id."""
+        return reply_id in self._said
+
     def check_open(self) -> None:
         """Refuse what comes after the session's end.
 
@@ -217,7 +221,7 @@ class Session:
     def _with_earlier(self, request: ModelRequest) -> tuple[Message, ...]:
         if request.previous_id is None:
             return request.messages
-        if request.previous_id not in self._said:
+        if not self.has_answered(request.previous_id):
             raise RefusedRequest(f"there is no earlier answer {request.previous_id!r:.80} here.", status=404)
         count = request.num_instructions
         return (*request.messages[:count], *self._said[request.previous_id], *request.messages[count:])
