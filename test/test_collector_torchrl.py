@@ -85,6 +85,10 @@ def test_an_environment_of_any_batch_size_is_played(renderer):
     policy = LLMWrapperBase(engine, renderer=renderer)
     with LLMCollector(env, policy=policy, dialog_turns_per_batch=env.batch_size[0], total_dialog_turns=6) as collector:
         batches = list(collector)
+    for turn in (turn for batch in batches for turn in batch.unbind(0)):
+        prompt = "<|im_start|>user\n" + turn["query"] + "<|im_end|>\n<|im_start|>assistant\n"
+        assert turn["text", "prompt"].endswith(prompt) and turn["text", "response"] == "1<|im_end|>"
+        assert turn["text", "full"] == turn["text", "prompt"] + turn["text", "response"]
     assert [batch.batch_size for batch in batches] == [(2,)] * 3
     assert env.batch_size == () and not env.batch_locked and env.reset().batch_size == ()
 

@@ -7,10 +7,10 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule
 from torchrl.envs import check_env_specs
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.data import Text
+from llmrl.data import ChatHistory, History, Text
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.testing import ScriptedEngine
@@ -304,3 +304,21 @@ def test_thinking_prompts_are_chosen_by_seed_and_bad_ones_refused():
         AddThinkingPrompt(bool, role="system")
     with pytest.raises(ValueError, match="exclude each other"):
         AddThinkingPrompt(bool, "a", random_prompt=True)
+
+
+def test_a_reference_scores_conversations_without_tokens_by_a_template_of_its_own(tiny_model_path, tokenizer):
+    model = TransformersWrapper(tiny_model_path, tokenizer=tokenizer, generate=False)
+    chat = [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": "4"}]
+    options = {"chat_template_name": "llama4", "padding": False, "return_assistant_tokens_mask": True}
+    retrieve = RetrieveLogProb(model, tokenizer=tokenizer, tokenizer_kwargs=options, log_probs_full_key=("ref", "full"))
+    batch = TensorDict(history=ChatHistory(full=History.from_chats([chat]), batch_size=(1,)), batch_size=(1,))
+    scores = retrieve(batch)["ref", "full"][0]
+    text = History.from_chats(chat).apply_chat_template(tokenizer, chat_template_name="llama4", tokenize=False)
+    text = text.removesuffix("<|header_start|>assistant<|header_end|>\n\n")
+    token_ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    with torch.no_grad():
+        log_probs = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)(token_ids).logits
+    expected = log_probs.log_softmax(-1)[0, :-1].gather(1, token_ids[0, 1:, None])[:, 0]
+    is_scored = scores[1:] != 0
+    assert len(scores) == token_ids.shape[1] and 0 < int(is_scored.sum()) < len(expected)
+    torch.testing.assert_close(scores[1:][is_scored], expected[is_scored], atol=1e-4, rtol=0)

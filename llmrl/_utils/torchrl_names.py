@@ -100,7 +100,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "padding_side",
         "rows are ragged, nothing is padded",
     ),
-    ("RetrieveLogProb RetrieveKL", "tokenizer_kwargs", "what is scored are the tokens that were sampled"),
     ("RetrieveKL", "history_key", "what is scored are the tokens that were sampled"),
     ("RetrieveKL KLRewardTransform", "use_ray_service", "ref_model_factory builds the model where it is used"),
     ("KLRewardTransform", "in_keys", "the reward is read at 'reward'"),

@@ -83,7 +83,7 @@ class BatchCollector:
         self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
         self._pending_batch: Future[ReadyBatch | None] | None = None
         self._batch_lock = threading.Lock()  # held by whoever waits for a batch, until it has it
-        self._num_turns = 0
+        self._frames = 0  # turns, under TorchRL's name
         self._left_over: list[TensorDictBase] = []
         # turns of the batch at hand, and left over
         self._once_delivered: tuple[int, list[TensorDictBase]] = (0, [])
@@ -156,7 +156,7 @@ class BatchCollector:
         Raises:
             NoSignal: when nothing was left of batch after batch.
         """
-        while self.total_dialog_turns < 0 or self._num_turns < self.total_dialog_turns:
+        while self.total_dialog_turns < 0 or self._frames < self.total_dialog_turns:
             started = time.perf_counter()
             delivery = self._next_delivery()
             if delivery is None and not self._left_over:
@@ -208,7 +208,7 @@ class BatchCollector:
 
     def _mark_delivered(self) -> None:
         num_turns, self._left_over = self._once_delivered
-        self._num_turns += num_turns
+        self._frames += num_turns
         self._scheduler.mark_delivered()
 
     def _next_delivery(self) -> ReadyBatch | None:
@@ -347,7 +347,7 @@ class BatchCollector:
     async def _state_dict(self) -> StateDict:
         async with self._scheduler.holding_still() as unfinished:
             left_over = [portable_turn(step) for step in self._left_over]
-            state: StateDict = {"num_turns": self._num_turns, "left_over": left_over, "kind": self._shape.kind}
+            state: StateDict = {"num_turns": self._frames, "left_over": left_over, "kind": self._shape.kind}
             dataset_env = self._source.dataset_env
             if dataset_env is not None:
                 prompts = dataset_env.prompts.state_dict(unfinished=unfinished)
@@ -365,7 +365,7 @@ class BatchCollector:
                 f"the saved state is of batches of {state.get('kind')} there, {self._shape.kind} here; what was in "
                 "flight does not fit: build the collector as it was when the state was saved."
             )
-        self._num_turns, self._left_over = state["num_turns"], list(state["left_over"])
+        self._frames, self._left_over = state["num_turns"], list(state["left_over"])
         self._scheduler.gate.carry(len(self._left_over))
         if self._source.dataset_env is not None:
             self._source.dataset_env.load_state_dict(state["env"])

@@ -240,7 +240,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         """
         started, self.num_played = time.perf_counter(), 0
         self.rollouts = self._run(self._play(num_rollouts))
-        self._num_turns += sum(rollout.num_turns for rollout in self.rollouts)
+        self._frames += sum(rollout.num_turns for rollout in self.rollouts)
         kept_or_dropped = GroupRules().judge(self.rollouts)
         self.report = CollectionReport.of(
             self.rollouts, seconds=time.perf_counter() - started, dropped=kept_or_dropped[1]

@@ -209,6 +209,8 @@ class RolloutRunner:
             completion = await self._complete(conversation.prompt_ids, rollout)
             conversation = answered(conversation, completion)
             self.policy.write_turn(element, conversation, completion, is_read=self.stepper.are_turns_read)
+            if self.stepper.keep_steps:
+                self.policy.write_text(element)
             self._count_turn(conversation, completion, rollout)
             element.set(("rollout", "reason"), non_tensor(rollout.reason))
             try:

@@ -167,10 +167,9 @@ def with_tokens(
     if tokenizer is None or has_entry(tensordict, tokens_key) or not has_entry(tensordict, _HISTORY):
         return tensordict
     rows = [row.copy() for row in batch_elements(tensordict)]
+    template |= {"add_generation_prompt": False, "return_dict": True, "return_assistant_tokens_mask": True}
     for row in rows:
-        written = row.get(_HISTORY).apply_chat_template(
-            tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True, **template
-        )
+        written = row.get(_HISTORY).apply_chat_template(tokenizer, **template)
         row.set(tokens_key, written["input_ids"])
         row.set(mask_key, written["assistant_masks"])
     return lazy_stack(rows)

@@ -166,9 +166,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
 
         run_sync(take_turns())
         for element in elements:
-            if self.renderer is not None and self.input_mode == "history":
-                prompt, response = (self.renderer.decode(element["tokens", key].tolist()) for key in _PARTS)
-                element.set("text", Text(prompt=prompt, response=response, full=prompt + response))
+            self.write_text(element)
         if self.pad_output:
             _pad_turns(elements, self.log_probs_key, getattr(self.tokenizer, "pad_token_id", None) or 0)
         for element in elements:
@@ -288,6 +286,12 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             text_response = self.renderer.decode(completion.token_ids)
             element.set("text", Text(prompt=text_prompt, response=text_response, full=text_prompt + text_response))
         return element
+
+    def write_text(self, element: TensorDictBase) -> None:
+        """Write the text of a turn of messages, decoded from its tokens, as TorchRL's wrappers write it."""
+        if self.renderer is not None and self.input_mode == "history":
+            prompt, response = (self.renderer.decode(element["tokens", key].tolist()) for key in _PARTS)
+            element.set("text", Text(prompt=prompt, response=response, full=prompt + response))
 
 
 def answered(conversation: Conversation, completion: Completion) -> Conversation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
 from llmrl.data.ragged import ATTENTION_MASK_KEY, has_entry, write_column
 from llmrl.data.tensordicts import batch_elements
+from llmrl.objectives.inputs import with_tokens
 from llmrl.objectives.kl import masked_kl
 from llmrl.objectives.scoring import log_probs_of
 
@@ -39,7 +40,8 @@ class RetrieveLogProb(KnownArguments, Transform):
             one that names none.
         detach: score without gradients.
         assistant_only: score the loss mask's tokens; False scores all, where the model is a `TransformersWrapper`.
-        tokenizer: without effect, the model has its own.
+        tokenizer, tokenizer_kwargs: of conversations without tokens: what encodes them, by default the model's, and
+            options of `History.apply_chat_template`, by default the model's template.
 
     Raises:
         ValueError: unless exactly one of model and model_factory is given, or for a model of text, which does not say
@@ -66,6 +68,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         detach: bool = True,
         assistant_only: bool = True,
         tokenizer: Tokenizer | None = None,
+        tokenizer_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
         if (model is None) == (model_factory is None):
@@ -84,6 +87,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         self.log_probs_full_key = own_key if log_probs_full_key is None else log_probs_full_key
         self.detach = detach
         self._options = {} if assistant_only else {"assistant_only": False}
+        self._tokenizer, self._tokenizer_kwargs = tokenizer, tokenizer_kwargs
 
     @property
     def model(self) -> TensorDictModuleBase:
@@ -94,6 +98,12 @@ class RetrieveLogProb(KnownArguments, Transform):
         return self._models[0]
 
     def _log_probs(self, rows: TensorDictBase) -> list[torch.Tensor]:
+        if self._tokenizer is not None or self._tokenizer_kwargs is not None:
+            tokenizer = self._tokenizer or getattr(self.model, "tokenizer", None)
+            template = {"chat_template": getattr(self.model, "chat_template", None)}
+            if self._tokenizer_kwargs is not None:
+                template = dict(self._tokenizer_kwargs)
+            rows = with_tokens(rows, tokenizer, tokens_key=_TOKENS, mask_key=_MASK, **template)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             log_probs = log_probs_of(self.model, rows, **self._options)
         if getattr(self.model, "pad_output", False) and not has_entry(rows, ATTENTION_MASK_KEY):
@@ -224,7 +234,7 @@ class RetrieveKL(KnownArguments, Compose):
     Args:
         gen_model, gen_model_factory: the policy's model, or what builds it; by default, `"from_collector"`, its
             log-probs are those that the sampler reported.
-        ref_model, ref_model_factory, detach, assistant_only, tokenizer: see `RetrieveLogProb`.
+        ref_model, ref_model_factory, detach, assistant_only, tokenizer, tokenizer_kwargs: see `RetrieveLogProb`.
         gen_log_probs_full_key, ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
 
     Raises:
@@ -251,6 +261,7 @@ class RetrieveKL(KnownArguments, Compose):
         detach: bool = True,
         assistant_only: bool = True,
         tokenizer: Tokenizer | None = None,
+        tokenizer_kwargs: Mapping[str, object] | None = None,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
         kl_key: NestedKey = "kl_penalty",
@@ -268,7 +279,13 @@ class RetrieveKL(KnownArguments, Compose):
             scored.insert(0, (gen_model, gen_model_factory, gen_log_probs_full_key))
         retrieve = [
             RetrieveLogProb(
-                model, model_factory=factory, log_probs_full_key=key, detach=detach, assistant_only=assistant_only
+                model,
+                model_factory=factory,
+                log_probs_full_key=key,
+                detach=detach,
+                assistant_only=assistant_only,
+                tokenizer=tokenizer,
+                tokenizer_kwargs=tokenizer_kwargs,
             )
             for model, factory, key in scored
         ]
@@ -322,6 +339,7 @@ class KLRewardTransform(RetrieveKL):
             add_to_reward=add_to_reward,
             coeff=coef,
             detach=detach,
+            tokenizer=tokenizer,
         )
 
 
