@@ -50,11 +50,11 @@ def run() -> dict[str, Any]:
         num_computed = sum(micro_batch.num_packed_tokens for micro_batch in packed)
         medians[f"computed over distinct, {num_prompt} + {num_completion}"] = num_computed / num_distinct
     ratio = max(medians.values())
-    for num_groups in (64, 256):
+    for num_groups in (8, 64, 256, 512):
         parts = [group(int(n), int(c)) for n, c in torch.randint(65, 116, (num_groups, 2))]
         rows, masks = ([row for part in parts for row in part[which]] for which in (0, 1))
         medians[f"{len(rows)} rows in groups of {NUM_SAMPLES}, s"] = _seconds(rows, masks)
-    for num_rows in (1024, 4096):
+    for num_rows in (128, 1024, 4096, 8192):
         parts = [group(20, int(c), 1) for c in torch.randint(110, 211, (num_rows,))]
         rows, masks = ([row for part in parts for row in part[which]] for which in (0, 1))
         medians[f"{num_rows} rows by themselves, s"] = _seconds(rows, masks)

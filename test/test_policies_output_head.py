@@ -12,6 +12,7 @@ import pytest
 import torch
 from loss_batches import ragged_batch, tiny_model, with_lora
 
+from llmrl._utils.imports import MissingExtraError
 from llmrl.objectives import GRPOLoss
 from llmrl.trainer import TransformersWrapper, train_step, write_log_probs
 from llmrl.trainer.fused_head import check_fused_head
@@ -149,6 +150,12 @@ def test_the_fused_head_gives_the_same_log_probs_and_gradients() -> None:
     environ = os.environ | {"TRITON_INTERPRET": "1"}
     process = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=250)
     assert process.returncode == 0 and process.stdout.strip().endswith("same"), process.stdout + process.stderr
+
+
+def test_a_fused_head_that_is_not_installed_is_refused_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(MissingExtraError, match=r"llmrl\[gpu\]"):
+        TransformersWrapper(tiny_model(), generate=False, head_kernel="liger")
 
 
 def test_a_fused_head_that_cannot_do_what_the_model_does_is_refused() -> None:

@@ -180,6 +180,16 @@ def test_nccl_makes_one_group_of_trainer_and_all_workers_and_weights_arrive(stan
     sender.shutdown()
 
 
+def test_weights_are_read_when_what_the_gpu_was_asked_before_is_done(stand_in, monkeypatch):
+    engine, model = WorkerEngine(), trained_model()
+    sender = make_sender(VLLMWeightSyncScheme(), model, engine)
+    done, before = [], len(engine.names)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append(list(engine.names[before:])))
+    sender.update_weights()
+    assert done[0] == [] and "update" in engine.names[before:]
+    sender.shutdown()
+
+
 def test_the_group_is_made_anew_when_a_replica_is_replaced(stand_in):
     engines, model = [WorkerEngine(), WorkerEngine()], trained_model()
     sender = make_sender(VLLMWeightSyncScheme(), model, engines)

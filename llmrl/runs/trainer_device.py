@@ -66,8 +66,7 @@ class TrainerDevice:
             self.name = f"cuda:{reserved[this_rank() - place][place]}"
         elif num_here > 1:
             self.name = f"cuda:{place}"
-        if num_here > 1:
-            torch.cuda.set_device(self.name)
+        torch.cuda.set_device(torch.device(self.name).index or 0)
 
     def _reserve(self, cfg: ScriptConfig, num_gpus: int) -> list[int]:
         ray = connect(ray_config(cfg))

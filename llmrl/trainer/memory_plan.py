@@ -104,13 +104,11 @@ class MemoryPlan:
     """While a micro-batch is computed: `activations`, `gathered` (weights, cast or of others), `head`, `mask`."""
     loading: int = 0
     """While the model is loaded: it is whole on each device before it is sharded."""
-    stepping: int = 0
-    """While the optimizer steps, when nothing that passes is left."""
 
     @property
     def total(self) -> int:
         """The most that is held at once."""
-        return max(sum(self.lasting.values()) + max(sum(self.passing.values()), self.stepping), self.loading)
+        return max(sum(self.lasting.values()) + sum(self.passing.values()), self.loading)
 
 
 def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
@@ -167,8 +165,7 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         "mask": 0 if training.is_gpu else tokens * training.bin_length,  # blocks of it, or none
     }
     loading = 4 * model.num_parameters + (lasting["weights"] if "reference" in lasting and ranks > 1 else 0)
-    # What AdamW makes of all weights at once on a GPU.
-    return MemoryPlan(lasting, passing, loading, 4 * trained // ranks if training.is_gpu else 0)
+    return MemoryPlan(lasting, passing, loading)
 
 
 def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> list[str]:

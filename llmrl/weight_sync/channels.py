@@ -325,8 +325,10 @@ class StreamChannel(Channel):
         self._source, self._backend, self._rendezvous = source, backend, rendezvous
 
     def stage(self, version: int | None) -> int:
-        """Do nothing before the engines are paused."""
+        """Wait for the optimizer's step: vLLM reads the weights on streams of its own, which wait for no other."""
         assert version is not None, "somebody has to take the stream"
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         return version
 
     def roll_back(self) -> None:
