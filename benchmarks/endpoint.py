@@ -3,7 +3,7 @@
 The engine is scripted. The requests come over HTTP from a process of their own, with a bare client, so that what is
 measured is the endpoint: reading, rendering, parsing, recording, writing. It is the time of this process on the CPU, so
 that what else the machine does counts little. Collection is that of one-turn conversations, of an engine that takes 2 s
-an answer, with the clients in this process: by the clock; the machine did other things beside it.
+an answer, with the clients in this process: by the clock, on a machine that did nothing else.
 """
 
 from __future__ import annotations
