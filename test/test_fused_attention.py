@@ -211,23 +211,34 @@ def test_memory_of_a_mask_grows_with_blocks_and_not_with_pairs() -> None:
     assert sum(value.numel() * value.element_size() for value in held) < 32_768**2 / 500
 
 
-def test_it_is_compiled_once_for_batches_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_for_two_batches_serves_those_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options that it is compiled with on CUDA, soft cap, window and scale, whose numbers stay numbers."""
     monkeypatch.setattr("llmrl.trainer.attention.flex_attention", flex.flex_attention)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # for want of CUDA
     compiled = _flex_attention.__wrapped__("cuda")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for lengths, options in (([300, 280], {}), ([500, 400, 350], {}), ([260, 250, 240], {"bin_length": 300})):
-        packed = _pack(lengths, 150 if not options else 0, **options)
-        num_tokens = packed.input_ids.numel()
-        query, key, value = (torch.randn(1, num_heads, num_tokens, 8) for num_heads in (6, 3, 3))
-        output = compiled(query, key, value, block_mask=_mask(packed), enable_gqa=True)
-        dense = torch.block_diag(*packed.attention_mask()[:, 0].int()).bool()
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=dense
+    monkeypatch.setattr("llmrl.trainer.attention._flex_attention", lambda device_type: compiled)
+    for lengths, num_shared, options in (
+        ([300, 280], 150, {}),
+        ([500, 400, 350], 150, {}),
+        ([260, 250, 240], 20, {"bin_length": 300}),
+        ([900, 700], 650, {}),
+    ):
+        packed = _pack(lengths, num_shared, **options)
+        (num_bins, length), sinks = packed.input_ids.shape, torch.linspace(-1, 1, 6)
+        # As models make them, of `[num_bins, length, num_heads * head_size]`.
+        query, key, value = (torch.randn(num_bins, length, num_heads, 8).transpose(1, 2) for num_heads in (6, 3, 3))
+        output, _ = packed_attention(
+            torch.nn.Identity(), query, key, value, _mask(packed, 100), scaling=0.3, softcap=2.0, s_aux=sinks
         )
-        torch.testing.assert_close(output, expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        scores = 2 * torch.tanh(0.3 * query @ key.repeat_interleave(2, 1).mT / 2)
+        scores = scores.masked_fill(~packed.attention_mask(window=100), -torch.inf)
+        sink = sinks[None, :, None, None].expand(num_bins, 6, length, 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_bins_are_as_long_as_what_is_shared() -> None:

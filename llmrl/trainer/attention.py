@@ -101,7 +101,7 @@ def _fused_attention(
 ) -> torch.Tensor:
     """`[num_bins, length, num_heads, head_size]`, by a kernel that visits only what is seen."""
     num_bins, num_heads, length, head_size = query.shape
-    # Bins end to end, so that shapes differ in one number, for which the kernel is compiled once.
+    # Bins end to end, so that shapes differ in one number, for all of which a second kernel is compiled.
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if torch.is_autocast_enabled(query.device.type):  # which knows neither kernel
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -125,7 +125,7 @@ def _fused_attention(
         )
         assert isinstance(output, torch.Tensor)  # it is asked for nothing else
         return output.unflatten(0, (num_bins, length))
-    output, auxiliary = _flex_attention(query.device.type)(
+    output = _flex_attention(query.device.type)(
         *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
         score_mod=None if softcap is None else _capped(softcap),
         block_mask=mask,
@@ -133,9 +133,10 @@ def _fused_attention(
         enable_gqa=is_grouped,
         # The kernel for fewer than 128 queries wants powers of two as numbers of heads.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
-        return_aux=AuxRequest(lse=True),
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
     if sinks is not None:  # a sink is one more term of each sum of exponentials
+        output, auxiliary = output
         output = output * torch.sigmoid(auxiliary.lse - sinks[:, None].float())[..., None].to(output.dtype)
     return output[0].transpose(0, 1).unflatten(0, (num_bins, length))
 
@@ -154,7 +155,8 @@ def _flex_attention(device_type: str) -> Callable[..., Any]:
     """`flex_attention`, compiled where there are kernels to compile; an error rather than `[length, length]` scores."""
     if device_type == "cpu":
         return flex_attention
-    options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "recompile_limit": _NUM_COMPILED}
+    # Not `dynamic=True`, which makes symbols of soft caps and scales, too, that `flex_attention` cannot take.
+    options: dict[str, Any] = {"fullgraph": True, "recompile_limit": _NUM_COMPILED}
     return torch.compile(flex_attention, **options)
 
 
