@@ -5,6 +5,7 @@ from llmrl.rewards.answers import extract_answer, extract_tag, extract_tags, las
 from llmrl.rewards.countdown import evaluate_expression, is_countdown_right
 from llmrl.rewards.gsm8k import has_gsm8k_answer, is_gsm8k_right
 from llmrl.rewards.ifeval import IFEvalScoreData, check_instructions, score_instructions
+from llmrl.rewards.judge import Judge, JudgeUsage
 from llmrl.rewards.math import boxed_answer, is_math_right
 from llmrl.rewards.reward import ROLLOUT_INPUTS, RewardFn, RewardInput, UnknownRewardInput
 from llmrl.rewards.rubric import Rubric, Score
@@ -12,6 +13,8 @@ from llmrl.rewards.rubric import Rubric, Score
 __all__ = [
     "ROLLOUT_INPUTS",
     "IFEvalScoreData",
+    "Judge",
+    "JudgeUsage",
     "RewardFn",
     "RewardInput",
     "Rubric",
