@@ -115,7 +115,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         if flatten_data is False:
             raise ValueError(
                 "flatten_data=False cannot be had: conversations differ in length, and batches have one dimension; for "
-                "one conversation a batch pass yield_completed_trajectories=True."
+                "one conversation per batch pass yield_completed_trajectories=True."
             )
         shape = BatchShape.of(
             groups_per_batch=groups_per_batch,

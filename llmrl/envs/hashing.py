@@ -14,7 +14,7 @@ from llmrl._utils.types import Tokenizer
 
 
 class LLMHashingEnv(KnownArguments, EnvBase):
-    """Appends one token a step, and names each chain of tokens by a hash: nodes of a search tree, say.
+    """Appends one token per step, and names each chain of tokens by a hash: nodes of a search tree, say.
 
     The hash of a chain is that of its beginning's hash and its last token, so that a step costs the same however long
     the chain is.

@@ -59,7 +59,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         normalization: see `group_advantages`.
         normalize_batch: then also normalize over the batch, see `batch_normalized`; only for whole batches.
         kl_penalty: subtract each token's KL and that of the tokens after it (`KLPenalty.to_go`) before the batch is
-            normalized, over its trained tokens then. The advantage is `[num_tokens]` a row; every group has signal.
+            normalized, over its trained tokens then. The advantage is `[num_tokens]` per row; every group has signal.
         component_weights: weights of entries of `("reward_breakdown", NAME)`. Each component is normalized in its
             group by itself, so that none drowns the others, and then weighted and summed (GDPO, arXiv:2601.05242).
             By default the reward is taken as it is.

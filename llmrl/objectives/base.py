@@ -78,7 +78,7 @@ class LLMLoss(LossModule):
     """
 
     actor_network: Any
-    """`TransformersWrapper`, or any TensorDict module that writes its log-probs' entry (`[num_tokens]` a row)."""
+    """`TransformersWrapper`, or any TensorDict module that writes its log-probs' entry (`[num_tokens]` per row)."""
     aggregation: Aggregation
     fixed_length: int | None = None
     masking_strategy: MaskingStrategy = "rlhf"

@@ -50,7 +50,7 @@ class GRPOLoss(LLMLoss):
 
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `sample_log_prob`'s entry with
-            gradients (`[num_tokens]` a row).
+            gradients (`[num_tokens]` per row).
         clip_epsilon: one bound or (low, high).
         dual_clip: bound above 1 on the ratio where the advantage is negative, see `clipped_surrogate`.
         kl_mask_threshold: tokens with `0.5 * (log pi - log pi_sampler)^2` above it are left out of the objective.

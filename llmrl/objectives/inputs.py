@@ -56,7 +56,7 @@ class LossInputs:
     """A batch, ready to be scored."""
 
     token_ids: list[torch.Tensor]
-    """`[num_tokens]` a row."""
+    """`[num_tokens]` per row."""
     scored_masks: list[torch.Tensor]
     """`[num_tokens]` bool a row: trained tokens, never the first."""
     row_starts: torch.Tensor
@@ -228,7 +228,7 @@ def _spread(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> to
     rows = []
     for row, length in zip(ragged_column(batch, key), lengths, strict=True):
         if row.numel() not in (1, length):
-            raise ValueError(f"{key!r} must have one entry per row or a token ({length}), got {tuple(row.shape)}.")
+            raise ValueError(f"{key!r} must have one entry per row or per token ({length}), got {tuple(row.shape)}.")
         rows.append(row.reshape(-1).float().expand(length))
     return torch.cat(rows) if rows else torch.zeros(0)
 

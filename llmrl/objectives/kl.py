@@ -12,7 +12,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator = "k3") -> torch.Tensor:
-    """Return one estimate a token, with `d = log other - log policy`.
+    """Return one estimate per token, with `d = log other - log policy`.
 
     `k1 = -d` is unbiased and may be negative; `k2 = d^2 / 2` has the gradient of the reverse KL on policy;
     `k3 = exp(d) - 1 - d` is unbiased and never negative (GRPO, arXiv:2402.03300, equation 4).

@@ -29,7 +29,7 @@ class KLPenalty(Transform):
     Args:
         coeff: of the KL.
         estimator: see `kl_estimate`.
-        log_prob_key, other_log_prob_key: the policy's and the other's log-probs, `[num_tokens]` a row.
+        log_prob_key, other_log_prob_key: the policy's and the other's log-probs, `[num_tokens]` per row.
         mask_key, rollout_key, rewards_key: entries read, the reward changed.
         kl_key: entry written, `[1, 1]` a row: the rollout's KL.
 
@@ -92,7 +92,7 @@ class KLPenalty(Transform):
         return tensordict
 
     def to_go(self, batch: TensorDictBase) -> list[torch.Tensor]:
-        """Return the penalty of each trained token and of those after it, `[num_tokens]` a row, 0 elsewhere.
+        """Return the penalty of each trained token and of those after it, `[num_tokens]` per row, 0 elsewhere.
 
         That is the KL's part of the reward-to-go (REINFORCE++, arXiv:2501.03262, equation 8).
 
@@ -118,7 +118,7 @@ class KLPenalty(Transform):
         return penalties[::-1]
 
     def _divergences(self, batch: TensorDictBase) -> list[torch.Tensor]:
-        """Return one estimate a token, `[num_tokens]` float64 a row; 0 where nothing is trained."""
+        """Return one estimate per token, `[num_tokens]` float64 per row; 0 where nothing is trained."""
         columns = [ragged_column(batch, key) for key in (self.log_prob_key, self.other_log_prob_key, self.mask_key)]
         return [
             masked_kl(log_probs.double(), others.double(), mask, self.estimator)

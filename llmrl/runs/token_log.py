@@ -71,7 +71,7 @@ class TokenLog:
         Args:
             step: of training.
             rows: as a collector yields them, or as `rollout_rows` gives them.
-            trainer_log_probs: one `[num_tokens]` a row, NaN where there is none.
+            trainer_log_probs: one `[num_tokens]` per row, NaN where there is none.
             split: `"train"`, or the evaluation that they are of.
 
         Raises:

@@ -42,7 +42,7 @@ def on_policy_difference(
 
     Args:
         batch: training rows.
-        log_probs: the policy's, `[num_tokens]` a row, NaN where nothing is trained.
+        log_probs: the policy's, `[num_tokens]` per row, NaN where nothing is trained.
         keys: a loss's names of the entries: `sample_log_prob` and `policy_version` are read.
         version: of the weights that gave `log_probs`; None takes all trained tokens.
     """

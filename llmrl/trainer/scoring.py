@@ -29,7 +29,7 @@ def write_log_probs(
     disable_adapter: bool = False,
     assistant_only: bool = True,
 ) -> TensorDictBase:
-    """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 a row, without gradient.
+    """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 per row, without gradient.
 
     Where its model is sharded, every rank calls this with the same batch, computes its share and has all.
 

@@ -36,7 +36,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     *Scoring*, it writes the log-probs of the trained tokens of ragged rows, computed without padding and with shared
     prefixes once. It reads `("tokens", "full")` and `("masks", "all_assistant_mask")` and writes
-    `(log_probs_key, "full")`: `[num_tokens]` float32 a row, differentiable, 0 outside the mask (and at a row's first
+    `(log_probs_key, "full")`: `[num_tokens]` float32 per row, differentiable, 0 outside the mask (and at a row's first
     token, which nothing predicts). Without a mask every token is scored. Tokens that are there are scored as they are;
     where a batch has none, they are made of `("history", "full")` with the template, whose mask is then the assistant's
     turns, or of `("text", "full")`, by `input_mode`, and written beside the log-probs.
