@@ -262,8 +262,11 @@ def test_another_attempt_is_asked_for_until_the_condition_is_met(renderer):
     def is_yes(completion):
         return float(completion == "yes")
 
+    def is_no(step):
+        return step["reward"].sum() < 1
+
     env = DatasetChatEnv([{"query": "say yes"}]).append_transform(RubricReward(is_yes))
-    env = env.append_transform(AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Again."))
+    env = env.append_transform(AddThinkingPrompt(is_no, "Again.", role="user", edit_last_turn=False))
     policy = LLMWrapperBase(ScriptedEngine(script, encode=renderer.encode), renderer=renderer)
     with LLMCollector(env, policy=policy, groups_per_batch=1, limits=RolloutLimits(max_turns=5)) as collector:
         collector.next()
@@ -281,7 +284,7 @@ def test_a_prompt_within_the_answer_leaves_its_thoughts_as_they_were_sampled(ren
         return float("2" in completion)
 
     env = DatasetChatEnv([{"query": "say two"}]).append_transform(RubricReward(is_two))
-    retry = AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Wait.", role="assistant", edit_last_turn=True)
+    retry = AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Wait.")
     policy = LLMWrapperBase(ScriptedEngine(script, encode=renderer.encode), renderer=renderer)
     env, limits = env.append_transform(retry), RolloutLimits(max_turns=5)
     with LLMCollector(env, policy=policy, groups_per_batch=1, limits=limits) as collector:
@@ -299,7 +302,11 @@ def test_thinking_prompts_are_chosen_by_seed_and_bad_ones_refused():
     assert [first._random.choice(first.prompts) for _ in range(9)] == [
         second._random.choice(second.prompts) for _ in range(9)
     ]
-    assert AddThinkingPrompt(bool, role="assistant").prompts != AddThinkingPrompt(bool).prompts
+    by_user = AddThinkingPrompt(bool, role="user", edit_last_turn=False)
+    assert AddThinkingPrompt(bool).prompts != by_user.prompts
+    assert AddThinkingPrompt(bool).zero_reward and not by_user.zero_reward  # as TorchRL's
+    with pytest.raises(ValueError, match="needs role='assistant'"):
+        AddThinkingPrompt(bool, role="user")
     with pytest.raises(ValueError, match="role must be"):
         AddThinkingPrompt(bool, role="system")
     with pytest.raises(ValueError, match="exclude each other"):

@@ -29,18 +29,18 @@ _AS_USER = (
 class AddThinkingPrompt(KnownArguments, Transform):
     """Asks for another attempt after an answer that meets a condition, and lets the conversation go on.
 
-    Append it after what gives the reward, since the condition usually reads it. The prompt comes as a message of its
-    own, or, with `edit_last_turn` as TorchRL has it by default, within the answer: in place of its last `<answer>`, or
-    at its end. What is left of the answer stays as it was sampled, and what follows is context; where more than half of
-    it goes, the answer stays whole in a row of its own (see `Conversation`).
+    Append it after what gives the reward, since the condition usually reads it. The prompt comes within the answer, in
+    place of its last `<answer>`, or at its end; without `edit_last_turn` it is a message of its own. What is left of
+    the answer stays as it was sampled, and what follows is context; where more than half of it goes, the answer stays
+    whole in a row of its own (see `Conversation`).
 
     Args:
         cond: told the element of one conversation's `next`; true asks again.
         prompt: what is said; one of its own by default.
         random_prompt: choose among several of its own.
-        role: `user`, or `assistant` for a message in the first person.
+        role: `assistant` for a prompt in the first person, or `user`.
         edit_last_turn: whether the prompt is written into the last answer, in place of a new message.
-        zero_reward: take back the reward of the answer that is asked again.
+        zero_reward: take back the reward of the answer that is asked again; by default that of one that is edited.
         undo_done: let the conversation go on although it was over.
         seed: of the choice.
 
@@ -52,12 +52,12 @@ class AddThinkingPrompt(KnownArguments, Transform):
         >>> from llmrl.data import ChatHistory
         >>> from llmrl.envs import ChatEnv
         >>> from tensordict import TensorDict
-        >>> env = ChatEnv().append_transform(AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Again."))
+        >>> env = ChatEnv().append_transform(AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Wait."))
         >>> data = env.reset(TensorDict({"query": "7 + 8 ="}))
         >>> full = data["history"].prompt.append({"role": "assistant", "content": "14"})
         >>> data["history"] = ChatHistory(full=full, batch_size=())
         >>> env.step(data)["next", "history"].prompt.content
-        ['7 + 8 =', '14', 'Again.']
+        ['7 + 8 =', '14 Wait.']
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class AddThinkingPrompt(KnownArguments, Transform):
         prompt: str | None = None,
         *,
         random_prompt: bool = False,
-        role: Literal["user", "assistant"] = "user",
-        edit_last_turn: bool = False,
-        zero_reward: bool = True,
+        role: Literal["user", "assistant"] = "assistant",
+        edit_last_turn: bool = True,
+        zero_reward: bool | None = None,
         undo_done: bool = True,
         seed: int = 0,
     ) -> None:
@@ -76,13 +76,16 @@ class AddThinkingPrompt(KnownArguments, Transform):
         if role not in ("user", "assistant"):
             raise ValueError(f"role must be 'user' or 'assistant', got {role!r}.")
         if edit_last_turn and role != "assistant":
-            raise ValueError("edit_last_turn=True needs role='assistant': the prompt becomes a part of its answer.")
+            raise ValueError(
+                "edit_last_turn=True, the default, needs role='assistant': the prompt becomes a part of its answer."
+            )
         if prompt is not None and random_prompt:
             raise ValueError("prompt and random_prompt exclude each other; give one of them.")
         own = _AS_USER if role == "user" else _AS_ASSISTANT
         self.cond, self.role, self.edit_last_turn = cond, role, edit_last_turn
         self.prompts = (prompt,) if prompt is not None else own if random_prompt else own[:1]
-        self.zero_reward, self.undo_done = zero_reward, undo_done
+        self.zero_reward = edit_last_turn if zero_reward is None else zero_reward
+        self.undo_done = undo_done
         self._random = random.Random(seed)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
