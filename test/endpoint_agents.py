@@ -159,10 +159,13 @@ class RandomAgent:
     async def do_hang_up(self):
         """The client goes while tokens are sampled, and does not come again."""
         self.engine.hang_next()
-        exchange = self.session.begin(*read(self.body([*self.history(), {"role": "user", "content": "gone"}])))
+        self.num_asked += 1
+        body = self.body([*self.history(), {"role": "user", "content": f"gone {self.num_asked}"}])
+        exchange = self.session.begin(*read(body))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         exchange.leave()
+        self.last_body = None  # who repeats it waits for an engine that hangs
 
     async def do_lose(self):
         """The client goes before its answer is sent, and asks again, or not."""

@@ -146,7 +146,6 @@ class EndpointServer:
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         text = await self._read(request)
         asked = dialect.read(parse_body(text))
-        self._check_model(asked.model)
         session = self._session(request, asked)
         digest = hashlib.blake2b(request.path.encode() + b"\0" + text, digest_size=16).digest()
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -178,7 +177,6 @@ class EndpointServer:
 
     async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         asked = dialect.read(parse_body(await self._read(request)))
-        self._check_model(asked.model)
         return self.web.json_response({"input_tokens": self._session(request, asked).count_tokens(asked)})
 
     async def _wait_streaming(self, request: web.Request, exchange: Exchange) -> web.StreamResponse | None:
@@ -208,19 +206,18 @@ class EndpointServer:
         except self.web.HTTPRequestEntityTooLarge:
             raise too_long from None
 
-    def _check_model(self, name: str) -> None:
-        if name.removesuffix(ASIDE) != self.model_name:
-            raise RefusedRequest(
-                f"the model {name!r:.80} does not exist here; ask for {self.model_name!r}.",
-                status=404,
-                code="model_not_found",
-            )
-
     def _session(self, request: web.Request, asked: ModelRequest) -> Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         api_key = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
         session_id = request.match_info.get("session") or request.headers.get("X-Session-ID")
-        return self.sessions.find(api_key, session_id, asked)
+        session = self.sessions.find(api_key, session_id, asked)
+        if asked.model.removesuffix(ASIDE) != self.model_name:  # told to those alone who may ask
+            raise RefusedRequest(
+                f"the model {asked.model!r:.80} does not exist here; ask for {self.model_name!r}.",
+                status=404,
+                code="model_not_found",
+            )
+        return session
 
     async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         names = (self.model_name, f"{self.model_name}{ASIDE}")
