@@ -116,7 +116,9 @@ def _kernels_of(model_type: str) -> set[str]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gemma3_text", "gpt_oss"])
-def test_in_half_precision_rows_that_share_nothing_are_as_near_to_float32_as_eager(model_type: str) -> None:
+def test_in_half_precision_rows_that_share_nothing_are_as_near_to_float32_as_eager(
+    model_type: str, calls: list[str]
+) -> None:
     config = tiny_config(model_type, initializer_range=0.05)
     ids = [torch.randint(5, VOCAB_SIZE, (num,), generator=torch.Generator().manual_seed(num)) for num in (25, 22, 30)]
     exact = tiny_model(model_type, config=config, attn_implementation="eager")
@@ -124,6 +126,7 @@ def test_in_half_precision_rows_that_share_nothing_are_as_near_to_float32_as_eag
     (packed,) = policy.pack(ids, [torch.ones_like(row).bool() for row in ids])
     assert packed.sequence_bounds() is not None
     log_probs, _ = policy.packed_log_probs(packed)
+    assert calls[-1] == ("flex" if model_type == "gpt_oss" else "sequences")
     errors: dict[str, list[torch.Tensor]] = {"ours": [], "eager": []}
     for index, row in enumerate(ids):
         expected = _log_probs(exact, row)
@@ -253,3 +256,23 @@ def test_eager_that_stands_for_want_of_sdpa_is_replaced_and_another_is_not() -> 
     ):
         policy = TransformersWrapper(model, generate=False)
         assert (policy._causal_model.config._attn_implementation == IMPLEMENTATION) == replaced
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_sequences_see_as_far_as_their_window(window: int | None, calls: list[str]) -> None:
+    packed = _pack([9, 6, 5], bin_length=15)
+    num_bins, length = packed.input_ids.shape
+    query, key, value = (
+        torch.randn(num_bins, length, num_heads, 8).transpose(1, 2).bfloat16() for num_heads in (4, 2, 2)
+    )
+    output, _ = packed_attention(torch.nn.Identity(), query, key, value, _mask(packed, window))
+    assert calls == ["sequences"]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.float(),
+        key.repeat_interleave(2, 1).float(),
+        value.repeat_interleave(2, 1).float(),
+        attn_mask=packed.attention_mask(window=window),
+    ).transpose(1, 2)
+    held = torch.zeros(num_bins * length, dtype=torch.bool)
+    held[packed.token_positions] = True  # padding sees padding here
+    torch.testing.assert_close(output.float().flatten(0, 1)[held], expected.flatten(0, 1)[held], atol=2e-2, rtol=0)
