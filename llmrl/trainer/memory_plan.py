@@ -157,7 +157,8 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         gathered = 0
     weight = size if ranks > 1 or training.is_bfloat16 else 0
     head = model.head_parameters * (weight + (4 if training.lora_rank is None else 0))
-    chunk = 4 * model.vocab_size * min(tokens, default_chunk_size(model.vocab_size, is_gpu=training.is_gpu))
+    chunk_size = default_chunk_size(model.vocab_size, is_gpu=training.is_gpu)
+    chunk = 4 * model.vocab_size * (min(tokens, chunk_size) if training.is_gpu else chunk_size)
     passing = {
         "activations": int(activations),
         "gathered": gathered,
