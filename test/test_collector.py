@@ -9,10 +9,11 @@ import time
 
 import pytest
 import torch
+from torchrl.envs import EnvBase
 
 from llmrl.collectors import CollectionStalled, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus, StopReason
-from llmrl.envs import ChatEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import Rubric, Score
 from llmrl.testing import ScriptedEngine
@@ -294,6 +295,16 @@ def test_unclear_batches_are_refused(make_policy, kwargs):
         LLMCollector(DatasetChatEnv(DATASET), policy=make_policy(), **kwargs)
 
 
-def test_a_locked_environment_is_refused(make_policy):
-    with pytest.raises(ValueError, match="batch size"):
-        LLMCollector(ChatEnv(batch_size=(2,)), policy=make_policy(), groups_per_batch=1)
+def test_a_locked_environment_without_conversations_is_refused(make_policy):
+    class Locked(EnvBase):
+        def _reset(self, tensordict):
+            return tensordict
+
+        def _step(self, tensordict):
+            return tensordict
+
+        def _set_seed(self, seed):
+            pass
+
+    with pytest.raises(ValueError, match=r"batch size \(2,\)"):
+        LLMCollector(Locked(batch_size=(2,)), policy=make_policy(), groups_per_batch=1)

@@ -97,7 +97,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
 
     def _ask_again(self, element: TensorDictBase) -> None:
         history, prompt = element.get(("history", "prompt")), self._random.choice(self.prompts)
-        if self.edit_last_turn:
+        if self.edit_last_turn and history.chats:  # of random actions, as of a check of specs, there may be none
             *earlier, last = history.chats
             before, tag, after = text_of(last.get("content")).rpartition("<answer>")
             edited: Message = {**last, "content": f"{before if tag else after} {prompt}".lstrip()}
