@@ -47,7 +47,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     def to_text(
         self, tokenizer: Tokenizer, chat_template_name: str | None = None, chat_template: str | None = None
     ) -> Text:
-        """As the chat template writes it; a prompt up to where the assistant is to speak, a response what follows.
+        """Write it as the chat template does; a prompt up to where the assistant is to speak, a response what follows.
 
         For reading, and for supervised data: what a policy was given and sampled is in `("tokens", ...)`.
 
@@ -80,7 +80,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     def to_tokens(
         self, tokenizer: Tokenizer, chat_template_name: str | None = None, chat_template: str | None = None
     ) -> Tokens:
-        """Token ids of `to_text`."""
+        """Return the token ids of `to_text`."""
         return self.to_text(tokenizer, chat_template_name, chat_template).to_tokens(tokenizer)
 
 
@@ -107,7 +107,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         return Composite(entries, shape=torch.Size(shape), data_cls=Text)
 
     def to_tokens(self, tokenizer: Tokenizer) -> Tokens:
-        """Token ids; the template has written all special tokens, so none is added."""
+        """Tokenize it; the template has written all special tokens, so none is added."""
 
         def encode(text: str | None) -> torch.Tensor | None:
             if text is None:
@@ -203,7 +203,7 @@ class Tokens(_Ragged):
         return _ragged_spec(Tokens, shape, keys, torch.int64)
 
     def to_text(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> Text:
-        """Decoded.
+        """Decode it.
 
         Raises:
             ValueError: for padded tokens.
@@ -225,7 +225,7 @@ class Tokens(_Ragged):
         return _each(self, convert)
 
     def to_history(self, tokenizer: Tokenizer, chat_template_name: str | None = None) -> ChatHistory:
-        """Decoded, and read back as messages; see `Text.to_history`."""
+        """Decode it, and read it back as messages; see `Text.to_history`."""
         return self.to_text(tokenizer).to_history(tokenizer, chat_template_name)
 
 

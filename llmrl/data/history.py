@@ -134,7 +134,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return not self.batch_size and are_messages(self._leaves)
 
     def to_chats(self) -> Nested[list[dict[str, object]]]:
-        """Plain lists of message dicts, nested as the batch is; the reverse of `from_chats`."""
+        """Return plain lists of message dicts, nested as the batch is; the reverse of `from_chats`."""
         return map_chats(self.chats, lambda chat: [dict(message) for message in chat])
 
     def _each(self, read: Callable[[Message], Result]) -> Nested[list[Result]] | Result:
@@ -237,7 +237,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return self._changed(History.from_chats(concatenated(self.chats, added), check=False), inplace)
 
     def _changed(self, other: History, inplace: bool | None) -> History:
-        """`other`, in this one's form, or this one with its content."""
+        """Return `other`, in this one's form, or this one with its content."""
         lengths = {len(chat) for chat in flatten(other.chats)}
         if are_messages(self._leaves) and len(lengths) == 1:
             other = History(messages=leaf_of(message_leaves(other.chats)), batch_size=(*other.batch_size, *lengths))

@@ -102,7 +102,7 @@ def _encodable(value: object) -> object:
 
 
 def text_of(content: object) -> str:
-    """Returns the text of a message's content: the string itself, or the text parts of a multi-modal list joined.
+    """Return the text of a message's content: the string itself, or the text parts of a multi-modal list joined.
 
     Example:
         >>> text_of([{"type": "text", "text": "a"}, {"type": "image", "url": "x"}, {"type": "text", "text": "b"}])

@@ -125,7 +125,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
 
 
 def _is_padded(tensordict: TensorDictBase, length: int) -> bool:
-    """Whether rows of this length stand in longer, padded ones."""
+    """Return whether rows of this length stand in longer, padded ones."""
     return has_padding_mask(tensordict) and tensordict.get(ATTENTION_MASK_KEY).shape[-1] != length
 
 

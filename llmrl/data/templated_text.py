@@ -76,7 +76,7 @@ def template_named(name: str) -> str:
 
 
 def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Message], list[bool]]:
-    r"""Messages of a templated text, and of each whether its turn was ended.
+    r"""Return the messages of a templated text, and of each whether its turn was ended.
 
     A generation prompt at the end, a turn that has begun and says nothing, is left out. Contents come back as they
     stand in the text; what a template wrote into them (tool schemas, calls, reasoning) stays text.

@@ -37,7 +37,7 @@ class Sessions(Protocol):
     """Whose requests are answered."""
 
     def __len__(self) -> int:
-        """How many are open."""
+        """Return how many are open."""
         ...
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:

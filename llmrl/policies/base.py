@@ -220,7 +220,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """What the engine samples after `prompt_ids`, checked: every completion comes in here.
+        """Return what the engine samples after `prompt_ids`, checked: every completion comes in here.
 
         Raises:
             ValueError: when the prompt leaves no room for a token.
@@ -234,7 +234,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return completion
 
     def prepare(self, element: TensorDictBase) -> Conversation:
-        """The conversation of `element`, its prompt rendered, ready for the engine."""
+        """Return the conversation of `element`, its prompt rendered, ready for the engine."""
         conversation = plain(element.get("conversation", None))
         if conversation is None:
             conversation = Conversation.start(
@@ -295,7 +295,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
 
 
 def answered(conversation: Conversation, completion: Completion) -> Conversation:
-    """The conversation after its prompt was completed so."""
+    """Return the conversation after its prompt was completed so."""
     return conversation.with_completion(
         completion.token_ids, log_probs=completion.log_probs, versions=completion.versions
     )

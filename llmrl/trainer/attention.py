@@ -28,7 +28,7 @@ def packed_attention(
     position_bias: torch.Tensor | None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of packed rows by what is fastest where they are.
+    """Attend by plain matrix products where `sdpa` is slower or cannot do it; anything else goes to `sdpa`.
 
     With a `PackedMask` (on CUDA) it is PyTorch's kernel for sequences of several lengths where rows share nothing, in
     half precision, and compiled `flex_attention` where they do; neither holds a mask or weights of all pairs. Otherwise
@@ -99,7 +99,7 @@ def _fused_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`[num_bins, length, num_heads, head_size]`, by a kernel that visits only what is seen."""
+    """Return `[num_bins, length, num_heads, head_size]`, by a kernel that visits only what is seen."""
     num_bins, num_heads, length, head_size = query.shape
     # Bins end to end, so that shapes differ in one number, for all of which a second kernel is compiled.
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))

@@ -59,7 +59,7 @@ def arrange(
     bin_length: int | None = None,
     attention_length: float = math.inf,
 ) -> list[MicroBatch]:
-    """Micro-batches that cost little: computed tokens, padding included, each dearer by its bin's attention.
+    """Return the micro-batches that cost little: computed tokens, padding included, each dearer by its bin's attention.
 
     Args:
         lengths: tokens of each row, the rows sorted by their tokens.
@@ -98,7 +98,7 @@ def arrange(
 
 
 def _candidates(tries: _Tries, token_budget: int) -> list[int]:
-    """Bin lengths from what the longest row needs to what the largest trie needs, each twice the one before."""
+    """Return bin lengths from what the longest row needs to what the largest trie needs, each twice the one before."""
     lengths = [min(max(SHORT_BIN_LENGTH, tries.longest_row), token_budget)]
     longest = min(max(lengths[0], tries.largest), token_budget)
     while 2 * lengths[-1] < longest:
@@ -122,7 +122,7 @@ class _Tries:
         self.largest = max(piece.num_nodes for piece in self._wholes)
 
     def cut(self, limit: int) -> list[Piece]:
-        """Pieces of at most `limit` nodes, or of one row, filling each while repeating little in the next."""
+        """Cut into pieces of at most `limit` nodes, or of one row, filling each while repeating little in the next."""
         pieces: list[Piece] = []
         for whole in self._wholes:
             if whole.num_nodes <= limit:
@@ -140,7 +140,7 @@ class _Tries:
 
 
 def _fillings(tries: _Tries, bin_length: int) -> Iterator[list[Bin]]:
-    """Ways to fill bins of a length.
+    """Return ways to fill bins of a length.
 
     A trie is cut into pieces one after the other, so that with pieces as large as a bin the last one is short and its
     bin mostly padding; and tries of two thirds of a bin leave a third of it. Hence the search for the smallest limit on
@@ -165,7 +165,7 @@ def _fillings(tries: _Tries, bin_length: int) -> Iterator[list[Bin]]:
 
 
 def _fill_bins(pieces: list[Piece], bin_length: int) -> Iterator[list[Bin]]:
-    """Bins as best fit fills them, and as many, or one more, evenly filled; a longer piece has one to itself."""
+    """Return bins as best fit fills them, and as many, or one more, evenly filled; a longer piece has one to itself."""
     pieces = sorted(pieces, key=lambda piece: -piece.num_nodes)
     num_long = sum(piece.num_nodes > bin_length for piece in pieces)
     long_bins = _fill_evenly(pieces[:num_long], num_long)
@@ -180,7 +180,7 @@ def _fill_bins(pieces: list[Piece], bin_length: int) -> Iterator[list[Bin]]:
 
 
 def _best_fit(pieces: list[Piece], bin_length: int) -> list[Bin]:
-    """Each piece, longest first, into the bin that it fills best (best fit decreasing: at most 11/9 of the optimum)."""
+    """Put each piece, longest first, into the bin that it fills best (at most 11/9 of the optimum)."""
     bins: list[Bin] = []
     free: list[tuple[int, int]] = []  # nodes that are free, and the bin; sorted
     for piece in pieces:
@@ -196,7 +196,7 @@ def _best_fit(pieces: list[Piece], bin_length: int) -> list[Bin]:
 
 
 def _fill_evenly(pieces: list[Piece], num_bins: int) -> list[Bin]:
-    """Each piece, longest first, into the emptiest bin."""
+    """Put each piece, longest first, into the emptiest bin."""
     bins = [Bin() for _ in range(num_bins)]
     loads = [(0, index) for index in range(num_bins)]
     for piece in pieces:
@@ -207,7 +207,7 @@ def _fill_evenly(pieces: list[Piece], num_bins: int) -> list[Bin]:
 
 
 def _split_evenly(bins: list[Bin], token_budget: int) -> list[MicroBatch]:
-    """As few micro-batches as the budget allows, about equally large, of bins of similar length."""
+    """Split into as few micro-batches as the budget allows, about equally large, of bins of similar length."""
     bins = sorted(bins, key=lambda held: -held.num_nodes)
     lengths = [held.num_nodes for held in bins]
     best = _ends(lengths, token_budget)

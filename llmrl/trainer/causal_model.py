@@ -66,7 +66,7 @@ class CausalModel:
         return decoder_of(self.model)
 
     def set_deterministic_mode(self) -> None:
-        """Eval mode; or, where gradient checkpointing needs it, training mode without dropout.
+        """Set eval mode; or, where gradient checkpointing needs it, training mode without dropout.
 
         Raises:
             ValueError: when gradient checkpointing is on and the model has dropout.
@@ -91,7 +91,7 @@ class CausalModel:
         self.model.train()
 
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
-        """Last hidden states `[num_bins, bin_length, hidden_size]`.
+        """Return the last hidden states `[num_bins, bin_length, hidden_size]`.
 
         Raises:
             ValueError: when a row is longer than the positions after which the model's rotary embedding changes with

@@ -26,7 +26,7 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_packed: bool) -> torch.Tensor:
-    """Last hidden states `[num_bins, bin_length, hidden_size]` of a transformers model's decoder.
+    """Return the last hidden states `[num_bins, bin_length, hidden_size]` of a transformers model's decoder.
 
     Args:
         model: the model; its configuration says which attention it has.

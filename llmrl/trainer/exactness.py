@@ -115,7 +115,7 @@ class ExactnessProbe:
 
     @torch.no_grad()
     def _fused_error(self) -> float:
-        """Where half precision, and with it rows that share nothing, have kernels of their own: how far they are off.
+        """Return how far half precision is off where it, and rows that share nothing, have kernels of their own.
 
         From `eager` in half precision, too, and at the median token: rounding sends some to other experts.
         """
@@ -146,7 +146,7 @@ class ExactnessProbe:
         quantile: float,
         share_prefixes: bool = True,
     ) -> float:
-        """Largest error of a row."""
+        """Return the largest error of a row."""
         model = _copy_of(self.model)
         model.set_attn_implementation(implementation)
         _shrink_windows(model)
@@ -166,7 +166,7 @@ class ExactnessProbe:
         return max(_error_of(one[:-1], expected[:-1], quantile=quantile) for one, expected in pairs)
 
     def _rows(self) -> list[torch.Tensor]:
-        """Ids that no configuration gives a meaning."""
+        """Draw ids that no configuration gives a meaning."""
         config = text_config(self.model)
         special = [value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))]
         is_plain = torch.ones(self.head.weight().shape[0], dtype=torch.bool)
@@ -187,7 +187,7 @@ class ExactnessProbe:
         return [row.to(self.head.device) for row in rows]
 
     def _logits(self, model: PreTrainedModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-        """`[num_tokens, vocab_size]` of each row, by a forward pass of its own."""
+        """Return `[num_tokens, vocab_size]` of each row, by a forward pass of its own."""
         return [model(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
 
     def _find_transform(self, reference: PreTrainedModel, expected: torch.Tensor) -> LogitTransform:
@@ -214,7 +214,7 @@ class ExactnessProbe:
 
 
 def _error_of(logits: torch.Tensor, expected: torch.Tensor, *, quantile: float) -> float:
-    """Relative error of a row's logits, of the token at a quantile: 1 is the largest."""
+    """Return the relative error of a row's logits, of the token at a quantile: 1 is the largest."""
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     errors = (logits - expected).norm(dim=-1) / size.clamp(min=1e-12)
     return float(errors.quantile(quantile))

@@ -29,7 +29,7 @@ def fused_log_probs(
     bias: torch.Tensor | None = None,
     transform: LogitTransform,
 ) -> torch.Tensor:
-    """Log-prob of each target, as `chunked_log_probs`, by liger-kernel's Triton kernel.
+    """Return the log-prob of each target, as `chunked_log_probs`, by liger-kernel's Triton kernel.
 
     A position that scores several targets is computed once for each of them.
 

@@ -19,7 +19,7 @@ MIN_LOG_PROB = -1e4
 
 
 def default_chunk_size(vocab_size: int, *, is_gpu: bool) -> int:
-    """Positions whose logits are held at once.
+    """Return the number of positions whose logits are held at once.
 
     On a CPU 32 MiB of them, which its caches bear. On a GPU the head is read and its gradient is added to for each
     chunk, so that a chunk is thousands of positions: 2 GiB of logits, for vocabularies beyond 262,144 ids more.
@@ -63,19 +63,19 @@ def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 
 def _operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounded to the compute dtype; and held in float32 where that dtype has no product with a float32 result."""
+    """Return it rounded to the compute dtype; held in float32 where that dtype has no product with a float32 result."""
     rounded = tensor.to(dtype)
     return rounded.float() if dtype.itemsize < 4 and not tensor.is_cuda else rounded
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left @ right` in float32 at least: rounded to the operands' dtype a logit of 20 would be off by 0.06."""
+    """Return `left @ right` in float32 at least: rounded to the operands' dtype a logit of 20 would be off by 0.06."""
     with torch.autocast(left.device.type, enabled=False):
         return torch.mm(left, right, out_dtype=torch.float32) if left.dtype.itemsize < 4 else left @ right
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`total += left @ right`, in place: `total` is as large as the head."""
+    """Compute `total += left @ right` in place: `total` is as large as the head."""
     with torch.autocast(left.device.type, enabled=False):
         if left.dtype == total.dtype:
             total.addmm_(left, right)
@@ -175,7 +175,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _chunk_bounds(positions: torch.Tensor, num_positions: int, chunk_size: int) -> list[tuple[int, int]]:
-    """(position, scored token) at which each chunk starts, and the end."""
+    """Return (position, scored token) at which each chunk starts, and the end."""
     starts = [*range(0, num_positions, chunk_size), num_positions]
     firsts = torch.searchsorted(positions, torch.tensor(starts, device=positions.device)).tolist()
     return list(zip(starts, firsts, strict=True))
@@ -192,7 +192,7 @@ def chunked_log_probs(
     chunk_size: int | None = None,
     return_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob of each target, and the entropy of its distribution when asked; both differentiable.
+    """Return the log-prob of each target, and the entropy of its distribution when asked; both differentiable.
 
     Args:
         hidden: `[num_positions, hidden_size]`.

@@ -78,7 +78,7 @@ def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
 
 
 def _seen_blocks(end: torch.Tensor, depth: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[num_blocks, num_blocks]` each, of queries by keys: something may be seen, and everything is.
+    """Return `[num_blocks, num_blocks]` each, of queries by keys: something may be seen, and everything is.
 
     A node is seen by the nodes after it up to its `end`: by the first of a later block if by any of it, and by all of
     them if by the last. Under a window the first is an upper bound, and the kernel looks at each pair.
@@ -99,6 +99,6 @@ def _seen_blocks(end: torch.Tensor, depth: torch.Tensor, window: int | None) -> 
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys each block of queries has, and which, first of all."""
+    """Return how many blocks of keys each block of queries has, and which, first of all."""
     indices = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None].contiguous()

@@ -27,7 +27,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: str | Path) -> ModelShape:
-        """From `config.json` of a folder.
+        """Read a model's shape from `config.json` of a folder.
 
         Raises:
             ValueError: for a model of another kind, such as one with experts.
@@ -70,7 +70,7 @@ class ModelShape:
         return self.num_layers * self.layer_parameters + self.head_parameters * (1 if self.is_tied else 2)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of LoRA adapters of all linear layers but the head."""
+        """Return the number of parameters of LoRA adapters of all linear layers but the head."""
         hidden, queries, keys, wide = self.hidden_size, self.query_size, self.key_size, self.intermediate_size
         return self.num_layers * rank * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
 
@@ -170,7 +170,7 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
 
 
 def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> list[str]:
-    """The least changes, each alone the first of its kind, with which a device of `num_bytes` is enough."""
+    """Return the least changes, each alone the first of its kind, with which a device of `num_bytes` is enough."""
     found = []
     for kind in _changes(training):
         for entries, changed in kind:
@@ -181,7 +181,7 @@ def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> lis
 
 
 def _changes(training: TrainingShape) -> Iterator[Iterator[tuple[str, TrainingShape]]]:
-    """Changes by kind, those of a kind from the least on."""
+    """Return changes by kind, those of a kind from the least on."""
     budgets = [training.token_budget >> halved for halved in range(1, 8) if training.token_budget >> halved >= 512]
     yield ((f"train.token_budget={budget}", replace(training, token_budget=budget)) for budget in budgets)
     smallest = replace(training, gradient_checkpointing=True)

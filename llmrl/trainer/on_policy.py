@@ -38,7 +38,7 @@ class SamplerKeys(Protocol):
 def on_policy_difference(
     batch: TensorDictBase, log_probs: list[torch.Tensor], keys: SamplerKeys, version: int | None
 ) -> torch.Tensor:
-    """`|log pi_trainer - log pi_sampler|` of the trained tokens that `version` sampled, `[num_tokens]`.
+    """Return `|log pi_trainer - log pi_sampler|` of the trained tokens that `version` sampled, `[num_tokens]`.
 
     Args:
         batch: training rows.

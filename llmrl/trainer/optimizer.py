@@ -20,7 +20,7 @@ def make_optimizer(
     warmup_steps: int = 0,
     num_steps: int | None = None,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """AdamW (arXiv:1711.05101) over what of a model is trained, and the schedule of its learning rate.
+    """Make AdamW (arXiv:1711.05101) over what of a model is trained, and the schedule of its learning rate.
 
     Call `schedule.step()` once per batch, after its updates. Both are resumed by their state dicts, which bring moments
     and the number of steps; learning rate, weight decay and schedule stay those that were given here, so that a resumed

@@ -45,7 +45,7 @@ class OutputHead:
         return self._linear().weight.device
 
     def weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`[vocab_size, hidden_size]`, differentiable: with LoRA the sum of the base weight and its update.
+        """Return `[vocab_size, hidden_size]`, differentiable: with LoRA the sum of the base weight and its update.
 
         Args:
             dtype: that its sharding casts to (it is not called, so that sharding does not cast it itself): a sharded
@@ -65,7 +65,7 @@ class OutputHead:
         return weight if dtype is None else weight.to(dtype)
 
     def bias(self) -> torch.Tensor | None:
-        """`[vocab_size]`, if it has one."""
+        """Return `[vocab_size]`, if it has one."""
         bias = self._linear().bias
         return None if bias is None else _whole(bias)
 

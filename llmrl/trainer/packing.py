@@ -79,7 +79,7 @@ class PackedRows:
         return mask[:, None]
 
     def sequence_bounds(self) -> torch.Tensor | None:
-        """[num_sequences + 1] int32: flat positions between sequences that see nothing of each other.
+        """Return [num_sequences + 1] int32: flat positions between sequences that see nothing of each other.
 
         Within a sequence every token sees all before it. None where rows branch, so that there are no such sequences.
 
@@ -205,7 +205,7 @@ def _check(
 
 
 def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     num = min(len(left), len(right))
     differs = left[:num] != right[:num]
     first = int(differs.argmax())

@@ -144,7 +144,7 @@ class TransformersWrapper(LLMWrapperBase):
         return self
 
     def _autocast(self) -> torch.autocast:
-        """Autocast as asked, or as it is around the call.
+        """Return autocast as asked, or as it is around the call.
 
         Without its cache of cast weights, which outlives a call within an outer region: an optimizer's step would not
         reach it, and a sharded parameter's gradients would be lost, since those weights are gathered anew each time.
@@ -161,7 +161,7 @@ class TransformersWrapper(LLMWrapperBase):
         *,
         token_budget: int | None = None,
     ) -> list[PackedRows]:
-        """Micro-batches of rows, on the model's device."""
+        """Return the micro-batches of rows, on the model's device."""
         packed = pack_rows(
             token_ids,
             scored_masks,
@@ -297,7 +297,7 @@ class TransformersWrapper(LLMWrapperBase):
             raise RuntimeError(f"{method} needs generate=False: policy.get_new_version(generate=False) scores.")
 
     def _scored_tokens(self, tensordict: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Token ids of each row and which are scored; both are written into a batch that has only text."""
+        """Return the token ids of each row and which are scored; both are written into a batch that has only text."""
         if has_entry(tensordict, self.attention_mask_key) and not has_entry(tensordict, ATTENTION_MASK_KEY):
             attention = tensordict.get(self.attention_mask_key).bool()
             tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
