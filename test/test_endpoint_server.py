@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
+from collections import Counter
 
 import aiohttp
 import anthropic
@@ -345,6 +347,44 @@ def test_large_and_half_sent_requests_hold_nobody_up(renderer, monkeypatch):
         return answer.choices[0].message.content
 
     assert serve(renderer, act) == "15"
+
+
+def test_each_request_has_one_answer_among_bad_ones_and_clients_that_vanish(renderer, caplog):
+    draw = random.Random(0)
+    statuses = {"good": 200, "malformed": 400, "stranger": 401, "other model": 404, "vanishes": None}
+    kinds = draw.choices(list(statuses), k=200)
+    asked = [[{"role": "user", "content": f"Question {number}."}] for number in range(len(kinds))]
+
+    async def act(served):
+        async with aiohttp.ClientSession() as client:
+
+            async def ask(kind, messages):
+                model, key = ("other" if kind == "other model" else "policy"), served.key
+                body = json.dumps({"model": model, "messages": messages})
+                headers = {"Authorization": f"Bearer {key if kind != 'stranger' else 'sk-nobody'}"}
+                body = body if kind != "malformed" else body[: draw.randrange(1, len(body))]
+                asking = client.post(f"{served.url}/chat/completions", data=body, headers=headers)
+                with contextlib.suppress(TimeoutError):
+                    patience = draw.uniform(0, 0.3) if kind == "vanishes" else None
+                    async with asyncio.timeout(patience), asking as response:
+                        return response.status, await response.json()
+                return None, None
+
+            answers = await asyncio.gather(*map(ask, kinds, asked))
+        return answers, served.engine.log, served.session.tree.num_turns
+
+    answers, log, num_turns = serve(renderer, act, latency_s=0.1)
+    for kind, (status, answer) in zip(kinds, answers, strict=True):
+        assert kind == "vanishes" or status == statuses[kind], (kind, answer)
+        assert answer is None or ("choices" in answer) == (status == 200)
+    sampled = Counter(prompt for prompt, _ in log)
+    for kind, messages, (status, _) in zip(kinds, asked, answers, strict=True):
+        num_sampled = sampled.pop(tuple(renderer.render(messages, add_generation_prompt=True)), 0)
+        assert kind == "vanishes" or num_sampled == (status == 200)
+        assert num_sampled <= 1
+    # What was sampled for nobody is no turn.
+    assert not sampled and kinds.count("good") <= num_turns <= len(log)
+    assert not [record for record in caplog.records if record.name.startswith("aiohttp")]
 
 
 def test_a_path_or_a_header_names_the_session_as_a_key_does(renderer):

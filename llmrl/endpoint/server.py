@@ -27,6 +27,7 @@ logger = logging.getLogger("llmrl")
 _MAX_BYTES = 64 << 20
 _READ_SECONDS = 60.0
 """For a request's body to come in whole."""
+_CLIENT_HUNG_UP = 499  # as web servers count it
 _PING_SECONDS = 10.0
 """How long a streaming client hears nothing, at most."""
 _NO_RETRY = {"x-should-retry": "false"}
@@ -130,8 +131,8 @@ class EndpointServer:
                 response = await answer(dialect, request)
             except RefusedRequest as refused:
                 response = self._refusal(dialect, refused)
-            except ConnectionError:
-                raise  # nobody is there to be answered
+            except ConnectionError:  # nobody is there to be answered, which aiohttp would log as an error
+                response = self.web.Response(status=_CLIENT_HUNG_UP)
             except Exception as error:
                 logger.warning("a request at %s failed", request.path, exc_info=error)
                 response = self._refusal(dialect, RefusedRequest(describe(error), status=500, code="server_error"))
