@@ -14,7 +14,7 @@ help: ## this list
 	@echo "make TARGET, where TARGET is:"
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
 
-setup: ## the virtual environment and the embedded model: 2 to 5 minutes, then nothing
+setup: ## the virtual environment and the embedded model: 2 to 4 minutes, then nothing
 	@sh tools/setup.sh "$(VENV)"
 
 demo: setup ## post-train SmolLM2-135M-Instruct with GRPO, generating with vLLM: about 5 minutes on two cores

