@@ -115,6 +115,9 @@ def test_nobody_asks_without_the_key_and_metrics_count(renderer):
                 await talk(openai.AsyncOpenAI(base_url=url, api_key=key), 1)
         with pytest.raises(openai.AuthenticationError, match="the key is wrong"):  # nor hears what is served
             await openai.AsyncOpenAI(base_url=url, api_key="x").responses.create(model="other", input="?")
+        with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
+            await openai.AsyncOpenAI(base_url=url, api_key="x").models.list()
+        assert len((await openai.AsyncOpenAI(base_url=url, api_key="secret").models.list()).data) == 2
         async with aiohttp.ClientSession() as client, client.get(url.removesuffix("/v1") + "/metrics") as response:
             return await response.text()
 

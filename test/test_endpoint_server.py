@@ -169,6 +169,8 @@ def test_models_are_listed(renderer):
     async def act(served):
         first = [model.id async for model in served.openai().models.list()]
         second = [model.id async for model in served.anthropic().models.list()]
+        with pytest.raises(openai.AuthenticationError, match="the key is unknown"):
+            await openai.AsyncOpenAI(base_url=served.url, api_key="other").models.list()
         return first, second
 
     assert serve(renderer, act) == (["policy", "policy:aside"],) * 2

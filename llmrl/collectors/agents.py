@@ -38,12 +38,23 @@ class KeyedSessions:
         """Forget a key."""
         del self._open[key]
 
+    def check(self, api_key: str | None, session_id: str | None) -> None:
+        """Refuse whoever has no key of an open session.
+
+        Raises:
+            RefusedRequest: then.
+        """
+        self._of(api_key, session_id)
+
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
         """Return the session of a key, wherever a client put it.
 
         Raises:
             RefusedRequest: for an unknown one.
         """
+        return self._of(api_key, session_id)
+
+    def _of(self, api_key: str | None, session_id: str | None) -> Session:
         session = self._open.get(session_id or "") or self._open.get(api_key or "")
         if session is None:
             raise RefusedRequest("the key is unknown, or its session has ended.", status=401, code="invalid_api_key")

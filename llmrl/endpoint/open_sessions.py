@@ -42,14 +42,22 @@ class OpenSessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def check(self, api_key: str | None, session_id: str | None) -> None:
+        """Refuse whoever has not the key, where there is one.
+
+        Raises:
+            RefusedRequest: then.
+        """
+        if self._api_key is not None and not hmac.compare_digest((api_key or "").encode(), self._api_key.encode()):
+            raise RefusedRequest("the key is wrong.", status=401, code="invalid_api_key")
+
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
         """Return the session of a request.
 
         Raises:
             RefusedRequest: without the key.
         """
-        if self._api_key is not None and not hmac.compare_digest((api_key or "").encode(), self._api_key.encode()):
-            raise RefusedRequest("the key is wrong.", status=401, code="invalid_api_key")
+        self.check(api_key, session_id)
         name = self._name(request) if session_id is None else f"named/{session_id}"
         if name not in self._sessions:
             self._sessions[name] = self._open_session(name)

@@ -41,6 +41,14 @@ class Sessions(Protocol):
         """Return how many are open."""
         ...
 
+    def check(self, api_key: str | None, session_id: str | None) -> None:
+        """Refuse whoever may not ask.
+
+        Raises:
+            RefusedRequest: then.
+        """
+        ...
+
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
         """Return the session of a request; `session_id` is that of its path or of `X-Session-ID`.
 
@@ -207,11 +215,15 @@ class EndpointServer:
         except self.web.HTTPRequestEntityTooLarge:
             raise too_long from None
 
-    def _session(self, request: web.Request, asked: ModelRequest) -> Session:
+    @staticmethod
+    def _asker(request: web.Request) -> tuple[str | None, str | None]:
+        """Return the key of whoever asks, and the session that is named."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         api_key = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
-        session_id = request.match_info.get("session") or request.headers.get("X-Session-ID")
-        session = self.sessions.find(api_key, session_id, asked)
+        return api_key, request.match_info.get("session") or request.headers.get("X-Session-ID")
+
+    def _session(self, request: web.Request, asked: ModelRequest) -> Session:
+        session = self.sessions.find(*self._asker(request), asked)
         if asked.model.removesuffix(ASIDE) != self.model_name:  # told to those alone who may ask
             raise RefusedRequest(
                 f"the model {asked.model!r:.80} does not exist here; ask for {self.model_name!r}.",
@@ -221,6 +233,7 @@ class EndpointServer:
         return session
 
     async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        self.sessions.check(*self._asker(request))
         names = (self.model_name, f"{self.model_name}{ASIDE}")
         # Entries of both APIs.
         openais = {"object": "model", "created": 0, "owned_by": "llmrl"}
