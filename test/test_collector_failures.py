@@ -627,11 +627,13 @@ class BrokenSource:
         self.maybe_fail()
 
 
-def test_a_group_that_was_dropped_is_in_the_state_until_that_is_told():
-    class Source(BrokenSource):
-        def maybe_fail(self):
-            return None
+class SoundSource(BrokenSource):
+    def maybe_fail(self):
+        return None
 
+
+def test_a_group_that_was_dropped_is_in_the_state_until_that_is_told():
+    class Source(SoundSource):
         async def open(self, num_groups):
             groups = await super().open(num_groups)
             for group in groups:
@@ -668,10 +670,7 @@ def test_a_group_that_was_dropped_is_in_the_state_until_that_is_told():
 
 
 def test_a_member_that_was_dropped_is_told_with_its_group():
-    class Source(BrokenSource):
-        def maybe_fail(self):
-            return None
-
+    class Source(SoundSource):
         async def play(self, job):
             (rollout,) = await super().play(job)
             rollout.is_scored = rollout.sample_index > 0
@@ -697,10 +696,7 @@ def test_a_member_that_was_dropped_is_told_with_its_group():
 
 
 def test_rollouts_that_are_given_up_before_they_begin_take_no_room():
-    class Source(BrokenSource):
-        def maybe_fail(self):
-            return None
-
+    class Source(SoundSource):
         async def open(self, num_groups):
             groups = await super().open(num_groups)
             if self.policy_version == 0:  # before the tasks of these groups begin, they are a version too old
