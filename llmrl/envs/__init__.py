@@ -15,6 +15,7 @@ from llmrl.envs.math import MATHEnv, MATHRewardParser, make_math_env
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.mixed import EnvProgress, MixedEnv
 from llmrl.envs.mlgym import MLGymWrapper, make_mlgym
+from llmrl.envs.openenv import OpenEnvChatEnv
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
 from llmrl.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems, make_reasoning_gym_env
 from llmrl.envs.registry import make_task_env, task_environments
@@ -52,6 +53,7 @@ __all__ = [
     "MessageEnv",
     "MessageStep",
     "MixedEnv",
+    "OpenEnvChatEnv",
     "PromptSampler",
     "RayDataLoadingPrimer",
     "ReasoningGymEnv",

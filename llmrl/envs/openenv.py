@@ -1,0 +1,247 @@
+"""`OpenEnvChatEnv`: conversations with the environments of an OpenEnv server, over its WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmrl._utils.failure import describe
+from llmrl._utils.imports import require
+from llmrl._utils.types import Row
+from llmrl.data import Message, text_of
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_MAX_MESSAGE_BYTES = 100 << 20  # as OpenEnv's own client has it: screenshots are observations
+_CLOSE_SECONDS = 5.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 2.0
+
+
+class OpenEnvChatEnv(MessageChatEnv):
+    """Conversations with an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), without its package.
+
+    Each conversation has a session of its own on the server, which is closed however it ends. A row of the dataset is
+    what the session is reset with, so that a column `seed` is its seed. Observations are the user's messages, an answer
+    is an action; the rewards of the steps add up. While the server cannot be reached, or has no place for a session,
+    opening one is tried again; a session that is lost cannot be had again, and its rollout ends with an error.
+
+    Args:
+        url: of the server, as `http://127.0.0.1:8000`.
+        dataset: the rows, see `MessageChatEnv`; by default one empty row.
+        action_adapter: makes the action, a dict, of the text of an answer. By default the text is the one field that
+            the server's schema of actions asks for.
+        observation_adapter: changes an observation, a dict, before anything reads it; what it returns is kept as
+            `("next", "env_info")` where that is a dict, too.
+        history_content_adapter: makes the text of a message of an observation; by default the one field that it has, or
+            all of them as JSON.
+        system_prompt: what the model is told first, if anything.
+        timeout: seconds that opening a session may take, and that each answer may take.
+        repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
+
+    Raises:
+        ValueError: for a time-out that is not positive.
+        MissingExtraError: when aiohttp is not installed, naming the extra.
+
+    Example:
+        >>> env = OpenEnvChatEnv("http://127.0.0.1:8000", [{"seed": 1}], repeats=8)
+        >>> env.prompts.num_samples
+        8
+    """
+
+    def __init__(
+        self,
+        url: str,
+        dataset: Iterable[Row] | None = None,
+        *,
+        action_adapter: Callable[[str], Mapping[str, object]] | None = None,
+        observation_adapter: Callable[..., object] | None = None,
+        history_content_adapter: Callable[..., str] | None = None,
+        system_prompt: str | None = None,
+        timeout: float = 60.0,
+        repeats: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        name: str = "train",
+        device: torch.device | None = None,
+    ) -> None:
+        if timeout <= 0:
+            raise ValueError(f"timeout must be positive, got {timeout}.")
+        require("aiohttp", extra="server")
+        address = url if "://" in url else f"http://{url}"
+        server = _Server(
+            f"http{address.removeprefix('http').removeprefix('ws')}".rstrip("/"),
+            action_adapter,
+            observation_adapter or (lambda observation: observation),
+            history_content_adapter or _content_of,
+            system_prompt,
+            timeout,
+        )
+        super().__init__(
+            lambda row: _Session(server, row),
+            dataset,
+            repeats=repeats,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+            name=name,
+            device=device,
+        )
+
+
+@dataclass(slots=True)
+class _Server:
+    url: str
+    action: Callable[[str], Mapping[str, object]] | None
+    """None until the server has told what an action is."""
+    observation: Callable[[object], object]
+    content: Callable[[object], str]
+    system_prompt: str | None
+    timeout: float
+
+
+class _NotNow(Exception):
+    """A session cannot be opened yet."""
+
+
+class _Session(MessageEnv):
+    """A conversation: a WebSocket, and whoever reads it, so that pings are answered while the policy thinks."""
+
+    def __init__(self, server: _Server, row: Row) -> None:
+        self._server, self._row = server, row
+        self._http: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse
+        self._reader: asyncio.Task[None]
+        self._received: asyncio.Queue[str | None] = asyncio.Queue()
+        self._why_lost = ""
+
+    async def init(self) -> list[Message]:
+        server = self._server
+        why, wait = "it did not answer", _FIRST_WAIT_SECONDS
+        try:
+            async with asyncio.timeout(server.timeout):
+                while True:
+                    try:
+                        observation, step = await self._begin()
+                        break
+                    except _NotNow as error:
+                        why = str(error)
+                    await self.close()
+                    await asyncio.sleep(wait)
+                    wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+        except TimeoutError:
+            raise ConnectionError(f"{server.url} opened no session within {server.timeout:g} s: {why}.") from None
+        if step.is_done:
+            raise ValueError(f"{server.url} says that the conversation is over before its first answer.")
+        system = [] if server.system_prompt is None else [{"role": "system", "content": server.system_prompt}]
+        return [*system, {"role": "user", "content": server.content(observation)}]
+
+    async def _begin(self) -> tuple[object, MessageStep]:
+        import aiohttp
+
+        server = self._server
+        self._received = asyncio.Queue()
+        self._http = aiohttp.ClientSession()
+        try:
+            if server.action is None:
+                server.action = await self._action_of_text(self._http)
+            self._socket = await self._http.ws_connect(f"{server.url}/ws", max_msg_size=_MAX_MESSAGE_BYTES)
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, aiohttp.ClientResponseError) and error.status in range(400, 500):
+                raise ConnectionError(f"{server.url} is no OpenEnv server: {describe(error)}") from error
+            raise _NotNow(describe(error)) from error
+        self._reader = asyncio.create_task(self._read())
+        try:
+            return await self._ask({"type": "reset", "data": self._row})
+        except ConnectionError as error:
+            raise _NotNow(str(error)) from error
+
+    async def _action_of_text(self, http: aiohttp.ClientSession) -> Callable[[str], Mapping[str, object]]:
+        """Return how the server's actions are made of a text, by its schema."""
+        async with http.get(f"{self._server.url}/schema", raise_for_status=True) as response:
+            schema = await response.json()
+        fields = {name: one for name, one in schema["action"]["properties"].items() if name != "metadata"}
+        asked = schema["action"].get("required") or list(fields)
+        if len(asked) != 1 or fields[asked[0]].get("type") != "string":
+            raise ValueError(
+                f"an action of {self._server.url} is no text, it has the fields {sorted(fields)}: pass "
+                "action_adapter, a function that makes them of the text of an answer."
+            )
+        return lambda text: {asked[0]: text}
+
+    async def step(self, message: Message) -> MessageStep:
+        assert self._server.action is not None
+        action = self._server.action(text_of(message.get("content")))
+        observation, step = await self._ask({"type": "step", "data": action})
+        messages: list[Message] = [{"role": "user", "content": self._server.content(observation)}]
+        return step if step.is_done else replace(step, messages=messages)
+
+    async def _ask(self, question: Mapping[str, object]) -> tuple[object, MessageStep]:
+        url, is_unasked = self._server.url, not self._received.empty()
+        if not is_unasked:
+            with contextlib.suppress(ConnectionError):  # of which the reader tells why
+                await self._socket.send_str(json.dumps(question))
+        try:
+            async with asyncio.timeout(self._server.timeout):
+                received = await self._received.get()
+        except TimeoutError:
+            raise RuntimeError(f"{url} did not answer within {self._server.timeout:g} s.") from None
+        if received is None:
+            self._received.put_nowait(None)
+            raise ConnectionError(f"{url} ended the session: {self._why_lost}")
+        try:
+            answer = json.loads(received)
+            kind, data = answer["type"], answer["data"]
+            if kind == "error":
+                code, reason = data.get("code"), data.get("errors") or data.get("message")
+            else:
+                observation, reward, is_done = data["observation"], data.get("reward"), data["done"]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RuntimeError(
+                f"{url} answered {received!r:.200}, which is no message of OpenEnv: {describe(error)}"
+            ) from error
+        if kind == "error":
+            if code == "CAPACITY_REACHED":
+                raise _NotNow(f"it has no place for a session: {reason}")
+            raise RuntimeError(f"{url} refused {question!r:.200}: {code}, {reason}")
+        if is_unasked:
+            raise RuntimeError(f"{url} said {received!r:.200}, which nobody asked for.")
+        observation = self._server.observation(observation)
+        info = observation if isinstance(observation, dict) else {}
+        return observation, MessageStep(reward=0.0 if reward is None else reward, is_done=bool(is_done), info=info)
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            if not isinstance(message.data, str):
+                self._why_lost = f"{message.data!r:.200}"
+                break
+            self._received.put_nowait(message.data)
+        self._why_lost = self._why_lost or f"closed with code {self._socket.close_code}."
+        self._received.put_nowait(None)
+
+    async def close(self) -> None:
+        http, self._http = self._http, None
+        if http is None:
+            return
+        async with http:
+            if hasattr(self, "_reader"):
+                with contextlib.suppress(Exception):  # the server may be gone
+                    async with asyncio.timeout(_CLOSE_SECONDS):
+                        await self._socket.send_str('{"type": "close"}')
+                        await self._socket.close()
+                self._reader.cancel()
+                del self._reader
+
+
+def _content_of(observation: object) -> str:
+    if isinstance(observation, Mapping) and len(observation) == 1:
+        [observation] = observation.values()
+    return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
