@@ -16,8 +16,10 @@ from waiting import wait_until
 
 from llmrl._utils.files import write_atomically
 from llmrl.data import Rollout, RolloutStatus
+from llmrl.runs.config import RunConfig
 from llmrl.runs.report import print_how_to_go_on
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder
+from llmrl.runs.tracking import spread
 from llmrl.weight_sync.double_buffer import FILE_NAME, DoubleBuffer
 
 
@@ -111,12 +113,29 @@ def test_a_metric_that_some_steps_lack_keeps_its_column(tmp_path):
 # Trackers
 
 
+TRACE = Rollout(
+    rollout_id="train/0/0",
+    group_id="train/0",
+    sample_index=0,
+    group_size=2,
+    status=RolloutStatus.COMPLETED,
+    reward=0.5,
+    messages=(
+        {"role": "user", "content": "Höhe?\n*now*"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": 7}}}]},
+        {"role": "tool", "content": [{"type": "text", "text": "8848"}]},
+    ),
+).to_record()
+READ = 'user: Höhe?\n*now*\n\nassistant: \n{"name": "look", "arguments": {"at": 7}}\n\ntool: 8848'
+
+
 def log_and_resume(path, tracker):
-    """Two steps, and after a restart two more."""
+    """Two steps, and after a restart two more, each with a conversation."""
     for is_resumed, steps in ((False, (1, 2)), (True, (3, 4))):
         folder = RunFolder(path, resume=is_resumed, trackers=[tracker])
         for step in steps:
-            folder.log_metrics(step, {"reward_mean": step / 7, "ESS": 1.0, "kl_approx": float("nan")})
+            metrics = {"reward_mean": step / 7, "ESS": 1.0, "kl_approx": float("nan"), "eval/a/pass@1": 0.25}
+            folder.log_metrics(step, metrics, [{**TRACE, "num_turns": step}])
         folder.close()
     assert [row["step"] for row in folder.read_metrics()] == [1, 2, 3, 4]  # whatever else is asked for
 
@@ -142,6 +161,8 @@ def test_tensorboard_has_every_step_of_a_resumed_run(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/reward_mean")] == [
         (step, pytest.approx(step / 7)) for step in (1, 2, 3, 4)
     ]
+    [*_, text] = events.Tensors("traces/0/text_summary")
+    assert text.step == 4 and text.tensor_proto.string_val[0].decode().startswith("    user: Höhe?\n    *now*\n")
 
 
 def test_wandb_continues_a_resumed_run(tmp_path, monkeypatch, own_programs):
@@ -156,6 +177,13 @@ def test_wandb_continues_a_resumed_run(tmp_path, monkeypatch, own_programs):
         words = (b"reward_mean", str(step / 7).encode(), b"llmrl")
         wait_until(lambda path=path, words=words: all(word in path.read_bytes() for word in words))
     assert str(2 / 7).encode() not in resumed.read_bytes()
+    tables = [
+        json.loads(path.read_text()) for path in tmp_path.glob("run/wandb/offline-*/files/media/table/train/*.json")
+    ]
+    shown = sorted((dict(zip(table["columns"], table["data"][0], strict=True)) for table in tables), key=str)
+    assert [(row["step"], row["num_turns"], row["conversation"]) for row in shown] == [
+        (step, step, READ) for step in (1, 2, 3, 4)
+    ]
 
 
 def test_trackio_continues_a_resumed_run(tmp_path, monkeypatch):
@@ -171,6 +199,34 @@ def test_trackio_continues_a_resumed_run(tmp_path, monkeypatch):
         (step, json.loads(metrics)["train/reward_mean"]) for _, step, metrics in rows if b"reward_mean" in metrics
     ]
     assert logged == [(step, pytest.approx(step / 7)) for step in (1, 2, 3, 4)]
+    with sqlite3.connect(tmp_path / "database" / "llmrl.db") as database:
+        shown = database.execute("select step, messages, metadata from traces order by step").fetchall()
+    assert [step for step, _, _ in shown] == [1, 2, 3, 4]
+    assert json.loads(shown[3][1]) == TRACE["messages"] and json.loads(shown[3][2])["num_turns"] == 4
+
+
+def test_mlflow_continues_a_resumed_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    log_and_resume(tmp_path / "run", "mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
+    [run] = client.search_runs([client.get_experiment_by_name("llmrl").experiment_id])
+    logged = client.get_metric_history(run.info.run_id, "train/reward_mean")
+    assert [(metric.step, metric.value) for metric in logged] == [(step, step / 7) for step in (1, 2, 3, 4)]
+    assert run.data.metrics["eval/a/pass_1"] == 0.25 and run.info.status == "FINISHED"
+    traces = tmp_path / "run" / "mlflow" / run.info.run_id / "artifacts" / "traces"
+    tables = [json.loads((traces / f"00000{step}.json").read_text()) for step in (1, 4)]
+    assert [(table["num_turns"], table["conversation"]) for table in tables] == [([1], [READ]), ([4], [READ])]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing beside the folder
+
+
+def test_traces_are_spread_and_need_a_tracker():
+    records = [{"group": index // 4} for index in range(16)]
+    assert [record["group"] for record in spread(records, 4)] == [0, 1, 2, 3] and spread(records, 0) == []
+    assert spread(records, 20) == records and spread([], 3) == []
+    for traces, trackers in ((8, []), (-1, ["tensorboard"])):
+        with pytest.raises(ValueError, match=r"run.traces must be 0 or more, and some need run.trackers"):
+            RunConfig(path="run", trackers=trackers, traces=traces)
 
 
 def test_how_to_go_on_names_the_environment_that_is_not_active(tmp_path, monkeypatch):

@@ -33,11 +33,17 @@ class RunConfig:
     path: str
     """Folder of everything that the run leaves."""
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Where metrics go besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`."""
+    """Where metrics go besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`."""
+    traces: int = 0
+    """Conversations of each step that trackers show, too; 0, since some trackers are on another's machine."""
     checkpoint_every: int = 5
     """Steps between checkpoints (12 bytes per parameter, one is kept); the steps since are recovered by replay."""
     sample_every: int = 5
     """Steps between sample conversations in the live view."""
+
+    def __post_init__(self) -> None:
+        if self.traces < 0 or (self.traces and not self.trackers):
+            raise ValueError(f"run.traces must be 0 or more, and some need run.trackers, got {self.traces}.")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from llmrl.runs.run_folder import (
 )
 from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
 from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
+from llmrl.runs.tracking import spread
 
 Entered = TypeVar("Entered")
 
@@ -292,7 +293,7 @@ class Run:
             self.folder.log_rollouts(step, "train", collected["rollouts"])
             if collected["batch"].shape[0]:
                 self.folder.tokens.write(step, collected["batch"], log_probs_before(learned, collected["batch"]))
-            self.folder.log_metrics(step, logged)
+            self.folder.log_metrics(step, logged, spread(collected["rollouts"], self.cfg.run.traces))
         findings = self._health.judge(step, logged, collected["rollouts"])
         if self._view is not None:
             is_sampled = step % self.cfg.run.sample_every == 0

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from llmrl._utils.files import cut_lines, flush_to_disk, write_atomically
-from llmrl._utils.types import JSON, StateDict, Tokenizer
+from llmrl._utils.types import JSON, Row, StateDict, Tokenizer
 from llmrl.collectors.rows import rollout_rows
 from llmrl.data import Rollout
 from llmrl.engines import EngineError
@@ -66,8 +66,8 @@ class RunFolder:
         path: the folder, created when missing.
         resume: continue what is there; otherwise the folder must not hold a run.
         read_only: only read what is there, also while a run writes it.
-        trackers: where metrics go besides `metrics.csv`: any of `"tensorboard"`, `"wandb"`, `"trackio"`. See
-            `llmrl.runs.tracking`.
+        trackers: where metrics go besides `metrics.csv`: any of `"tensorboard"`, `"wandb"`, `"trackio"`,
+            `"mlflow"`. See `llmrl.runs.tracking`.
 
     Raises:
         FileExistsError: when the folder holds a run and `resume` is false.
@@ -126,16 +126,18 @@ class RunFolder:
 
     # Metrics
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: Mapping[str, float], traces: Sequence[Row] = ()) -> None:
         """Append one step's metrics to `metrics.csv`, and send them to the trackers, in groups.
 
-        What is not finite is left out: an absent value is absent.
+        What is not finite is left out: an absent value is absent. Traces are records of rollouts that trackers show.
         """
         numbers = only_finite(metrics)
         self._table.log_metrics(numbers, step)
         grouped = {grouped_name(name): value for name, value in numbers.items()}
         for tracker in self._trackers:
             tracker.log_metrics(dict(grouped), step)
+            if traces:
+                tracker.log_traces(traces, step)
 
     def read_metrics(self) -> list[dict[str, float]]:
         """Return all steps' metrics; of a step logged twice (before and after a kill) the last."""

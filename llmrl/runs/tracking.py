@@ -1,19 +1,25 @@
-"""Trackers: where a run's metrics go. A table in its folder always, TensorBoard, Weights & Biases, trackio when asked.
+"""Trackers: where a run's metrics and conversations go. A table in its folder always, others when asked.
 
-A tracker has two methods. torchrl's loggers have them and are used for everything but the table.
+torchrl's loggers are used for TensorBoard, Weights & Biases and trackio; its MLflow logger begins a run anew each time.
 """
 
 from __future__ import annotations
 
 import csv
+import json
+import os
+import re
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from llmrl._utils.arguments import nearest
 from llmrl._utils.files import write_atomically
 from llmrl._utils.imports import require
+from llmrl._utils.types import JSON, Row
+from llmrl.data import text_of
 from llmrl.runs.state_file import DamagedFileError
 
 PROJECT = "llmrl"
@@ -24,6 +30,10 @@ class Tracker(Protocol):
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> object:
         """Record one step's metrics."""
+        ...
+
+    def log_traces(self, records: Sequence[Row], step: int) -> None:
+        """Show conversations of a step, from rollouts' records."""
         ...
 
     def close(self) -> None:
@@ -46,6 +56,35 @@ def grouped_name(name: str) -> str:
         return name
     is_performance = name.endswith(_PERFORMANCE) or name.startswith("engine_")
     return f"{'perf' if is_performance else 'train'}/{name}"
+
+
+def spread(records: Sequence[Row], count: int) -> list[Row]:
+    """Return so many of a step's records, as far apart as they can be, since neighbours answer the same prompt.
+
+    Example:
+        >>> spread([{"reward": reward} for reward in range(8)], 3)
+        [{'reward': 0}, {'reward': 2}, {'reward': 5}]
+    """
+    count = min(count, len(records))
+    return [records[index * len(records) // count] for index in range(count)]
+
+
+_TRACE_COLUMNS = ("rollout_id", "env", "reward", "status", "reason", "num_turns")
+
+
+def trace_table(records: Sequence[Row], step: int) -> dict[str, list[JSON]]:
+    """Return conversations as columns: what is known of each, and its text."""
+    columns = {name: [record[name] for record in records] for name in _TRACE_COLUMNS}
+    return {"step": [step] * len(records), **columns, "conversation": [_as_read(one["messages"]) for one in records]}
+
+
+def _as_read(messages: Sequence[Row]) -> str:
+    def said(message: Row) -> str:
+        calls = [json.dumps(one["function"], ensure_ascii=False) for one in message.get("tool_calls") or ()]
+        thoughts = message.get("reasoning_content")
+        return "\n".join([*([thoughts] if thoughts else []), text_of(message.get("content")), *calls])
+
+    return "\n\n".join(f"{message['role']}: {said(message)}" for message in messages)
 
 
 class CSVTracker:
@@ -129,7 +168,8 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
 
     Args:
         names: `"tensorboard"` writes into the folder. `"wandb"` obeys its own settings, such as `WANDB_MODE=offline`,
-            and `"trackio"` writes to its own local database; the project is `llmrl`, or `WANDB_PROJECT`.
+            and `"trackio"` writes to its own local database; the project is `llmrl`, or `WANDB_PROJECT`. `"mlflow"`
+            writes to `MLFLOW_TRACKING_URI`, or a database in the folder.
         path: the run's folder.
 
     Raises:
@@ -141,7 +181,7 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
         >>> open_trackers(["wnadb"], Path("run"))
         Traceback (most recent call last):
         ...
-        ValueError: trackers has no 'wnadb'; there are 'tensorboard', 'wandb', 'trackio'. Did you mean 'wandb'?
+        ValueError: trackers has no 'wnadb'; there are 'tensorboard', 'wandb', 'trackio', ... Did you mean 'wandb'?
     """
     if isinstance(names, str):
         raise TypeError(f"trackers must be a list of names, got the string {names!r}; write [{names!r}].")
@@ -152,22 +192,37 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
             if name == "csv":
                 hint = " The table metrics.csv is always written."
             raise ValueError(f"trackers has no {name!r}; there are {', '.join(map(repr, _OPENERS))}.{hint}")
-        require(name, extra="scripts" if name == "tensorboard" else "tracking")
+        require(name, extra={"tensorboard": "scripts", "mlflow": "mlflow"}.get(name, "tracking"))
     return [_OPENERS[name](path) for name in names]
 
 
 def _open_tensorboard(path: Path) -> Tracker:
     from torchrl.record.loggers.tensorboard import TensorboardLogger
 
-    return TensorboardLogger(exp_name="tensorboard", log_dir=str(path))
+    class Logger(TensorboardLogger):
+        def log_traces(self, records: Sequence[Row], step: int) -> None:
+            """Show a step's conversations as texts, of which TensorBoard keeps ten."""
+            for number, text in enumerate(trace_table(records, step)["conversation"]):
+                # Four spaces are Markdown's for text as it is.
+                indented = "\n".join(f"    {line}" for line in str(text).splitlines())
+                self.experiment.add_text(f"traces/{number}", indented, global_step=step)
+
+    return Logger(exp_name="tensorboard", log_dir=str(path))
 
 
 def _open_wandb(path: Path) -> Tracker:
-    import os
-
     from torchrl.record.loggers.wandb import WandbLogger
 
-    return WandbLogger(
+    class Logger(WandbLogger):
+        def log_traces(self, records: Sequence[Row], step: int) -> None:
+            """Show a step's conversations as a table."""
+            import wandb
+
+            columns = trace_table(records, step)
+            rows = [list(row) for row in zip(*columns.values(), strict=True)]
+            self.experiment.log({"train/traces": wandb.Table(columns=list(columns), data=rows), "train/step": step})
+
+    return Logger(
         exp_name=path.name,
         id=_run_id(path),
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -179,7 +234,18 @@ def _open_wandb(path: Path) -> Tracker:
 def _open_trackio(path: Path) -> Tracker:
     from torchrl.record.loggers.trackio import TrackioLogger
 
-    class FinishingLogger(TrackioLogger):
+    class Logger(TrackioLogger):
+        def log_traces(self, records: Sequence[Row], step: int) -> None:
+            """Show a step's conversations, which trackio draws as such."""
+            import trackio
+
+            told = [{name: record[name] for name in _TRACE_COLUMNS} for record in records]
+            traces = [
+                trackio.Trace(list(record["messages"]), metadata)
+                for record, metadata in zip(records, told, strict=True)
+            ]
+            self.experiment.log({"train/traces": traces}, step=step)
+
         def close(self, timeout: float | None = None) -> None:
             """Write what is buffered now: torchrl leaves it to the end of the process."""
             import trackio
@@ -189,13 +255,52 @@ def _open_trackio(path: Path) -> Tracker:
                 trackio.finish()
 
     # It knows runs by name alone: folders of the same name must not become one run.
-    return FinishingLogger(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
+    return Logger(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
+
+
+class MLflowTracker:
+    """A run of MLflow, which is found again by the folder's id; nothing of MLflow's global state is touched.
+
+    Args:
+        path: the run's folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from mlflow import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client: Any = MlflowClient(uri or f"sqlite:///{path.absolute() / 'mlflow.db'}")
+        experiment = self._client.get_experiment_by_name(PROJECT)
+        artifacts = None if uri else (path.absolute() / "mlflow").as_uri()
+        number = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT, artifacts)
+        tags = {"llmrl.run_id": _run_id(path)}
+        runs = self._client.search_runs([number], f"tags.`llmrl.run_id` = '{tags['llmrl.run_id']}'")
+        run = runs[0] if runs else self._client.create_run(number, tags=tags, run_name=path.name)
+        self._id = run.info.run_id
+        self._client.set_terminated(self._id, "RUNNING")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record a step's metrics; of a name what MLflow refuses, as in `pass@1`, is `_`."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        named = [(re.sub(r"[^\w\-. :/]", "_", name), value) for name, value in metrics.items()]
+        self._client.log_batch(self._id, [Metric(name, value, now, step) for name, value in named])
+
+    def log_traces(self, records: Sequence[Row], step: int) -> None:
+        """Keep a step's conversations as an artifact; a table would be named in a tag, which 130 of them fill."""
+        self._client.log_dict(self._id, trace_table(records, step), f"traces/{step:06d}.json")
+
+    def close(self) -> None:
+        """Call the run finished."""
+        self._client.set_terminated(self._id)
 
 
 _OPENERS: dict[str, Callable[[Path], Tracker]] = {
     "tensorboard": _open_tensorboard,
     "wandb": _open_wandb,
     "trackio": _open_trackio,
+    "mlflow": MLflowTracker,
 }
 
 

@@ -98,7 +98,7 @@ def train(
         patience: evaluations in a row without a better one, after which training ends.
         path: the run's folder; by default a new one in `runs/`.
         resume: go on with the run in `path`.
-        trackers: of metrics, besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`.
+        trackers: of metrics, besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`.
         num_steps: batches of the whole run.
         groups_per_batch: prompts of a batch.
         max_new_tokens: of a turn.
