@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -10,13 +13,14 @@ from torchrl.envs import StepCounter, Transform
 
 from llmrl import engines
 from llmrl.collectors import LLMCollector
-from llmrl.data import ChatHistory, History, Tokens
-from llmrl.envs import ChatEnv, DatasetChatEnv, GSM8KEnv
+from llmrl.data import ChatHistory, History, Tokens, add_chat_template, templated_text
+from llmrl.envs import ChatEnv, DatasetChatEnv, GSM8KEnv, make_gsm8k_env
 from llmrl.objectives import k3_kl_token_estimate
 from llmrl.policies import LLMWrapperBase, vLLMWrapper
 from llmrl.testing import ScriptedEngine
+from llmrl.tools import ToolSession
 from llmrl.trainer import TransformersWrapper
-from llmrl.transforms import AddThinkingPrompt, PythonInterpreter
+from llmrl.transforms import AddThinkingPrompt, PythonInterpreter, SimpleToolTransform, XMLBlockParser
 from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
 
@@ -194,8 +198,120 @@ def test_a_task_without_its_reward_opens_in_any_mode_and_begins_anew(tokenizer, 
     queries = [env.reset()["query"], env.reset()["query"], env.reset_dataloader().reset()["query"]]
     assert queries == [["0 + 1?"], ["1 + 1?"], ["0 + 1?"]] and env.input_mode == input_mode
     if input_mode != "history":
-        with pytest.raises(ValueError, match="needs compute_reward=False"):
-            GSM8KEnv(rows, input_mode=input_mode, tokenizer=tokenizer)
+        with pytest.raises(ValueError, match="need tokenizer="):
+            GSM8KEnv(rows, input_mode=input_mode)
+
+
+@pytest.mark.parametrize(("pads", "end"), [(0, ""), (2, "<|im_end|>")])
+@pytest.mark.parametrize("input_mode", ["text", "tokens"])
+def test_answers_of_text_and_of_tokens_are_rewarded_as_those_of_messages(tokenizer, input_mode, pads, end):
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}]
+    options = {"tokenizer": tokenizer, "repeats": 2}
+    answers = ["<think>Two.</think><answer>2</answer>", "<think>.</think><answer>3</answer>"]
+
+    def rewards(mode):
+        env = GSM8KEnv(rows, input_mode=mode, **options)
+        found = []
+        for answer in answers:
+            data = env.reset()[0]
+            if mode == "history":
+                data["history"].full = data["history"].prompt.append({"role": "assistant", "content": answer})
+            elif mode == "text":  # prompt and response, which make the full
+                data["text"].response = answer + end + "<|endoftext|>" * pads
+            else:
+                ids = tokenizer.encode(answer + end) + [tokenizer.convert_tokens_to_ids("<|endoftext|>")] * pads
+                data["tokens"].response = torch.tensor(ids)
+            following = env.step(lazy_stack([data]))["next"]
+            assert following["terminated"].all()
+            found.append(following["reward"].item())
+        return found
+
+    assert rewards(input_mode) == rewards("history") == [1.0, pytest.approx(0.1)]
+
+
+def test_the_full_of_a_turn_is_its_prompt_and_its_response():
+    env = ChatEnv(input_mode="text")
+    data = env.reset(TensorDict(query="1 + 1 ="))
+    data["text"].response = " 2"
+    assert env.step(data)["next", "text"].prompt == "1 + 1 = 2"
+    env = ChatEnv()
+    data = env.reset(TensorDict(query="1 + 1 ="))
+    with pytest.raises(ValueError, match="or prompt and response"):
+        env.step(data.clone())
+    data["history"].response = History.from_chats([{"role": "assistant", "content": "2"}])
+    assert env.step(data)["next", "history"].prompt.content == ["1 + 1 =", "2"]
+
+
+def test_the_environment_of_one_question_has_one_turn(tokenizer):
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}]
+    assert make_gsm8k_env(data=rows, num_envs=2, num_epochs=None).rollout(3).shape == (2, 1)
+    assert make_gsm8k_env(data=rows, max_steps=2, num_epochs=None).rollout(3).shape == (1, 2)
+
+
+def test_functions_by_their_names_answer_one_message_a_call():
+    def calculator(operation, a, b):
+        if operation != "add":
+            raise ValueError(f"Unknown operation: {operation}")
+        return {"result": a + b}
+
+    env = ChatEnv(batch_size=(1,)).append_transform(SimpleToolTransform({"calculator": calculator}, timeout=5.0))
+    call = '<tool>calculator\n{"operation": "%s", "a": 2, "b": 3}</tool>'
+    text = "I compute: " + call % "add" + call % "divide" + "<tool>calculator\nno json</tool><tool>other\n{}</tool>"
+    data = env.reset(TensorDict(query=["2 + 3"], batch_size=(1,)))
+    data["history"].full = data["history"].prompt.extend(History(role="assistant", content=text).view(1, 1), dim=-1)
+    answers = env.step(data)["next", "history"].prompt[0, 2:]
+    assert answers.role == ["tool"] * 4
+    assert answers.content[0] == "calculator succeeded: {'result': 5}"
+    expected = ["Unknown operation: divide", "Failed to parse tool arguments", "Unknown tool: other"]
+    assert all("failed" in one and end in one for one, end in zip(answers.content[1:], expected, strict=True))
+    parsed = SimpleToolTransform({"calculator": calculator}, parser=XMLBlockParser())
+    message = {"role": "assistant", "content": '<tool name="calculator">{"operation": "add", "a": 1, "b": 1}</tool>'}
+    [answer] = asyncio.run(parsed.answer(message, (), ToolSession(), turn=2))
+    assert answer["content"] == "calculator succeeded: {'result': 2}"
+
+
+def test_a_template_is_added_by_name_and_for_models_of_a_name(tokenizer, monkeypatch):
+    for table in ("_TEMPLATES", "_MODEL_NAMES", "_READERS"):
+        monkeypatch.setattr(templated_text, table, dict(getattr(templated_text, table)))
+    template = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+
+    def read(text):
+        pairs = [part.split("]") for part in text.split("[")[1:]]
+        return lazy_stack([History(role=role, content=content) for role, content in pairs])
+
+    history = History.from_chats([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]])
+    own = history.apply_chat_template(tokenizer, tokenize=False)
+    add_chat_template("square", template, inverse_parser=read, model_family_keywords=["Square-"])
+    assert history.apply_chat_template(tokenizer, tokenize=False) == own
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.name_or_path = "somebody/square-1B"
+    written = history.apply_chat_template(tokenizer, tokenize=False)
+    assert written == history.apply_chat_template(tokenizer, chat_template_name="square", tokenize=False)
+    assert written == ["[user]Hi[assistant]Ho"]
+    assert History.from_text(written, chat_template_name="square").chats == history.chats
+
+
+def test_a_model_without_a_template_has_that_of_its_name(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template, tokenizer.bos_token = None, "<s>"
+    chat = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
+    end = tokenizer.eos_token
+    expected = {
+        "microsoft/DialoGPT-medium": f"u{end}a{end}",
+        "tiiuae/falcon-7b-instruct": "s\n\nUser: u\n\nAssistant: a\n\n",
+        "deepseek-ai/deepseek-coder-6.7b-base": f"<s>s\n\nUser: u\n\nAssistant: a{end}",
+    }
+    for tokenizer.name_or_path, text in expected.items():
+        history = History.from_chats(chat)
+        assert history.apply_chat_template(tokenizer, tokenize=False, add_generation_prompt=False) == text
+
+
+def test_how_a_policy_samples_is_said_by_their_names(renderer):
+    given = {"max_tokens": 10, "n": 1, "temperature": 0.7}
+    policy = LLMWrapperBase(ScriptedEngine(["."]), renderer=renderer, generate_kwargs=given)
+    expected = {"max_new_tokens": 10, "num_return_sequences": 1, "temperature": 0.7, "do_sample": True}
+    assert expected.items() <= policy.generate_kwargs.items()
+    assert policy.get_new_version(generate_kwargs=policy.generate_kwargs).sampling == policy.sampling
 
 
 def test_tokens_beside_a_history_are_scored_or_written_anew(tokenizer, tiny_model_path):

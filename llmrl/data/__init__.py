@@ -7,6 +7,7 @@ from llmrl.data.message import MalformedToolCall, Message, ParsedCompletion, Too
 from llmrl.data.ragged import as_nested_tensor, as_padded_tensor
 from llmrl.data.rollout import Rollout
 from llmrl.data.status import RolloutStatus, StopReason, decide_status
+from llmrl.data.templated_text import add_chat_template
 
 __all__ = [
     "CONTEXT_VERSION",
@@ -24,6 +25,7 @@ __all__ = [
     "TokenColumns",
     "Tokens",
     "ToolSchema",
+    "add_chat_template",
     "as_nested_tensor",
     "as_padded_tensor",
     "check_messages",

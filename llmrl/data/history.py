@@ -270,10 +270,12 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         content forges a turn; a text does not say whose they are: do not tokenize one whose contents others wrote.
 
         Args:
-            tokenizer: encodes, and has the template unless another is given; where it has none, that is `chatml`.
+            tokenizer: encodes, and has the template unless another is given or was added for its model's name; where
+                it has none, that is `dialogpt`, `falcon` or `deepseek` by its model's name, else `chatml`.
             add_generation_prompt: end with the beginning of an answer.
             chat_template: a template in place of the tokenizer's.
-            chat_template_name: or that of a family, `chatml`, `llama3`, `llama4` or `gemma`, or of a model of one.
+            chat_template_name: or that of a family, `chatml`, `llama3`, `llama4` or `gemma`, of a model, or one that
+                `add_chat_template` named.
             continue_final_message: leave the last message open.
             tokenize: give token ids; so do the three last arguments.
             padding: True fills up to the longest of the batch, `"max_length"` to `max_length`, on the tokenizer's side.

@@ -14,7 +14,7 @@ from llmrl._utils.types import Nested, Tokenizer
 from llmrl.data.chats import map_chats
 from llmrl.data.content_marks import ContentMarks, with_plain_marks
 from llmrl.data.message import Message, ToolSchema
-from llmrl.data.templated_text import assistant_spans, template_named
+from llmrl.data.templated_text import assistant_spans, template_of_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,9 @@ class ChatRendering:
     def __post_init__(self) -> None:
         if (self.truncation or self.padding == "max_length") and self.max_length is None:
             raise ValueError("truncation and padding='max_length' need max_length.")
-        if not self.chat_template and not self.tokenizer.chat_template:  # a base model's; as TorchRL writes it
-            object.__setattr__(self, "chat_template", template_named("chatml"))
+        if not self.chat_template:
+            model, has_own = str(getattr(self.tokenizer, "name_or_path", "")), bool(self.tokenizer.chat_template)
+            object.__setattr__(self, "chat_template", template_of_model(model, has_own=has_own))
         template = self.chat_template or self.tokenizer.chat_template
         if isinstance(template, str):
             unread = [name for name in self.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from llmrl.data.chats import flatten
 from llmrl.data.message import Message
 
 
@@ -45,6 +47,16 @@ class TemplateFamily:
         )
 
 
+def _plain_turns(*, end: str) -> str:
+    """Return a template of `User: ` and `Assistant: ` whose answers end so."""
+    return (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        f"{{{{ 'Assistant: ' + message['content'] + {end} }}}}"
+        "{% else %}{{ ('User: ' if message['role'] == 'user' else '') + message['content'] + '\n\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    )
+
+
 FAMILIES = {
     "chatml": TemplateFamily("<|im_start|>", "\n", "<|im_end|>", after="\n", other_ends=("<|endoftext|>",)),
     "llama3": TemplateFamily("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", begin="<|begin_of_text|>"),
@@ -53,6 +65,17 @@ FAMILIES = {
         "<start_of_turn>", "\n", "<end_of_turn>", begin="<bos>", after="\n", roles=(("model", "assistant"),)
     ),
 }
+# Templates without marks by which a text could be read back.
+_TEMPLATES = {
+    "dialogpt": "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['content'] + eos_token }}"
+    "{% endif %}{% endfor %}",
+    "falcon": _plain_turns(end="'\n\n'"),
+    "deepseek": "{{ bos_token }}" + _plain_turns(end="eos_token"),
+}
+_WITHOUT_OWN = tuple(_TEMPLATES)
+# What `add_chat_template` was told of a template: parts of models' names, and what reads its text.
+_MODEL_NAMES: dict[str, Sequence[str]] = {}
+_READERS: dict[str, Callable[[str], Any]] = {}
 # Names of models whose templates are of a family.
 _ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama4"}
 _MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
@@ -60,7 +83,7 @@ _MISTRAL_END = "</s>"
 
 
 def template_named(name: str) -> str:
-    r"""Return the chat template of a family, or of a model of one, which writes contents alone.
+    r"""Return the chat template of a family, or of a model, which writes contents alone, or one that was added.
 
     Raises:
         ValueError: for an unknown name.
@@ -69,10 +92,57 @@ def template_named(name: str) -> str:
         >>> template_named("qwen") == template_named("chatml") != template_named("gemma")
         True
     """
+    if name in _TEMPLATES:
+        return _TEMPLATES[name]
     family = FAMILIES.get(_ALIASES.get(name, name))
     if family is None:
-        raise ValueError(f"chat_template_name must be one of {sorted([*FAMILIES, *_ALIASES])}, got {name!r}.")
+        known = sorted([*FAMILIES, *_ALIASES, *_TEMPLATES])
+        raise ValueError(f"chat_template_name must be one of {known}, got {name!r}.")
     return family.chat_template
+
+
+def template_of_model(model: str, *, has_own: bool) -> str | None:
+    """Return the template that histories of a model are written with; None is the tokenizer's own.
+
+    Args:
+        model: name or path.
+        has_own: whether its tokenizer has one.
+
+    Example:
+        >>> template_of_model("microsoft/DialoGPT-medium", has_own=False) == template_named("dialogpt")
+        True
+    """
+    model = model.lower()
+    for name, parts in _MODEL_NAMES.items():
+        if any(part.lower() in model for part in parts):
+            return _TEMPLATES[name]
+    return None if has_own else template_named(next((name for name in _WITHOUT_OWN if name in model), "chatml"))
+
+
+def add_chat_template(
+    template_name: str,
+    template: str,
+    inverse_parser: Callable[[str], Any] | None = None,
+    model_family_keywords: Sequence[str] | None = None,
+) -> None:
+    """Give a template a name, for `chat_template_name=`; in this process, until it ends.
+
+    Args:
+        template_name: of the template; one that is known is replaced.
+        template: Jinja text.
+        inverse_parser: makes a `History` of a text that it wrote, for `History.from_text(text, template_name)`.
+        model_family_keywords: parts of models' names; a `History` is written for these models with the template.
+            Policies are told theirs by name, always.
+
+    Example:
+        >>> add_chat_template("loud", "{% for message in messages %}{{ message['content'] + '!' }}{% endfor %}")
+        >>> "'!'" in template_named("loud")
+        True
+    """
+    _TEMPLATES[template_name] = template
+    _MODEL_NAMES[template_name] = tuple(model_family_keywords or ())
+    if inverse_parser is not None:
+        _READERS[template_name] = inverse_parser
 
 
 def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Message], list[bool]]:
@@ -83,7 +153,8 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
 
     Args:
         text: as a template wrote it, special tokens included.
-        family: `chatml` (Qwen, SmolLM2), `llama3`, `gemma` or `mistral`; by default the one whose marks occur.
+        family: `chatml` (Qwen, SmolLM2), `llama3`, `gemma`, `mistral`, or a template that was added with what reads it;
+            by default the one whose marks occur.
 
     Raises:
         ValueError: for an unknown family, or a text that has none of its marks.
@@ -92,7 +163,10 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
         >>> parse_templated("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel")
         ([{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hel'}], [True, False])
     """
-    known = sorted([*FAMILIES, "mistral"])
+    known = sorted([*FAMILIES, "mistral", *_READERS])
+    if family in _READERS:
+        [chat] = flatten(_READERS[family](text).chats)
+        return list(chat), [bool(message.get("is_complete", True)) for message in chat]
     if family is not None:
         family = _ALIASES.get(family, family)
         if family not in known:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -189,12 +190,7 @@ class ChatEnv(KnownArguments, EnvBase):
     def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_size:
             return lazy_stack([self._stepped(element) for element in tensordict.unbind(0)], 0)
-        full = tensordict.get((self.input_mode, "full"), None)
-        if full is None:
-            raise ValueError(
-                f"step needs {(self.input_mode, 'full')}, which a policy writes; got entries "
-                f"{sorted(map(str, tensordict.keys(True)))}."
-            )
+        full = self._full(tensordict)
         if self.input_mode == "text":
             turn: object = Text(prompt=plain(full), batch_size=())
         else:
@@ -204,6 +200,50 @@ class ChatEnv(KnownArguments, EnvBase):
         return tensordict_of(
             {self.input_mode: turn, "conversation": conversation, "reward": torch.zeros(1, 1), **_flags(False)}
         )
+
+    def _full(self, element: TensorDictBase) -> Any:
+        """Return what a policy wrote as `full`, or prompt and response together."""
+        prompt, response, full = (element.get((self.input_mode, key), None) for key in ("prompt", "response", "full"))
+        if full is not None:
+            return full
+        if prompt is None or response is None:
+            raise ValueError(
+                f"step needs {(self.input_mode, 'full')}, which a policy writes, or prompt and response; got entries "
+                f"{sorted(map(str, element.keys(True)))}."
+            )
+        if self.input_mode == "history":
+            return prompt.extend(response, inplace=False)
+        if self.input_mode == "text":
+            return plain(prompt) + plain(response)
+        return torch.cat([prompt, torch.as_tensor(plain(response), dtype=torch.int64)])
+
+    def answered_messages(self, element: TensorDictBase) -> tuple[Message, ...]:
+        """Return a conversation of text or tokens after its step: what opened it, and the policy's answer.
+
+        The answer is without the special tokens, padding or the end of the turn, that it ends with. Of a conversation
+        of several turns, whose text alone is known, what was said in between is left out.
+
+        Args:
+            element: one conversation, as it was stepped.
+
+        Raises:
+            ValueError: without a tokenizer, which reads the answer.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"rewards of input_mode={self.input_mode!r} need tokenizer=, which reads the answer.")
+        prompt, full = plain(element.get((self.input_mode, "prompt"))), self._full(element)
+        answer = element.get((self.input_mode, "response"), None)
+        answer = plain(full)[len(prompt) :] if answer is None else plain(answer)
+        if self.input_mode == "tokens":
+            special, token_ids = self.tokenizer.all_special_ids, torch.as_tensor(answer).tolist()
+            while token_ids and token_ids[-1] in special:
+                token_ids.pop()
+            answer = self.tokenizer.decode(token_ids)
+        else:
+            marks = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
+            answer = re.sub(rf"(?:{marks})+\Z", "", answer)
+        opening = self.opening_messages(plain(element.get(self.data_key)))
+        return (*opening, {"role": self.policy_role, "content": answer})
 
     def _post_step_mdp_hooks(
         self, tensordict: TensorDictBase, tensordict_: TensorDictBase

@@ -122,7 +122,7 @@ class GSM8KEnv(TaskEnv):
 def make_gsm8k_env(
     split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
 ) -> GSM8KEnv:
-    """Make a `GSM8KEnv` over a local copy, or over the hub's.
+    """Make a `GSM8KEnv` over a local copy, or over the hub's; of one turn, unless `max_steps` says otherwise.
 
     Example:
         >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
@@ -130,4 +130,5 @@ def make_gsm8k_env(
         'test/0/0'
     """
     refuse_unknown("make_gsm8k_env", options, keywords_of(make_gsm8k_env) or ())
+    options = {"max_steps": 1, **options}
     return GSM8KEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

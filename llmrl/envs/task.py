@@ -33,7 +33,7 @@ class TaskOptions(TypedDict, total=False):
 
     `num_envs` is 1 as in TorchRL, so that a reset gives a batch `[1]`; with None, batches have any shape.
     With `max_steps` a `StepCounter` limits the turns. Without `compute_reward` conversations are neither ended nor
-    scored, and only then may `input_mode` be another than `history`, which is what rewards read.
+    scored. Rewards read messages: with another `input_mode` than `history` the `tokenizer` makes one of the answer.
     """
 
     repeats: int
@@ -88,8 +88,8 @@ class TaskEnv(KnownArguments, TransformedEnv):
         options = {"num_envs": 1, **(options or {})}
         drawn = {name: value for name, value in options.items() if name not in ("max_steps", "compute_reward")}
         input_mode, is_scored = options.get("input_mode", "history"), options.get("compute_reward", True)
-        if is_scored and input_mode != "history":
-            raise ValueError(f"input_mode={input_mode!r} needs compute_reward=False: rewards read messages.")
+        if is_scored and input_mode != "history" and options.get("tokenizer") is None:
+            raise ValueError(f"rewards of input_mode={input_mode!r} need tokenizer=, which reads the answer.")
         prompt = " ".join(map(str, prompts)) or None
         env = chat_env(problems, system_prompt=prompt, **drawn)  # type: ignore[arg-type]
         super().__init__(env, reward if is_scored else None)

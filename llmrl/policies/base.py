@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Literal, Self, cast
 
@@ -141,6 +142,12 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     def return_history(self) -> bool:
         """Whether the history is written."""
         return self.input_mode == "history"
+
+    @property
+    def generate_kwargs(self) -> dict[str, object]:
+        """How it samples, by TorchRL's names."""
+        sampling = asdict(self.sampling)
+        return {**sampling, "num_return_sequences": self.num_samples or 1, "do_sample": sampling["temperature"] > 0}
 
     def get_new_version(self, **kwargs: object) -> Self:
         """Return a policy of the same model and arguments but for those given; `model` may be one of them."""

@@ -6,6 +6,7 @@ from llmrl.tools.browser import BrowserTransform
 from llmrl.tools.in_order import (
     ExecuteToolsInOrder,
     JSONCallParser,
+    SimpleToolTransform,
     ToolCall,
     ToolRegistry,
     ToolService,
@@ -30,6 +31,7 @@ __all__ = [
     "PythonLimits",
     "PythonResult",
     "SearchIndex",
+    "SimpleToolTransform",
     "Tool",
     "ToolCall",
     "ToolError",

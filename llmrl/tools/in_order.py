@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,8 @@ class ToolCall:
     """A call that was read."""
 
     tool: str
-    args: dict[str, object]
+    args: dict[str, object] | str
+    """Or JSON that is not read yet."""
     tag: str | None = None
 
 
@@ -50,13 +52,13 @@ class ToolRegistry:
     """Tools by name."""
 
     def __init__(self, services: Sequence[ToolService] = ()) -> None:
-        self._services = {service.name: service for service in services}
+        self._services: dict[str, Callable[..., object]] = {service.name: service for service in services}
 
     def register(self, service: ToolService) -> None:
         """Add a tool, or replace the one of its name."""
         self._services[service.name] = service
 
-    def get(self, name: str) -> ToolService:
+    def get(self, name: str) -> Callable[..., object]:
         """Return a tool.
 
         Raises:
@@ -128,6 +130,8 @@ class ExecuteToolsInOrder(ToolTransform):
         "add failed: KeyError: 'Unknown tool: add'"
     """
 
+    _as_text: Callable[[object], str] = staticmethod(as_text)
+
     def __init__(
         self,
         registry: ToolRegistry,
@@ -157,18 +161,76 @@ class ExecuteToolsInOrder(ToolTransform):
             lines.append(f"{call.tool} {'succeeded' if is_done else 'failed'}: {text}")
             if self.stop_on_error and not is_done:
                 break
-        return [self.tool_message("\n".join(lines))] if lines else []
+        return self._messages(lines) if lines else []
+
+    def _messages(self, lines: Sequence[str]) -> list[Message]:
+        return [self.tool_message("\n".join(lines))]
 
     async def _result(self, call: ToolCall, session: ToolSession) -> tuple[bool, str]:
         try:
             service = self.registry.get(call.tool)
-            arguments = {**call.args, "_state": session.states} if self.pass_state_to_tools else call.args
+            arguments = call.args if isinstance(call.args, dict) else _decoded(call.args)
+            if self.pass_state_to_tools:
+                arguments = {**arguments, "_state": session.states}
             async with asyncio.timeout(self.timeout):
-                return True, as_text(await self._loops.wait(run_in_thread(service, **arguments)))
+                return True, self._as_text(await self._loops.wait(run_in_thread(service, **arguments)))
         except TimeoutError:
             return False, f"it took more than {self.timeout:g} s"
         except Exception as error:
             return False, describe(error)
+
+
+class SimpleToolTransform(ExecuteToolsInOrder):
+    r"""Runs functions by their names, one after the other, and answers each call by a message: TorchRL's simplest form.
+
+    Args:
+        tools: functions by name.
+        tool_schemas: what the tools take, for whoever reads it; models are not shown it.
+        parser: returns the calls of a message; by default `tool_call_pattern` reads them.
+        tool_call_pattern: a regular expression with two groups, a tool's name and its arguments as JSON.
+        tool_name: role of the answers.
+        timeout: seconds that one call may take.
+
+    Example:
+        >>> transform = SimpleToolTransform({"add": lambda a, b: {"sum": a + b}})
+        >>> message = {"role": "assistant", "content": '<tool>add\n{"a": 7, "b": 8}</tool>'}
+        >>> asyncio.run(transform.answer(message, (), ToolSession(), turn=2))[0]["content"]
+        "add succeeded: {'sum': 15}"
+    """
+
+    _as_text = staticmethod(str)
+
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., object]],
+        tool_schemas: Mapping[str, Mapping[str, object]] | None = None,
+        parser: Callable[[str], ParseResult] | None = None,
+        tool_call_pattern: str | None = None,
+        tool_name: str = "tool",
+        timeout: float = 10.0,
+    ) -> None:
+        registry = ToolRegistry()
+        registry._services = dict(tools)
+        pattern = re.compile(
+            r"<tool>(.*?)\n(.*?)</tool>" if tool_call_pattern is None else tool_call_pattern, re.DOTALL
+        )
+        super().__init__(registry, functools.partial(_read, pattern) if parser is None else parser, False, False)
+        self.tool_role, self.timeout = tool_name, timeout
+        self.tool_schemas = dict(tool_schemas or {})
+
+    def _messages(self, lines: Sequence[str]) -> list[Message]:
+        return [self.tool_message(line) for line in lines]
+
+
+def _read(pattern: re.Pattern[str], text: str) -> ParseResult:
+    return _parsed(text, [ToolCall(name, body) for name, body in pattern.findall(text)])
+
+
+def _decoded(arguments: str) -> dict[str, object]:
+    try:
+        return dict(json.loads(arguments.strip() or "{}"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"Failed to parse tool arguments: {error}") from error
 
 
 def _arguments(body: str) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from tensordict import TensorDictBase
@@ -120,7 +121,7 @@ class RubricReward(KnownArguments, Transform):
         return restacked(next_elements, next_tensordict.batch_size)
 
     def _settle(self, element: TensorDictBase, next_element: TensorDictBase) -> RewardInput | None:
-        messages = next_element.get(("history", "prompt")).chats
+        messages = self._messages(element, next_element)
         reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
         # An answer that was cut is none: its conversation is truncated, not terminated.
@@ -137,6 +138,12 @@ class RubricReward(KnownArguments, Transform):
         if not status.is_settled:
             return None
         return RewardInput(messages, dataset_columns(element), status, reason, states_of(element))
+
+    def _messages(self, element: TensorDictBase, next_element: TensorDictBase) -> tuple[Message, ...]:
+        history = next_element.get(("history", "prompt"), None)
+        if history is not None:
+            return cast("tuple[Message, ...]", history.chats)
+        return cast("tuple[Message, ...]", self._environment_parts()[0].answered_messages(element))
 
     def _score(self, rollouts: Sequence[RewardInput]) -> Iterator[Score | None]:
         async def score_all() -> list[Score]:
