@@ -22,7 +22,7 @@ is_without_reasoning_gym = importlib.util.find_spec("reasoning_gym") is None
 
 
 def test_every_environment_has_its_line():
-    assert set(task_environments()) == {*ROWS, "reasoning-gym"}
+    assert set(task_environments()) == {*ROWS, "guess", "reasoning-gym"}
     assert all(line and not line.endswith(".") for line in task_environments().values())
 
 

@@ -21,6 +21,7 @@ from llmrl.envs import (
     DatasetChatEnv,
     GSM8KEnv,
     GSM8KRewardParser,
+    GuessEnv,
     GymnasiumTextEnv,
     IFEvalEnv,
     IfEvalScorer,
@@ -89,6 +90,7 @@ ENVS = {
     "addition": lambda **options: AdditionEnv(**options),
     "addition-tags": lambda **options: AdditionEnv(reasoning=True, **options),
     "search": lambda **options: SearchEnv(num_people=4, **options),
+    "guess": lambda **options: GuessEnv(**options),
 }
 NAMES = [pytest.param(name, marks=needs_reasoning_gym) if name.startswith("reasoning-gym") else name for name in ENVS]
 

@@ -54,6 +54,7 @@ DRY_RUNS = (
     ("expert-iteration", "math", "ray-cluster"),
     ("expert-iteration-async", "countdown", "cpu"),
     ("grpo", "reasoning-gym", "cpu"),
+    ("expert-iteration", "guess", "cpu"),
     ("grpo-async", "search", "gpu1"),
 )
 

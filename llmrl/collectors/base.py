@@ -38,6 +38,7 @@ class CollectorSource(RolloutSource, Protocol):
     """Cleared while nothing new may start."""
     is_group_scored: bool
     """Whether the rollouts of a group are scored together."""
+    num_players: int  # rollouts, one after the other in their group, that wait for each other
 
     @property
     def dataset_env(self) -> DatasetChatEnv | DataLoadingPrimer | MixedEnv | None:

@@ -146,6 +146,11 @@ class LLMCollector(KnownArguments, BatchCollector):
         in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
         self.max_concurrent_rollouts = max_concurrent_rollouts or in_flight
         """Conversations in flight."""
+        if self.max_concurrent_rollouts < source.num_players:
+            raise ValueError(
+                f"max_concurrent_rollouts must be at least {source.num_players}, the players of a game, who wait for "
+                f"each other; got {max_concurrent_rollouts}."
+            )
         self.yield_only_last_steps = shape.kind == "last_steps"
         self.yield_completed_trajectories = self.yield_only_last_steps or shape.kind == "trajectories"
         self.reset_at_each_iter, self.async_envs, self.flatten_data = reset_at_each_iter, True, True

@@ -57,6 +57,7 @@ class MixedSource:
         }
         self._first = next(iter(self._sources.values()))
         self.group_size = max(source.group_size for source in self._sources.values())
+        self.num_players = max(source.num_players for source in self._sources.values())
         self.is_group_scored = any(source.is_group_scored for source in self._sources.values())
         """Whether the rollouts of a group are scored together, in one of the environments at least."""
 

@@ -131,7 +131,9 @@ class RaySource:
         self.is_open = asyncio.Event()
         self.engine, self._num_retries = engine, num_retries
         self._prompts = self.dataset_env.prompts
-        self.group_size = self._prompts.num_samples if in_groups or self.is_group_scored else 1
+        self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
+        self._are_groups_whole = self.is_group_scored or self.num_players > 1
+        self.group_size = self._prompts.num_samples if in_groups or self._are_groups_whole else 1
         self._arguments = (make_env, make_policy, in_groups, track_version, limits, step_timeout_seconds)
         self._options = {"max_concurrency": MAX_IN_FLIGHT, **actor_options}
         self._class = ray.remote(CollectorActor)
@@ -168,7 +170,7 @@ class RaySource:
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
         """Draw so many rollouts, in jobs of a group each; fewer where the data ends."""
-        if self.is_group_scored:
+        if self._are_groups_whole:
             self._prompts.skip_to_group()
         positions = self._prompts.upcoming(count)
         jobs = []

@@ -27,6 +27,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
         identity = {
             "rollout_id": non_tensor(rollout.rollout_id),
             "group_id": non_tensor(rollout.group_id),
+            "role": non_tensor(rollout.role),
             "sample_index": torch.tensor(rollout.sample_index),
             "row_index": torch.tensor(row_index),
             "num_rows": torch.tensor(len(reconciled.rows)),

@@ -61,7 +61,11 @@ class EnvSource:
         self.is_group_scored = rubric is not None and rubric.is_group_scored
         """Whether the rollouts of a group are scored together."""
         self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
-        is_in_groups = self.prompts is not None and (in_groups or self.is_group_scored)
+        self._roles: tuple[str, ...] = getattr(self.dataset_env, "roles", ("",))
+        self.num_players = len(self._roles)
+        """Rollouts that wait for each other, one after the other in their group."""
+        self._are_groups_whole = self.is_group_scored or self.num_players > 1
+        is_in_groups = self.prompts is not None and (in_groups or self._are_groups_whole)
         self.group_size = self.prompts.num_samples if self.prompts is not None and is_in_groups else 1
 
     @property
@@ -94,7 +98,7 @@ class EnvSource:
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
         """Draw so many rollouts, and reset the environment unless each is opened alone; fewer where the data ends."""
-        return await self.stepper.call(self._draw_from_a_group if self.is_group_scored else self._draw, count)
+        return await self.stepper.call(self._draw_from_a_group if self._are_groups_whole else self._draw, count)
 
     async def open_at(self, positions: Sequence[int]) -> list[RolloutTask]:
         """Reset the environment for the rollouts at these places of its dataset."""
@@ -125,6 +129,7 @@ class EnvSource:
             rollout_id=f"{group_id}/{sample_index}",
             group_id=group_id,
             sample_index=sample_index,
+            role=self._roles[sample_index % self.num_players],
             group_size=self.prompts.num_samples,
         )
 

@@ -25,6 +25,8 @@ class Rollout:
     group_size: int
     env: str = ""
     """Its environment's name, of a `MixedEnv`."""
+    role: str = ""
+    """Whom the policy plays, in a game of several players."""
     columns: dict[str, object] = field(default_factory=dict)
     """The dataset's columns for the prompt."""
     conversation: Any = None
@@ -71,6 +73,7 @@ class Rollout:
             "rollout_id": self.rollout_id,
             "group_id": self.group_id,
             "env": self.env,
+            "role": self.role,
             "sample_index": self.sample_index,
             "status": self.status.name.lower(),
             "reason": self.reason,

@@ -149,6 +149,8 @@ def build_engine_args(
         kv_cache_memory = default_kv_cache_memory()
     if kv_cache_memory is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_memory
+    if is_cpu:  # vLLM's 128 shares no prefix that is shorter, which those of small tasks are; its CPU kernels want 32s
+        arguments["block_size"] = 32
     num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
     if is_cpu and num_workers == 1:
         arguments["distributed_executor_backend"] = "uni"

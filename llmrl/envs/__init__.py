@@ -6,7 +6,9 @@ from llmrl.envs.agent_command import CommandResult, command
 from llmrl.envs.chat import ChatEnv
 from llmrl.envs.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
 from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.game import Game, GameEnv
 from llmrl.envs.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
+from llmrl.envs.guess import GuessEnv, guess_problems, make_guess_env
 from llmrl.envs.gymnasium import GymnasiumTextEnv
 from llmrl.envs.hashing import LLMHashingEnv
 from llmrl.envs.ifeval import IFEvalEnv, IfEvalScorer, make_ifeval_env
@@ -40,6 +42,9 @@ __all__ = [
     "GSM8KEnv",
     "GSM8KPrepareQuestion",
     "GSM8KRewardParser",
+    "Game",
+    "GameEnv",
+    "GuessEnv",
     "GymnasiumTextEnv",
     "IFEvalEnv",
     "IFEvalScoreData",
@@ -66,9 +71,11 @@ __all__ = [
     "addition_problems",
     "command",
     "countdown_problems",
+    "guess_problems",
     "make_addition_env",
     "make_countdown_env",
     "make_gsm8k_env",
+    "make_guess_env",
     "make_ifeval_env",
     "make_math_env",
     "make_mlgym",

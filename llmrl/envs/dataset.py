@@ -46,6 +46,9 @@ class DatasetChatEnv(ChatEnv):
         ('2', 'train/0/0', 0)
     """
 
+    roles: tuple[str, ...] = ("",)
+    """Whom the rollouts of a group play, in turn; of a game's roles those that the policy plays."""
+
     def __init__(
         self,
         dataset: str | Path | Iterable[Row | str],

@@ -144,12 +144,19 @@ class MessageChatEnv(DatasetChatEnv):
 
     async def before_reset(self, drawn: Drawn) -> TensorDictBase:
         """Open one conversation, which may take long: what to call `reset` with."""
-        loop = self._loops.current
-        message_env, messages = await self._loops.wait(self._init(drawn[0], loop), on=loop)
+        loop = self._home(drawn)
+        message_env, messages = await self._loops.wait(self._init(drawn, loop), on=loop)
         return tensordict_of({"message_env": non_tensor(Opened(drawn, message_env, messages))})
 
-    async def _init(self, item: Row, loop: BackgroundLoop) -> tuple[MessageEnv, Sequence[Message]]:
-        message_env = self._factory(item)
+    def _home(self, drawn: Drawn) -> BackgroundLoop:
+        """Return where a conversation's environment runs."""
+        return self._loops.current
+
+    def _made(self, drawn: Drawn) -> MessageEnv:
+        return self._factory(drawn[0])
+
+    async def _init(self, drawn: Drawn, loop: BackgroundLoop) -> tuple[MessageEnv, Sequence[Message]]:
+        message_env = self._made(drawn)
         message_env._loop = loop
         try:
             return message_env, check_messages(await message_env.init(), argument="messages from init")

@@ -13,6 +13,7 @@ from llmrl._utils.arguments import keywords_of, nearest, refuse_unknown
 from llmrl.envs.addition import make_addition_env
 from llmrl.envs.countdown import make_countdown_env
 from llmrl.envs.gsm8k import make_gsm8k_env
+from llmrl.envs.guess import make_guess_env
 from llmrl.envs.ifeval import make_ifeval_env
 from llmrl.envs.math import make_math_env
 from llmrl.envs.reasoning_gym import make_reasoning_gym_env
@@ -23,6 +24,7 @@ from llmrl.envs.task import Dataset, TaskEnv
 _MAKERS: dict[str, tuple[Callable[..., TaskEnv], str]] = {
     "addition": (make_addition_env, "sums of two numbers of one digit"),
     "sum-of-digits": (make_sum_of_digits_env, "sums of a number's digits"),
+    "guess": (make_guess_env, "a number in five guesses from hints, the smallest task of several turns"),
     "countdown": (make_countdown_env, "expressions that reach a target with given numbers"),
     "gsm8k": (make_gsm8k_env, "word problems of grade-school mathematics"),
     "math": (make_math_env, "competition mathematics"),

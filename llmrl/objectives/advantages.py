@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -63,6 +63,9 @@ class MCAdvantage(KnownArguments, GroupCounters):
         component_weights: weights of entries of `("reward_breakdown", NAME)`. Each component is normalized in its
             group by itself, so that none drowns the others, and then weighted and summed (GDPO, arXiv:2601.05242).
             By default the reward is taken as it is.
+        by: `"role"` compares each rollout with those of its group that played the same role: in a game of several
+            players each role has a baseline of its own (SPIRAL, arXiv:2506.24119, section 3.3, where it is a running
+            mean; here it is the group's, which needs no state).
         trajectory_return: how the rewards of a trajectory's turns make its return. By default each turn is compared
             with the group's by itself. Rows of rollouts carry the return already.
         candidate_group_size: rollouts that a group is sampled with, of which `candidate_selector` chooses `grpo_size`.
@@ -102,6 +105,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         normalize_batch: bool = False,
         kl_penalty: KLPenalty | None = None,
         component_weights: Mapping[str, float] | None = None,
+        by: Literal["role"] | None = None,
         trajectory_return: TrajectoryReturn | None = None,
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
@@ -142,7 +146,12 @@ class MCAdvantage(KnownArguments, GroupCounters):
                 "kl_penalty needs normalize_batch=True; a KL that is not normalized with the reward belongs into "
                 "the reward (KLPenalty before MCAdvantage) or the loss (GRPOLoss(kl_to_ref_coeff=))."
             )
-        keys = GroupKeys(prompt_key, rollout_key, is_scored_key, rewards_key, done_key)
+        if by not in (None, "role"):
+            raise ValueError(f"by must be 'role' or None, got {by!r}.")
+        if by is not None and (candidate_group_size is not None or candidate_selection_min_size is not None):
+            raise ValueError("candidates are chosen of a group, and by='role' compares parts of it: leave one out.")
+        division = None if by is None else ("rollout", by)
+        keys = GroupKeys(prompt_key, rollout_key, is_scored_key, rewards_key, done_key, by=division)
         min_size = candidate_selection_min_size or grpo_size
         super().__init__(None if min_size is None else GroupQueue(keys, min_size, max_num_waiting_groups))
         self.keys = keys
@@ -298,6 +307,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
             >>> MCAdvantage().has_signal(group), MCAdvantage(drop_constant_groups=False).has_signal(group)
             (False, True)
         """
+        if self.keys.by is not None and len(roles := {rollout.role for rollout in rollouts}) > 1:
+            return any(self.has_signal([one for one in rollouts if one.role == role]) for role in roles)
         scored = [rollout for rollout in rollouts if rollout.is_scored]
         chosen = self._chosen([rollout.reward for rollout in scored]) if scored else None
         if chosen is None:

@@ -36,6 +36,8 @@ class GroupKeys:
     rewards: NestedKey = ("next", "reward")
     done: NestedKey = ("next", "done")
     num_in_group: NestedKey = ("rollout", "num_in_group")
+    by: NestedKey | None = None
+    """What divides a group into those that are compared with each other; None compares all."""
 
     def rows(self, tensordict: TensorDictBase) -> list[TensorDictBase]:
         """Return the rows of a batch; turns, which name no rollout, are of the trajectories that their ends make.
@@ -81,6 +83,10 @@ class GroupKeys:
         default = next((key for key in keys if has_entry(row, key)), "query")
         return _identifier(row, default if self.group is None else self.group)
 
+    def compared_id(self, row: TensorDictBase) -> Hashable:
+        """Return the id of those that the row's rollout is compared with: its group, or a part of it."""
+        return self.group_id(row) if self.by is None else (self.group_id(row), _identifier(row, self.by))
+
     def size(self, row: TensorDictBase, default: int) -> int:
         """Return how many rollouts there will be of the row's group: as its collector counted them, or the default."""
         return int(row.get(self.num_in_group)) if has_entry(row, self.num_in_group) else default
@@ -125,10 +131,10 @@ def _identifier(row: TensorDictBase, key: NestedKey) -> Hashable:
 
 
 def split_by_group(rows: list[TensorDictBase], keys: GroupKeys) -> list[list[TensorDictBase]]:
-    """Return the rows of each group, groups in the order of their first row."""
+    """Return the rows of each group, or of what is compared of it, in the order of their first row."""
     groups: dict[Hashable, list[TensorDictBase]] = {}
     for row in rows:
-        groups.setdefault(keys.group_id(row), []).append(row)
+        groups.setdefault(keys.compared_id(row), []).append(row)
     return list(groups.values())
 
 

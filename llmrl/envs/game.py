@@ -1,0 +1,324 @@
+"""`GameEnv`: games of several players, of whom the policy plays some or all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, TypeAlias, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.failure import describe
+from llmrl._utils.numbers import finite_number
+from llmrl._utils.types import Row
+from llmrl.data import Message, StopReason, text_of
+from llmrl.data.tensordicts import plain
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
+from llmrl.envs.sampler import Drawn
+
+Opponent: TypeAlias = Callable[[Sequence[Message]], str | Awaitable[str]]
+"""Answers for a role that is not trained, from the messages that this role has seen: a function, a frozen model."""
+
+
+class Game(ABC):
+    """The rules of a game in turns; one instance plays one game. Its methods are called one at a time.
+
+    Moves at the same time are moves in turn that the others are not told of.
+
+    Example:
+        >>> class Pennies(Game):
+        ...     roles = ("even", "odd")
+        ...     def __init__(self):
+        ...         self.shown = []
+        ...     def observe(self):
+        ...         return self.roles[len(self.shown)], "Heads or tails?"
+        ...     def act(self, text):
+        ...         self.shown.append(text)
+        ...     def rewards(self):
+        ...         if len(self.shown) == 2:
+        ...             is_even = self.shown[0] == self.shown[1]
+        ...             return {"even": float(is_even), "odd": float(not is_even)}
+        >>> env = GameEnv(lambda row: Pennies(), roles=Pennies.roles, opponents={"odd": lambda messages: "heads"})
+        >>> env.reset()["history"].prompt.content
+        ['Heads or tails?']
+    """
+
+    roles: ClassVar[Sequence[str]]
+    """Names of the players."""
+
+    @abstractmethod
+    def observe(self) -> tuple[str, str]:
+        """Return whose turn it is, and what this player is told since its last one; called once a turn."""
+
+    @abstractmethod
+    def act(self, text: str) -> None:
+        """Take the move of the player whose turn it is, in its own words; one against the rules, too."""
+
+    @abstractmethod
+    def rewards(self) -> Mapping[str, float] | None:
+        """Return what each role got; None while the game goes on."""
+
+    def leave(self, role: str) -> Mapping[str, float] | None:
+        """Return what each role got when a player's answer was cut, or its turns are used up.
+
+        None, which is the default, counts the game for nobody: the others' conversations fail.
+        """
+        return None
+
+
+class GameEnv(MessageChatEnv):
+    """Games of several players. Each role that the policy plays is a rollout of its own, which sees its own view alone.
+
+    The rollouts of a group are its games' roles in turn, so that `repeats=8` of a game for two is four games where the
+    policy plays both sides, and eight where one side is an opponent's. Each has its own reward, and its role is in its
+    rows under `("rollout", "role")`: `MCAdvantage(by="role")` compares it with its own side of other games alone.
+    What another player says is in nobody's loss but its own, and an opponent's in nobody's.
+
+    A player whose answer was cut, or whose turns are used up, leaves the game (`Game.leave`); where a conversation
+    fails, its game is counted for nobody. A rollout whose game was over before its first turn is completed without one.
+    With several roles it is played by a collector.
+
+    Args:
+        make_game: makes the game of a row.
+        dataset: the rows; by default one empty row, drawn again and again.
+        roles: of the game.
+        opponents: who plays a role in place of the policy.
+        system_prompt: what each player is told first.
+        repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
+
+    Raises:
+        ValueError: for opponents of unknown roles or of all, or `repeats` that leave a game without a player.
+
+    Example:
+        >>> from llmrl.envs import Game
+        >>> class Dictator(Game):
+        ...     roles = ("giver", "taker")
+        ...     given = None
+        ...     def observe(self):
+        ...         return "giver", "Ten coins are yours. How many do you give away?"
+        ...     def act(self, text):
+        ...         self.given = int(text) if text.isdecimal() else 10
+        ...     def rewards(self):
+        ...         return None if self.given is None else {"giver": 10.0 - self.given, "taker": float(self.given)}
+        >>> env = GameEnv(lambda row: Dictator(), roles=Dictator.roles, repeats=4)
+        >>> env.roles, env.prompts.num_samples
+        (('giver', 'taker'), 4)
+    """
+
+    def __init__(
+        self,
+        make_game: Callable[[Row], Game],
+        dataset: Iterable[Row] | None = None,
+        *,
+        roles: Sequence[str],
+        opponents: Mapping[str, Opponent] | None = None,
+        system_prompt: str | None = None,
+        repeats: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        name: str = "train",
+    ) -> None:
+        self._opponents = dict(opponents or {})
+        if unknown := sorted(set(self._opponents) - set(roles)):
+            raise ValueError(f"opponents has {unknown}, and the roles are {list(roles)}.")
+        self.roles = tuple(role for role in roles if role not in self._opponents)
+        if not self.roles:
+            raise ValueError(f"opponents play all roles, {list(roles)}: leave one to the policy.")
+        repeats = len(self.roles) if repeats is None else repeats
+        if repeats % len(self.roles):
+            raise ValueError(f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {repeats}.")
+        self._tables: dict[tuple[str, int], _Table] = {}
+        self._first_messages: list[Message] = []
+        if system_prompt is not None:
+            self._first_messages.append({"role": "system", "content": system_prompt})
+        self._make_game = make_game
+        super().__init__(
+            cast("Callable[[Row], MessageEnv]", make_game),  # `_made` seats a player at what it makes
+            dataset,
+            repeats=repeats,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+            name=name,
+        )
+
+    def _home(self, drawn: Drawn) -> BackgroundLoop:
+        return self._table(drawn).loop  # players of a game wait for each other on one loop
+
+    def _table(self, drawn: Drawn) -> _Table:
+        _, group_id, sample_index = drawn
+        key = (group_id, sample_index // len(self.roles))
+        if key not in self._tables:
+            self._tables[key] = _Table(self.roles, self._opponents, self._first_messages, self._loops.current)
+        return self._tables[key]
+
+    def _made(self, drawn: Drawn) -> MessageEnv:
+        row, group_id, sample_index = drawn
+        table = self._table(drawn)
+        table.num_missing -= 1
+        if not table.num_missing:
+            del self._tables[group_id, sample_index // len(self.roles)]
+        return _Player(table, self.roles[sample_index % len(self.roles)], lambda: self._make_game(row))
+
+    def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
+        if len(self.roles) > 1:
+            raise RuntimeError(f"the roles {self.roles} wait for each other: the game is played by a collector.")
+        return super()._open_all(drawn)
+
+    def _opened_step(self, opened: Opened | None) -> TensorDictBase:
+        step = super()._opened_step(opened)
+        if opened is not None and isinstance(opened.env, _Player) and opened.env.reward is not None:
+            step.set("reward", torch.full((1, 1), opened.env.reward))
+            for key in ("terminated", "done"):
+                step.set(key, torch.ones(1, dtype=torch.bool))
+        return step
+
+    async def before_step(self, element: TensorDictBase) -> None:
+        """Have the game go on until it is this player's turn again; who met a limit leaves it."""
+        player = plain(element.get("message_env"))
+        if isinstance(player, _Player):
+            player.reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
+        await super().before_step(element)
+
+
+class _Table:
+    """A game, and the players who wait at it; on one event loop."""
+
+    def __init__(
+        self,
+        roles: Sequence[str],
+        opponents: Mapping[str, Opponent],
+        opening: Sequence[Message],
+        loop: BackgroundLoop,
+    ) -> None:
+        self.opening, self.loop = opening, loop
+        self.num_missing = len(roles)
+        """Players who have not come yet."""
+        self.results: Mapping[str, float] = {}
+        """What each role got, once the game is over."""
+        self._opponents = opponents
+        self._views: dict[str, list[Message]] = {role: [*opening] for role in opponents}
+        self._woken = {role: asyncio.Event() for role in roles}
+        self._told = ""
+        self._failure: BaseException | None = None
+        self._game: Game | None = None
+
+    async def sit_down(self, role: str, make_game: Callable[[], Game]) -> str | None:
+        """Begin the game where nobody has, and wait for this player's first turn, as `turn_of`."""
+        if self._game is None and self._failure is None:
+            with self._failing_all():
+                self._game = make_game()
+            await self._go_on(self._game)
+        return await self.turn_of(role)
+
+    async def turn_of(self, role: str) -> str | None:
+        """Wait for a player's turn, and return what it is told; None when the game is over.
+
+        Raises:
+            RuntimeError: when the game ended without results, for what happened in another player's turn.
+        """
+        await self._woken[role].wait()
+        if self._failure is not None:
+            raise RuntimeError(f"the game has ended: {describe(self._failure)}") from self._failure
+        if self.results:
+            return None
+        self._woken[role].clear()
+        return self._told
+
+    async def act(self, text: str) -> None:
+        """Take the move of the player whose turn it is."""
+        assert self._game is not None
+        if not self.results and self._failure is None:  # else somebody has left meanwhile
+            with self._failing_all():
+                self._game.act(text)
+            await self._go_on(self._game)
+
+    def leave(self, role: str, *, is_counted: bool) -> None:
+        """End the game for a player that cannot go on; one that is over is left as it is."""
+        if self.results or self._failure is not None:
+            return
+        with self._failing_all():
+            left = self._game.leave(role) if is_counted and self._game is not None else None
+            if left is None:
+                self._failure = RuntimeError(f"the player {role!r} left before its end.")
+            else:
+                self.results = self._checked(left)
+        self._wake_all()
+
+    async def _go_on(self, game: Game) -> None:
+        """Have opponents move until it is a player's turn, or the game is over."""
+        with self._failing_all():
+            while not self.results and self._failure is None:
+                if (results := game.rewards()) is not None:
+                    self.results = self._checked(results)
+                    return self._wake_all()
+                role, text = game.observe()
+                if role in self._woken:
+                    self._told = text
+                    return self._woken[role].set()
+                if role not in self._opponents:
+                    raise ValueError(f"observe gave the turn to {role!r}, which is no role of the game.")
+                view = self._views[role]
+                view.append({"role": "user", "content": text})
+                answer = self._opponents[role](tuple(view))
+                answer = await answer if inspect.isawaitable(answer) else answer
+                if not isinstance(answer, str):
+                    raise TypeError(f"the opponent {role!r} must answer with a text, got {type(answer).__name__}.")
+                view.append({"role": "assistant", "content": answer})
+                game.act(answer)
+
+    def _checked(self, results: Mapping[str, float]) -> Mapping[str, float]:
+        if missing := [role for role in self._woken if role not in results]:
+            raise ValueError(f"the game's rewards are of {sorted(results)}, and not of {missing}.")
+        return {role: finite_number(results[role], f"the reward of {role!r}") for role in self._woken}
+
+    def _wake_all(self) -> None:
+        for woken in self._woken.values():
+            woken.set()
+
+    @contextlib.contextmanager
+    def _failing_all(self) -> Iterator[None]:
+        """Tell the others of what is raised here, so that nobody waits for ever."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self._wake_all()
+            raise
+
+
+class _Player(MessageEnv):
+    """A role of a game: its own view as a conversation."""
+
+    def __init__(self, table: _Table, role: str, make_game: Callable[[], Game]) -> None:
+        self._table, self._role, self._make_game = table, role, make_game
+        self.reason: str = StopReason.NONE
+        """What ends this player's conversation with the turn that is stepped."""
+        self.reward: float | None = None
+        """What it got; None while it plays."""
+
+    async def init(self) -> Sequence[Message]:
+        told = await self._table.sit_down(self._role, self._make_game)
+        if told is None:
+            self.reward = self._table.results[self._role]
+        return [*self._table.opening, {"role": "user", "content": told or ""}]
+
+    async def step(self, message: Message) -> MessageStep:
+        if self.reason in (StopReason.NONE, StopReason.MAX_TURNS):  # else the answer was cut
+            await self._table.act(text_of(message.get("content")))
+        is_done = bool(self._table.results)
+        if self.reason:
+            self._table.leave(self._role, is_counted=self.reason != StopReason.ABORTED)
+        told = await self._table.turn_of(self._role)
+        if told is not None:
+            return MessageStep([{"role": "user", "content": told}])
+        return MessageStep(reward=self._table.results[self._role], is_done=is_done or not self.reason)
+
+    async def close(self) -> None:
+        self._table.leave(self._role, is_counted=False)
