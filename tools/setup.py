@@ -30,7 +30,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "tracking", "scripts", "dev")
+EXTRAS = (
+    "cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "tracking", "spans", "scripts", "dev",
+)  # fmt: skip
 IMPORTED_WHOLE = ("tensordict", "torch", "torchrl", "vllm")
 COMPILED = "reasoning-gym"  # requires pycosat, which is compiled while it is installed
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
 import time
@@ -59,10 +60,11 @@ class Mailbox:
 class Errand(Generic[Result]):
     """A coroutine on its way to a background loop, and what came of it on its way back."""
 
-    __slots__ = ("_background", "_coroutine", "_ended", "_here", "_outbox", "_task", "_tickets", "future")
+    __slots__ = ("_background", "_context", "_coroutine", "_ended", "_here", "_outbox", "_task", "_tickets", "future")
 
     def __init__(self, coroutine: Coroutine[None, None, Result]) -> None:
         self._coroutine, self._here = coroutine, asyncio.get_running_loop()
+        self._context = contextvars.copy_context()  # of whoever sends it, and not of who wakes the loop
         self.future: asyncio.Future[Result] = self._here.create_future()
         """Its result, for the loop that it was begun from."""
         self._task: asyncio.Task[Result] | None = None
@@ -102,7 +104,7 @@ class Errand(Generic[Result]):
 
     def _start(self, background: BackgroundLoop, tickets: list[None]) -> None:
         if _take(tickets):
-            self._task = background.loop.create_task(guarded(self._coroutine))
+            self._task = background.loop.create_task(guarded(self._coroutine), context=self._context)
             self._task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[Result]) -> None:

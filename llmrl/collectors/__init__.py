@@ -1,5 +1,6 @@
 """Collectors: conversations in, batches out."""
 
+from llmrl._utils.spans import stop_spans, trace_spans
 from llmrl.collectors.collector import LLMCollector
 from llmrl.collectors.groups import CollectionStalled, DropReason, GroupRules, NoSignal
 from llmrl.collectors.ray_collector import RayLLMCollector
@@ -18,4 +19,6 @@ __all__ = [
     "RolloutLimits",
     "batch_rows",
     "rollout_rows",
+    "stop_spans",
+    "trace_spans",
 ]

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 from tensordict import TensorDictBase
 
+from llmrl._utils.spans import here
 from llmrl.collectors.completing import Completer
 from llmrl.data import ChatHistory, History, Rollout
 from llmrl.data.tensordicts import container_of
@@ -87,11 +88,13 @@ class AgentEndpoint:
     async def session(self, rollout: Rollout) -> AsyncIterator[tuple[Session, AgentModel]]:
         """Open a session for a rollout's agent; when it is left, the rollout has what was recorded."""
         await self._listen()
-        numbers = itertools.count()
+        numbers, parent = itertools.count(), here()  # clients ask in tasks of the server
 
         async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
             name = f"{rollout.rollout_id}/{next(numbers)}"
-            return await self._completer.complete(prompt_ids, sampling, name=name, routing_key=rollout.group_id)
+            return await self._completer.complete(
+                prompt_ids, sampling, name=name, routing_key=rollout.group_id, parent=parent
+            )
 
         tree = TurnTree(self._policy.renderer, mode=self._policy.conversation_mode)
         session = Session(rollout.rollout_id, tree, complete, self._policy.sampling, self._limits)

@@ -8,6 +8,7 @@ import uuid
 from dataclasses import replace
 
 from llmrl._utils.failure import contained
+from llmrl._utils.spans import span
 from llmrl.engines import Completion, EngineError, SamplingConfig, completion_budget
 from llmrl.engines.stop_strings import StopStringWatch
 from llmrl.policies import LLMWrapperBase
@@ -40,13 +41,30 @@ class Completer:
         self._request_prefix = uuid.uuid4().hex[:12]
 
     async def complete(
-        self, prompt_ids: list[int], sampling: SamplingConfig, *, name: str, routing_key: str | None
+        self, prompt_ids: list[int], sampling: SamplingConfig, *, name: str, routing_key: str | None, parent: str = ""
     ) -> Completion:
-        """Generate one completion; `name` is unique among those in flight.
+        """Generate one completion; `name` is unique among those in flight, `parent` the span that it is of.
 
         Raises:
             EngineError: when the engine failed too often.
         """
+        with span("chat", parent=parent) as current:
+            completion = await self._complete(prompt_ids, sampling, name, routing_key)
+            if current is not None:
+                current.set_attributes(
+                    {
+                        "gen_ai.request.temperature": sampling.temperature,
+                        "gen_ai.request.max_tokens": sampling.max_new_tokens,
+                        "gen_ai.usage.input_tokens": len(prompt_ids),
+                        "gen_ai.usage.output_tokens": len(completion.token_ids),
+                        "gen_ai.response.finish_reasons": [completion.finish_reason],
+                    }
+                )
+        return completion
+
+    async def _complete(
+        self, prompt_ids: list[int], sampling: SamplingConfig, name: str, routing_key: str | None
+    ) -> Completion:
         renderer, engine = self.policy.renderer, self.policy.engine
         stop_strings = StopStringWatch(sampling.stop, None if renderer is None else renderer.decode)
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from llmrl._utils.failure import as_exception, contained, describe, traceback_of
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.replaceable_loop import ReplaceableLoop
+from llmrl._utils.spans import here, span
 from llmrl.collectors.agents import AgentEndpoint
 from llmrl.collectors.completing import Completer
 from llmrl.collectors.stepper import EnvStepper, Opening
@@ -24,6 +25,7 @@ from llmrl.envs import AgentEnv
 from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric, Score
+from llmrl.rewards.rubric import score_in_span
 from llmrl.transforms import environment_parts, outcomes_of, states_of
 from llmrl.transforms.reward import find_rubric_reward, write_score
 
@@ -111,6 +113,17 @@ class RolloutRunner:
 
         `rollout` is its record; it is filled as the conversation goes on.
         """
+        with span("invoke_agent", rollout.env) as current:
+            await self._run(opening, rollout)
+            if current is not None:
+                told = {"llmrl.group_id": rollout.group_id, "llmrl.status": rollout.status.name.lower()}
+                counts = {"llmrl.num_turns": rollout.num_turns, "llmrl.reward": rollout.reward}
+                current.set_attributes({"gen_ai.conversation.id": rollout.rollout_id, **told, **counts})
+                if rollout.error:
+                    current.set_attribute("error.type", rollout.error.partition(":")[0])
+        return rollout
+
+    async def _run(self, opening: Opening, rollout: Rollout) -> None:
         started = asyncio.get_running_loop().time()
         held: list[TensorDictBase] = []
         try:
@@ -136,7 +149,6 @@ class RolloutRunner:
                 await self.stepper.release(element)
         _refuse_reward(rollout)
         rollout.seconds = asyncio.get_running_loop().time() - started
-        return rollout
 
     async def _open_and_play(self, opening: Opening, rollout: Rollout, held: list[TensorDictBase]) -> None:
         try:
@@ -153,7 +165,7 @@ class RolloutRunner:
         elif self._agent_env is not None:
             await self._play_agent(self._agent_env, element, rollout, held)
         else:
-            await self._play(element, rollout, held)
+            await self._play(rollout, held)
 
     @staticmethod
     def open(element: TensorDictBase) -> Rollout:
@@ -199,35 +211,39 @@ class RolloutRunner:
         if self.rubric is None:
             rollout.is_scored, rollout.error = score.is_scored and rollout.status.is_success, score.error
 
-    async def _play(self, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]) -> None:
-        while True:
-            try:
-                conversation = self.policy.prepare(element)
-            except Exception as error:
-                # A template that refuses the messages which the environment appended.
-                return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
-            rollout.conversation, rollout.messages = conversation, conversation.messages
-            if conversation.num_tokens > self.max_prompt_tokens:
-                return self._end(rollout, StopReason.PROMPT_TOO_LONG)
-            completion = await self._complete(conversation.prompt_ids, rollout)
-            conversation = answered(conversation, completion)
-            self.policy.write_turn(element, conversation, completion, is_read=self.stepper.are_turns_read)
-            if self.stepper.keep_steps:
-                self.policy.write_text(element)
-            self._count_turn(conversation, completion, rollout)
-            element.set(("rollout", "reason"), non_tensor(rollout.reason))
-            try:
-                stepped, element = await self.stepper.step(element)
-            except Exception as error:
-                return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
-            step = stepped.get("next")
-            if error_text := plain(step.get("env_error", None)):
-                rollout.traceback = plain(step.get("env_traceback"))
-                return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
-            held[:] = [element]
-            if self._settle(rollout, stepped):
-                return None
-            del stepped  # nothing of the turn is kept while the engine answers
+    async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
+        while not rollout.status.is_settled:
+            with span("turn"):
+                await self._play_turn(held[0], rollout, held)  # nothing else of a turn is kept while the engine answers
+
+    async def _play_turn(self, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]) -> None:
+        try:
+            conversation = self.policy.prepare(element)
+        except Exception as error:
+            # A template that refuses the messages which the environment appended.
+            return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
+        rollout.conversation, rollout.messages = conversation, conversation.messages
+        if conversation.num_tokens > self.max_prompt_tokens:
+            return self._end(rollout, StopReason.PROMPT_TOO_LONG)
+        completion = await self._complete(conversation.prompt_ids, rollout)
+        conversation = answered(conversation, completion)
+        self.policy.write_turn(element, conversation, completion, is_read=self.stepper.are_turns_read)
+        if self.stepper.keep_steps:
+            self.policy.write_text(element)
+        self._count_turn(conversation, completion, rollout)
+        element.set(("rollout", "reason"), non_tensor(rollout.reason))
+        if parent := here():
+            element.set(("rollout", "traceparent"), non_tensor(parent))
+        try:
+            stepped, element = await self.stepper.step(element)
+        except Exception as error:
+            return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
+        step = stepped.get("next")
+        if error_text := plain(step.get("env_error", None)):
+            rollout.traceback = plain(step.get("env_traceback"))
+            return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
+        held[:] = [element]
+        self._settle(rollout, stepped)
 
     async def _complete(self, prompt_ids: list[int], rollout: Rollout) -> Completion:
         sampling, limit = self.policy.sampling, self.limits.max_completion_tokens
@@ -250,8 +266,8 @@ class RolloutRunner:
         elif self.limits.max_turns is not None and rollout.num_turns >= self.limits.max_turns:
             rollout.reason = StopReason.MAX_TURNS
 
-    def _settle(self, rollout: Rollout, stepped: TensorDictBase) -> bool:
-        """Take over what the step gave; true when the rollout has ended."""
+    def _settle(self, rollout: Rollout, stepped: TensorDictBase) -> None:
+        """Take over what the step gave."""
         step = dict(stepped.get("next").items())  # reading this one costs a tenth
         if self.policy.input_mode == "history":
             rollout.messages = step["history"].get("prompt").chats
@@ -275,7 +291,6 @@ class RolloutRunner:
             _mark_truncated(stepped.get("next"))
         if self.stepper.keep_steps:
             rollout.steps.append(stepped)
-        return rollout.status.is_settled
 
     async def _score_unscored(self, rollout: Rollout) -> None:
         """Score a rollout that no step scored: its judge takes time, or it ended between two steps."""
@@ -287,7 +302,7 @@ class RolloutRunner:
         if rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored:
             return
         try:
-            scoring = self.rubric.score(as_scored(rollout))
+            scoring = score_in_span(self.rubric, as_scored(rollout))
             if self._is_scored_here:
                 score = await self.judge_loop.wait(scoring, self.rubric.timeout_seconds)
             else:

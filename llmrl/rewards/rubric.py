@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from llmrl._utils.failure import describe, guarded
 from llmrl._utils.numbers import finite_number
+from llmrl._utils.spans import span
 from llmrl.data import RolloutStatus
 from llmrl.rewards.reward import RewardFn, RewardInput, UnknownRewardInput
 
@@ -150,3 +151,16 @@ class Rubric:
         if self.error_reward is None:
             return Score(0.0, is_scored=False, error=error)
         return Score(self.error_reward, error=error)
+
+
+async def score_in_span(rubric: Rubric, rollout: RewardInput, *, parent: str = "") -> Score:
+    """Return the rubric's score of a rollout, and tell of it in a span; `parent` is another thread's."""
+    with span("reward", parent=parent) as current:
+        score = await rubric.score(rollout)
+        if current is not None:
+            for name, value in score.breakdown.items():
+                told = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": value}
+                current.add_event("gen_ai.evaluation.result", told)
+            if score.error:
+                current.set_attribute("error.type", score.error.partition(":")[0])
+    return score

@@ -36,6 +36,8 @@ class RunConfig:
     """Where metrics go besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`."""
     traces: int = 0
     """Conversations of each step that trackers show, too; 0, since some trackers are on another's machine."""
+    spans: bool = False
+    """Send OpenTelemetry's spans of rollouts to where `OTEL_EXPORTER_OTLP_ENDPOINT` says."""
     checkpoint_every: int = 5
     """Steps between checkpoints (12 bytes per parameter, one is kept); the steps since are recovered by replay."""
     sample_every: int = 5

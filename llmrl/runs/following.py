@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from tensordict import TensorDictBase
 
+from llmrl._utils.spans import trace_spans
 from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector
 from llmrl.engines import Completion, Engine, EngineError, SamplingConfig
@@ -40,7 +41,11 @@ def open_run(cfg: ScriptConfig, *, console: Console | None = None) -> Run | Foll
     Args:
         cfg, console: see `Run`.
     """
-    return FollowingRun(cfg) if join_ranks(cfg) else Run(cfg, console=console)
+    if join_ranks(cfg):
+        return FollowingRun(cfg)
+    if cfg.run.spans:
+        trace_spans()
+    return Run(cfg, console=console)
 
 
 class FollowingRun:

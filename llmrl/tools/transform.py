@@ -16,6 +16,7 @@ from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe
 from llmrl._utils.replaceable_loop import ReplaceableLoop
+from llmrl._utils.spans import span
 from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
 from llmrl.data.chats import flatten
 from llmrl.data.message import encodable
@@ -264,7 +265,18 @@ class ToolTransform(KnownArguments, Transform):
         tool = self.tools.get(name)
         if tool is None:
             return self._unknown(name, session)
-        outcome, text = "answered", ""
+        with span("execute_tool", name) as current:
+            outcome, text = await self._outcome_of(tool, arguments, session)
+            if current is not None:
+                current.set_attributes({"gen_ai.tool.name": name, "gen_ai.tool.type": "function"})
+                if outcome != "answered":
+                    current.set_attribute("error.type", outcome)
+        self.count(outcome, session)
+        return text
+
+    async def _outcome_of(self, tool: Tool, arguments: object, session: ToolSession) -> tuple[str, str]:
+        """Return how a call ended, see `OUTCOMES`, and its answer."""
+        name, outcome, text = tool.name, "answered", ""
         try:
             if not isinstance(arguments, dict):
                 raise InvalidArguments(f"the arguments must be an object, got {arguments!r:.200}")
@@ -279,8 +291,7 @@ class ToolTransform(KnownArguments, Transform):
             outcome, text = error.outcome, f"Error: {wrong}"
         except Exception as error:
             outcome, text = "failed", f"Error: {name} failed with {describe(error)}"
-        self.count(outcome, session)
-        return text
+        return outcome, text
 
     def _unknown(self, name: str, session: ToolSession) -> str:
         self.count("unknown", session)

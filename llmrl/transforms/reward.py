@@ -17,6 +17,7 @@ from llmrl._utils.asynchronous import run_sync
 from llmrl.data import Message, StopReason, decide_status
 from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, restacked, tensordict_of
 from llmrl.rewards import ROLLOUT_INPUTS, RewardFn, RewardInput, Rubric, Score, UnknownRewardInput
+from llmrl.rewards.rubric import score_in_span
 from llmrl.tools import ToolTransform, states_of
 from llmrl.transforms.parts import environment_around, environment_parts
 
@@ -115,7 +116,8 @@ class RubricReward(KnownArguments, Transform):
         rollouts: list[RewardInput | None] = []
         for element, next_element in zip(elements, next_elements, strict=True):
             rollouts.append(self._settle(element, next_element))
-        scores = self._score([rollout for rollout in rollouts if rollout is not None])
+        parents = [plain(element.get(("rollout", "traceparent"), "")) for element in elements]
+        scores = self._score([one for one in zip(rollouts, parents, strict=True) if one[0] is not None])
         for rollout, next_element in zip(rollouts, next_elements, strict=True):
             write_score(next_element, None if rollout is None else next(scores), self.rubric.names)
         return restacked(next_elements, next_tensordict.batch_size)
@@ -145,9 +147,10 @@ class RubricReward(KnownArguments, Transform):
             return cast("tuple[Message, ...]", history.chats)
         return cast("tuple[Message, ...]", self._environment_parts()[0].answered_messages(element))
 
-    def _score(self, rollouts: Sequence[RewardInput]) -> Iterator[Score | None]:
+    def _score(self, rollouts: Sequence[tuple[RewardInput, str]]) -> Iterator[Score | None]:
         async def score_all() -> list[Score]:
-            return list(await asyncio.gather(*(self.rubric.score(rollout) for rollout in rollouts)))
+            scoring = (score_in_span(self.rubric, rollout, parent=parent) for rollout, parent in rollouts)
+            return list(await asyncio.gather(*scoring))
 
         if not rollouts or self.rubric.is_group_scored:
             return iter([None] * len(rollouts))
