@@ -31,7 +31,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = (
-    "cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "tracking", "spans", "scripts", "dev",
+    "cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "tracking", "spans", "scripts",
+    "dev",
 )  # fmt: skip
 IMPORTED_WHOLE = ("tensordict", "torch", "torchrl", "vllm")
 COMPILED = "reasoning-gym"  # requires pycosat, which is compiled while it is installed
