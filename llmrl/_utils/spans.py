@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from llmrl._utils.imports import require
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
 _OFF: AbstractContextManager[None] = contextlib.nullcontext()
@@ -88,7 +89,7 @@ def here() -> str:
     return carrier.get("traceparent", "")
 
 
-def _context(parent: str) -> object:
+def _context(parent: str) -> Context:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract({"traceparent": parent})

@@ -159,7 +159,7 @@ async def score_in_span(rubric: Rubric, rollout: RewardInput, *, parent: str = "
         score = await rubric.score(rollout)
         if current is not None:
             for name, value in score.breakdown.items():
-                told = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": value}
+                told: dict[str, str | float] = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": value}
                 current.add_event("gen_ai.evaluation.result", told)
             if score.error:
                 current.set_attribute("error.type", score.error.partition(":")[0])

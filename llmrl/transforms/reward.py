@@ -117,7 +117,7 @@ class RubricReward(KnownArguments, Transform):
         for element, next_element in zip(elements, next_elements, strict=True):
             rollouts.append(self._settle(element, next_element))
         parents = [plain(element.get(("rollout", "traceparent"), "")) for element in elements]
-        scores = self._score([one for one in zip(rollouts, parents, strict=True) if one[0] is not None])
+        scores = self._score([(one, parent) for one, parent in zip(rollouts, parents, strict=True) if one is not None])
         for rollout, next_element in zip(rollouts, next_elements, strict=True):
             write_score(next_element, None if rollout is None else next(scores), self.rubric.names)
         return restacked(next_elements, next_tensordict.batch_size)
