@@ -1,8 +1,11 @@
 """Tools: what a model may call, and the transforms that answer its calls."""
 
+from llmrl.sandbox.base import Sandbox, SandboxResult
+from llmrl.sandbox.confined import ConfinedSandbox
 from llmrl.sandbox.launch import IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
 from llmrl.tools.browser import BrowserTransform
+from llmrl.tools.http import HttpTool, StopTool
 from llmrl.tools.in_order import (
     ExecuteToolsInOrder,
     JSONCallParser,
@@ -13,29 +16,50 @@ from llmrl.tools.in_order import (
     XMLBlockParser,
 )
 from llmrl.tools.mcp import MCPToolTransform
+from llmrl.tools.output import FileRefPart, ImagePart, JsonPart, TextPart, ToolResult, ToolResultPart
 from llmrl.tools.python_interpreter import PythonInterpreter
+from llmrl.tools.rate_limit import RateLimiter
+from llmrl.tools.sandboxes import ConversationSandbox, FileReadTool, Sandboxes, SandboxExecutor, ShellTool
 from llmrl.tools.search import SearchIndex
 from llmrl.tools.session import ToolSession, outcomes_of, states_of
-from llmrl.tools.tool import InstanceTools, Tool, ToolError, function_tool
+from llmrl.tools.tool import InstanceTools, StopSignal, Tool, ToolError, function_tool
 from llmrl.tools.transform import ToolTransform
 
 __all__ = [
     "BrowserTransform",
+    "ConfinedSandbox",
+    "ConversationSandbox",
     "ExecuteToolsInOrder",
+    "FileReadTool",
+    "FileRefPart",
+    "HttpTool",
+    "ImagePart",
     "InstanceTools",
     "IsolationError",
     "JSONCallParser",
+    "JsonPart",
     "MCPToolTransform",
     "PythonExecutorService",
     "PythonInterpreter",
     "PythonLimits",
     "PythonResult",
+    "RateLimiter",
+    "Sandbox",
+    "SandboxExecutor",
+    "SandboxResult",
+    "Sandboxes",
     "SearchIndex",
+    "ShellTool",
     "SimpleToolTransform",
+    "StopSignal",
+    "StopTool",
+    "TextPart",
     "Tool",
     "ToolCall",
     "ToolError",
     "ToolRegistry",
+    "ToolResult",
+    "ToolResultPart",
     "ToolService",
     "ToolSession",
     "ToolTransform",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+[^<>]*>")
 TruncateSide = Literal["start", "middle", "end"]
@@ -35,8 +37,82 @@ def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
     return f"{text[:num_head]}\n{mark}\n{text[len(text) - (max_chars - num_head) :]}"
 
 
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A text of a tool's result."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class JsonPart:
+    """Something of a tool's result that is told as JSON."""
+
+    data: object
+
+
+@dataclass(frozen=True, slots=True)
+class FileRefPart:
+    """A file that a tool made, which the model is told the path of."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image of a tool's result, which no policy here sees: a call that gives one has failed, and says so."""
+
+    data: bytes
+    media_type: str = "image/png"
+
+
+ToolResultPart: TypeAlias = TextPart | JsonPart | FileRefPart | ImagePart
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    r"""What a tool gives, in parts, where a text or a value does not say whether it worked.
+
+    Example:
+        >>> ToolResult((TextPart("found:"), JsonPart({"count": 2}))).text
+        'found:\n{"count": 2}'
+    """
+
+    parts: tuple[ToolResultPart, ...] = ()
+    is_error: bool = False
+    """The call counts as failed."""
+    meta: Mapping[str, object] = field(default_factory=dict)
+    """For whoever calls the tool by hand."""
+
+    @classmethod
+    def from_text(cls, text: str, *, is_error: bool = False) -> ToolResult:
+        """Return a result of one text."""
+        return cls((TextPart(text),), is_error)
+
+    @property
+    def text(self) -> str:
+        """What the model is told.
+
+        Raises:
+            TypeError: for an image.
+        """
+        return "\n".join(map(_text_of_part, self.parts))
+
+
+def _text_of_part(part: ToolResultPart) -> str:
+    match part:
+        case TextPart(text):
+            return text
+        case JsonPart(data):
+            return as_text(data)
+        case FileRefPart(path):
+            return f"<file:{path}>"
+        case ImagePart(data, media_type):
+            raise TypeError(f"the tool gave an image ({media_type}, {len(data)} bytes), and the model reads text alone")
+
+
 def as_text(value: object) -> str:
-    """Return text as it is, nothing as nothing, anything else as JSON, or else as Python prints it.
+    """Return text as it is, nothing as nothing, a result's parts, anything else as JSON, or else as Python prints it.
 
     Raises:
         TypeError: for an object, or one within, that Python prints as its place in memory.
@@ -47,6 +123,8 @@ def as_text(value: object) -> str:
     """
     if isinstance(value, str):
         return value
+    if isinstance(value, ToolResult):
+        return value.text
     if value is None:
         return ""
     try:

@@ -11,6 +11,7 @@ from llmrl.data import MalformedToolCall, Message, text_of
 from llmrl.sandbox.launch import Isolation
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
 from llmrl.tools.output import TruncateSide
+from llmrl.tools.sandboxes import SandboxExecutor
 from llmrl.tools.session import ToolSession
 from llmrl.tools.tool import InvalidArguments, Tool, ToolError
 from llmrl.tools.transform import ToolTransform
@@ -41,7 +42,8 @@ class PythonInterpreter(ToolTransform):
         services: `"ray"` for a service that is shared through TorchRL's service registry; by default a local one.
         service_name, namespace: of the shared service.
         calls: `fenced` for blocks of Python in the message, `tool_call` for calls of the tool `python`.
-        executor: a local service that several transforms share; by default one of its own.
+        executor: a local service that several transforms share, or a `SandboxExecutor`, for which `persistent` means
+            files alone; by default a service of its own.
         isolation: what the service of its own requires, see `PythonExecutorService`.
         tool_parser, max_output_chars, truncate_side: see `ToolTransform`.
 
@@ -74,7 +76,7 @@ class PythonInterpreter(ToolTransform):
         namespace: str | None = None,
         *,
         calls: Literal["fenced", "tool_call"] = "fenced",
-        executor: PythonExecutorService | None = None,
+        executor: PythonExecutorService | SandboxExecutor | None = None,
         isolation: Isolation = "auto",
         tool_parser: str = "none",
         max_output_chars: int = 8000,
@@ -105,7 +107,7 @@ class PythonInterpreter(ToolTransform):
         return [Tool("python", _DESCRIPTION, _PARAMETERS, self._run_tool, release=self._release, keeps_time=True)]
 
     @property
-    def executor(self) -> PythonExecutorService:
+    def executor(self) -> PythonExecutorService | SandboxExecutor:
         """The local service, started when it is first used."""
         if self._executor is None:
             self._executor = PythonExecutorService(timeout=self.timeout, isolation=self._isolation)

@@ -52,6 +52,8 @@ class ToolSession:
         """Calls by outcome, see `OUTCOMES`."""
         self.states: dict[str, object] = {}
         """What tools with a memory keep for the conversation, by name."""
+        self.is_stopped = False
+        """Whether a tool has ended the conversation."""
         self._releases: list[Release] = []
         self._finalizer = weakref.finalize(self, _release_all, self.id, self._releases)
         self._finalizer.atexit = False

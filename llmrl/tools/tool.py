@@ -37,6 +37,10 @@ class InvalidArguments(ToolError):
     outcome = "invalid"
 
 
+class StopSignal(Exception):
+    """Raise it in a tool to end the conversation, with this turn; its text is why, which the model's record has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """Something that the model may call."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
@@ -22,9 +24,10 @@ from llmrl.data.chats import flatten
 from llmrl.data.message import encodable
 from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser
-from llmrl.tools.output import TruncateSide, as_text, truncate
+from llmrl.tools.output import ToolResult, TruncateSide, as_text, truncate
+from llmrl.tools.rate_limit import RateLimiter
 from llmrl.tools.session import SESSION, STATE_KEY, ToolSession
-from llmrl.tools.tool import InvalidArguments, Tool, ToolError, collect_tools
+from llmrl.tools.tool import InvalidArguments, StopSignal, Tool, ToolError, collect_tools
 
 
 class ToolTransform(KnownArguments, Transform):
@@ -46,6 +49,7 @@ class ToolTransform(KnownArguments, Transform):
         max_parallel_calls: calls of one message that run at the same time.
         max_output_chars: length of an answer; what is longer is cut, with a mark.
         truncate_side: where it is cut: `start`, `middle` or `end`.
+        rate_limits: by a tool's name, what its calls wait for; the time of a call begins after that.
 
     Raises:
         TypeError, ValueError: for what is no tool, or an argument out of its range.
@@ -76,6 +80,7 @@ class ToolTransform(KnownArguments, Transform):
         max_parallel_calls: int = 8,
         max_output_chars: int = 8000,
         truncate_side: TruncateSide = "middle",
+        rate_limits: Mapping[str, RateLimiter] | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -91,6 +96,7 @@ class ToolTransform(KnownArguments, Transform):
         self._parse = find_tool_call_parser(tool_parser)
         self.timeout, self.max_parallel_calls = timeout, max_parallel_calls
         self.max_output_chars, self.truncate_side = max_output_chars, truncate_side
+        self.rate_limits = dict(rate_limits or {})
         self.counts: Counter[str] = Counter()
         """`calls`, `failures`, and of those `unknown`, `invalid`, `malformed`, `timeouts`."""
         self._loops = ReplaceableLoop("llmrl-tools")
@@ -173,6 +179,9 @@ class ToolTransform(KnownArguments, Transform):
             if messages:
                 prompt = next_element.get(("history", "prompt"))
                 next_element.set(("history", "prompt"), self._with_answers(prompt, messages, _turn(element)))
+            if session.is_stopped:
+                for key in ("terminated", "done"):
+                    next_element.set(key, torch.ones(1, dtype=torch.bool))
             next_element.set(STATE_KEY, tensordict_of({"session": non_tensor(session)}))
             if "tools" in element:
                 next_element.set("tools", element.get("tools"))
@@ -266,7 +275,8 @@ class ToolTransform(KnownArguments, Transform):
         if tool is None:
             return self._unknown(name, session)
         with span("execute_tool", name) as current:
-            outcome, text = await self._outcome_of(tool, arguments, session)
+            async with self.rate_limits[name].slot() if name in self.rate_limits else contextlib.nullcontext():
+                outcome, text = await self._outcome_of(tool, arguments, session)
             if current is not None:
                 current.set_attributes({"gen_ai.tool.name": name, "gen_ai.tool.type": "function"})
                 if outcome != "answered":
@@ -282,10 +292,12 @@ class ToolTransform(KnownArguments, Transform):
                 raise InvalidArguments(f"the arguments must be an object, got {arguments!r:.200}")
             async with asyncio.timeout(None if tool.keeps_time else self.timeout) as limit:
                 run = _run(tool, arguments, session.id)
-                text = await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
+                outcome, text = await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
         except TimeoutError as error:
             reason = f"it took more than {self.timeout:g} s" if limit.expired() else str(error) or "it timed out"
             outcome, text = "timeouts", f"Error: {name} was stopped: {reason}."
+        except StopSignal as stop:
+            session.is_stopped, text = True, f"[stop] {stop}"
         except ToolError as error:
             wrong = f"wrong arguments for {name}: {error}." if isinstance(error, InvalidArguments) else str(error)
             outcome, text = error.outcome, f"Error: {wrong}"
@@ -317,8 +329,9 @@ class ToolTransform(KnownArguments, Transform):
         return message
 
 
-async def _run(tool: Tool, arguments: dict[str, object], conversation_id: str) -> str:
-    return as_text(await tool.run(arguments, conversation_id))
+async def _run(tool: Tool, arguments: dict[str, object], conversation_id: str) -> tuple[str, str]:
+    value = await tool.run(arguments, conversation_id)
+    return "failed" if isinstance(value, ToolResult) and value.is_error else "answered", as_text(value)
 
 
 def _turn(element: TensorDictBase) -> int:

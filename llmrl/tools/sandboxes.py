@@ -1,0 +1,155 @@
+"""Tools that run in a `Sandbox`, whoever provides it: a shell, files, and Python."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl.sandbox.base import Sandbox
+from llmrl.sandbox.service import PythonResult
+from llmrl.tools.output import ToolResult
+from llmrl.tools.tool import InstanceTools, Tool, ToolError
+
+_MOST_SECONDS = 3600.0  # the transform's own limit is shorter, and cancels
+
+
+class ConversationSandbox:
+    """A conversation's sandbox, and what a model may do there. Rewards read it as `conversation_sandbox`."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+
+    async def reset(self) -> None:
+        """Start the sandbox."""
+        await self.sandbox.start()
+
+    async def shell(self, command: str, timeout: float = 20.0) -> ToolResult:
+        """Run a shell command.
+
+        Args:
+            command: what `sh` reads.
+            timeout: seconds after which it is ended.
+        """
+        told = await self.sandbox.run(["sh", "-c", command], timeout=min(timeout, _MOST_SECONDS))
+        ending = f"[ended after {timeout:g} s]" if told.timed_out else f"[exit {told.exit_code}]"
+        lines = (told.stdout.rstrip("\n"), told.stderr and f"[stderr]\n{told.stderr.rstrip()}", ending)
+        return ToolResult.from_text("\n".join(filter(None, lines)), is_error=told.timed_out or told.exit_code != 0)
+
+    async def file_read(self, path: str, max_bytes: int = 65536) -> str:
+        """Read a file.
+
+        Args:
+            path: of the file, from the folder in which commands run.
+            max_bytes: how much of it at most.
+        """
+        try:
+            return (await self.sandbox.get(path))[: max(max_bytes, 0)].decode(errors="replace")
+        except OSError as error:
+            raise ToolError(f"{path!r:.200} cannot be read: {error.strerror or error}.") from error
+
+    async def close(self) -> None:
+        """Close the sandbox."""
+        await self.sandbox.close()
+
+
+class Sandboxes:
+    """One sandbox for each conversation, which the tools that are made of this share.
+
+    Args:
+        make: makes a sandbox, such as `lambda: ConfinedSandbox(service)`.
+
+    Example:
+        >>> from llmrl.sandbox.confined import ConfinedSandbox
+        >>> from llmrl.sandbox.service import PythonExecutorService
+        >>> from llmrl.tools import ToolTransform
+        >>> service = PythonExecutorService(num_ready=1)
+        >>> sandboxes = Sandboxes(lambda: ConfinedSandbox(service))
+        >>> sorted(ToolTransform([ShellTool(sandboxes), FileReadTool(sandboxes)]).tools)
+        ['file_read', 'shell']
+        >>> service.close()
+    """
+
+    def __init__(self, make: Callable[[], Sandbox]) -> None:
+        instances = InstanceTools(ConversationSandbox, lambda: ConversationSandbox(make()))
+        self.tools = {tool.name: tool for tool in instances.tools}
+
+
+def ShellTool(sandboxes: Sandboxes) -> Tool:
+    """Return the tool `shell`, whose commands run in the conversation's sandbox."""
+    return sandboxes.tools["shell"]
+
+
+def FileReadTool(sandboxes: Sandboxes) -> Tool:
+    """Return the tool `file_read`, which shows files of the conversation's sandbox."""
+    return sandboxes.tools["file_read"]
+
+
+class SandboxExecutor:
+    r"""Runs Python in sandboxes: an `executor` for `PythonInterpreter` in place of a `PythonExecutorService`.
+
+    Calls of one session share the sandbox, its files and no variables; without a session each call has a fresh one.
+
+    Args:
+        make: makes a sandbox.
+        python: the interpreter there.
+        timeout: seconds that a call may take.
+
+    Example:
+        >>> from llmrl.sandbox.confined import ConfinedSandbox
+        >>> from llmrl.sandbox.service import PythonExecutorService
+        >>> service = PythonExecutorService(num_ready=1)
+        >>> executor = SandboxExecutor(lambda: ConfinedSandbox(service))
+        >>> asyncio.run(executor.run("print(6 * 7)")).stdout
+        '42\n'
+        >>> executor.close(); service.close()
+    """
+
+    def __init__(self, make: Callable[[], Sandbox], *, python: str = "python3", timeout: float = 10.0) -> None:
+        self._make, self._python, self.timeout = make, python, timeout
+        self._loop = BackgroundLoop("llmrl-sandboxes")
+        self._sandboxes: dict[str, asyncio.Task[Sandbox]] = {}
+
+    async def run(self, code: str, *, session: str | None = None, timeout: float | None = None) -> PythonResult:
+        """Run code, from any event loop; never raises for what the code does."""
+        return await self._loop.wait(self._run(code, session, self.timeout if timeout is None else timeout))
+
+    async def _run(self, code: str, session: str | None, timeout: float) -> PythonResult:
+        if session is not None and session not in self._sandboxes:
+            self._sandboxes[session] = asyncio.create_task(self._started())
+        sandbox = await (self._started() if session is None else asyncio.shield(self._sandboxes[session]))
+        try:
+            told = await sandbox.run([self._python, "-c", code], timeout=timeout)
+        finally:
+            if session is None:
+                await sandbox.close()
+        stderr = told.stderr + (f"The code ran longer than {timeout:g} s and was stopped.\n" if told.timed_out else "")
+        is_success = told.exit_code == 0 and not told.timed_out
+        return PythonResult(is_success, told.stdout, stderr, told.exit_code, "timeout" if told.timed_out else "")
+
+    async def _started(self) -> Sandbox:
+        sandbox = self._make()
+        try:
+            await sandbox.start()
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    def release(self, session: str) -> None:
+        """Close a session's sandbox. Unknown ones are none."""
+        if not self._loop.is_closed:
+            self._loop.submit(self._release(session))
+
+    async def _release(self, session: str) -> None:
+        if (starting := self._sandboxes.pop(session, None)) is not None:
+            await (await starting).close()
+
+    def close(self) -> None:
+        """Close every sandbox. May be called twice."""
+        if not self._loop.is_closed:
+            self._loop.run(self._close())
+            self._loop.close()
+
+    async def _close(self) -> None:
+        await asyncio.gather(*map(self._release, list(self._sandboxes)), return_exceptions=True)
