@@ -186,3 +186,32 @@ def _json_types(value: Json) -> set[str]:
     if isinstance(value, str):
         return {"string"}
     return {"array"} if isinstance(value, list) else {"object"}
+
+
+@register_tool_call_parser("anthropic")
+def parse_anthropic(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
+    """Read a text that is JSON: a list of Anthropic's blocks, or a message with them, calls as `tool_use`.
+
+    Example:
+        >>> parse_anthropic('[{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]').tool_calls[0]["id"]
+        '1'
+    """
+    try:
+        value = json.loads(text)
+    except UNREADABLE:
+        return ParsedCalls(text)
+    blocks = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) and "type" in block for block in blocks):
+        return ParsedCalls(text)
+    said: list[str] = []
+    calls: list[ToolCall] = []
+    malformed: list[MalformedToolCall] = []
+    for block in blocks:
+        if block["type"] == "tool_use":
+            try:
+                calls.append(check_call({**block, "arguments": block.get("input", {})}))
+            except UNREADABLE as error:
+                malformed.append(MalformedToolCall(json.dumps(block), reason_of(error)))
+        elif block["type"] == "text":
+            said.append(str(block.get("text", "")))
+    return finish("\n".join(said), calls, malformed)

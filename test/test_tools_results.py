@@ -1,0 +1,160 @@
+"""What tools of TorchRL's main branch do here: results in parts, stopping, requests, rates, Anthropic's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from web_sites import Site
+
+from llmrl._utils.asynchronous import run_sync
+from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.data import RolloutStatus
+from llmrl.envs import DatasetChatEnv
+from llmrl.policies import LLMWrapperBase
+from llmrl.rendering.tool_calls import find_tool_call_parser
+from llmrl.testing import ScriptedEngine
+from llmrl.tools import (
+    FileRefPart,
+    HttpTool,
+    ImagePart,
+    JsonPart,
+    RateLimiter,
+    StopTool,
+    TextPart,
+    ToolResult,
+    ToolSession,
+    ToolTransform,
+)
+from llmrl.transforms import RubricReward
+
+
+def ask(tools, name, **arguments):
+    """What the model is told, and how the call is counted."""
+    session = ToolSession()
+    return run_sync(tools.call(name, arguments, session)), dict(session.outcomes)
+
+
+def test_results_in_parts_are_told_and_images_are_refused_by_name():
+    def look(what: str) -> ToolResult:
+        """Look."""
+        if what == "image":
+            return ToolResult((TextPart("here"), ImagePart(b"1234", "image/jpeg")))
+        parts = (TextPart("found"), JsonPart({"é": [1]}), FileRefPart("out/a.png"))
+        return ToolResult(parts, is_error=what == "wrong", meta={"seconds": 1})
+
+    tools = ToolTransform([look])
+    assert ask(tools, "look", what="it") == ('found\n{"é": [1]}\n<file:out/a.png>', {"answered": 1})
+    assert ask(tools, "look", what="wrong")[1] == {"failed": 1}
+    text, outcomes = ask(tools, "look", what="image")
+    assert "the tool gave an image (image/jpeg, 4 bytes)" in text and outcomes == {"failed": 1}
+    tools.close()
+
+
+def test_a_tool_ends_the_conversation_which_is_scored(renderer):
+    def has_stopped(completion, status):
+        return float(status is RolloutStatus.COMPLETED)
+
+    env = DatasetChatEnv([{"query": "Go."}]).append_transform(ToolTransform([StopTool()]))
+    call = '<tool_call>\n{"name": "stop", "arguments": {"reason": "found it"}}\n</tool_call><|im_end|>'
+    policy = LLMWrapperBase(ScriptedEngine([call], encode=renderer.encode), renderer=renderer)
+    env = env.append_transform(RubricReward(has_stopped))
+    with LLMCollector(env, policy=policy, groups_per_batch=1, limits=RolloutLimits(max_turns=5)) as collector:
+        [rollout] = collector.play(1)
+    assert rollout.status is RolloutStatus.COMPLETED and rollout.num_turns == 1 and rollout.reward == 1.0
+    assert rollout.messages[-1]["content"] == "[stop] found it" and rollout.tool_calls == {"answered": 1}
+
+
+@pytest.fixture
+def site():
+    site = Site()
+    yield site
+    site.server.shutdown()
+    site.server.server_close()
+
+
+def test_requests_go_to_the_hosts_that_are_named_alone(site):
+    pages = {
+        "/": (200, "Grüße " * 50, {}),
+        "/away": (302, "", {"Location": "http://example.org/"}),
+        "/gone": (404, "nothing", {}),
+    }
+    site.answer = lambda path, headers: pages[path]
+    host, url_of_site = site.address, f"http://{site.address}"
+    tools = ToolTransform([HttpTool(allowed_hosts=[host], max_response_bytes=60, timeout=5)])
+    text, outcomes = ask(tools, "http", url=f"{url_of_site}/")
+    assert text.startswith("[status 200]\nGrüße Grüße") and text.endswith("[cut after 60 bytes]")
+    assert outcomes == {"answered": 1}
+    assert "[redirects to http://example.org/]" in ask(tools, "http", url=f"{url_of_site}/away")[0]
+    assert ask(tools, "http", url=f"{url_of_site}/gone") == ("[status 404]\nnothing", {"failed": 1})
+    for url in ("http://example.org/", f"file://{host}/", f"http://{host}@example.org/", "http://[", "", "http://a:b"):
+        text, outcomes = ask(tools, "http", url=url)
+        assert outcomes == {"failed": 1} and ("requests go to" in text or "is no URL" in text)
+    assert site.requested == ["/", "/away", "/gone"]
+    assert ask(tools, "http", url=url_of_site, method="NO WAY")[1] == {"failed": 1}
+    tools.close()
+    for hosts in ((), "example.org"):
+        with pytest.raises(ValueError, match="allowed_hosts must name the hosts"):
+            HttpTool(allowed_hosts=hosts)
+
+
+def test_calls_wait_for_their_rate_in_virtual_time():
+    from llmrl.testing import run_in_virtual_time
+
+    async def begin(limiter, count, seconds=0.0):
+        begun, running, most = [], 0, 0
+
+        async def call():
+            nonlocal running, most
+            async with limiter.slot():
+                begun.append(asyncio.get_running_loop().time() - started)
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(seconds)
+                running -= 1
+
+        started = asyncio.get_running_loop().time()
+        await asyncio.gather(*(call() for _ in range(count)))
+        return begun, most
+
+    begun, _ = run_in_virtual_time(begin(RateLimiter(rate_per_second=2, burst=3), 6))
+    assert begun == pytest.approx([0, 0, 0, 0.5, 1.0, 1.5])
+    begun, most = run_in_virtual_time(begin(RateLimiter(max_concurrent=2), 5, seconds=1.0))
+    assert begun == pytest.approx([0, 0, 1, 1, 2]) and most == 2
+    for options in ({"max_concurrent": 0}, {"rate_per_second": -1}, {"burst": 0.5}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            RateLimiter(**options)
+
+
+def test_the_time_of_a_call_begins_when_it_has_its_slot():
+    async def look() -> str:
+        """Look."""
+        await asyncio.sleep(0.3)
+        return "seen"
+
+    tools = ToolTransform([look], timeout=1.2, rate_limits={"look": RateLimiter(max_concurrent=1)})
+
+    async def five():
+        return await asyncio.gather(*(tools.call("look", {}, ToolSession()) for _ in range(5)))
+
+    assert run_sync(five()) == ["seen"] * 5
+    tools.close()
+
+
+def test_calls_in_anthropics_format():
+    parse = find_tool_call_parser("anthropic")
+    blocks = [
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}},
+        {"type": "tool_use", "id": "toolu_2", "name": "add", "input": "no object"},
+        {"type": "thinking", "thinking": "…"},
+    ]
+    for text in (json.dumps(blocks), json.dumps({"role": "assistant", "content": blocks})):
+        parsed = parse(text)
+        assert parsed.content == "Let me see." and len(parsed.malformed) == 1
+        assert parsed.tool_calls == (
+            {"type": "function", "id": "toolu_1", "function": {"name": "add", "arguments": {"a": 1}}},
+        )
+    for text in ("15", "[1, 2]", "{}", '{"content": "15"}', "[" * 100_000, '[{"type": "tool_use"', "null", "[]x"):
+        assert parse(text).content == text and not parse(text).tool_calls
