@@ -276,7 +276,7 @@ class RolloutRunner:
         if not rollout.reason and not is_terminated and is_truncated:
             rollout.reason = StopReason.ENVIRONMENT_TRUNCATED
         rollout.status = decide_status(is_terminated=is_terminated, reason=rollout.reason)
-        rollout.reward += float(step["reward"].sum())
+        rollout.add_reward(float(step["reward"].sum()))
         rollout.info |= plain(step.get("env_info")) or {}
         if self.rubric is not None and bool(step["is_scored"].any()):
             rollout.is_scored = True
@@ -314,7 +314,7 @@ class RolloutRunner:
     def take_score(self, rollout: Rollout, score: Score) -> None:
         """Add a score to a settled rollout."""
         assert self.rubric is not None
-        rollout.reward += score.reward
+        rollout.add_reward(score.reward)
         rollout.breakdown, rollout.is_scored = score.breakdown, score.is_scored
         rollout.error = rollout.error or score.error
         _refuse_reward(rollout)

@@ -37,6 +37,8 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
             "reason": non_tensor(rollout.reason),
             **{key: torch.tensor(value) for key, value in reconciled.counts.items()},
         }
+        starts = [row.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]
+        turns = {"reward": torch.tensor(rollout.turn_rewards), "start": torch.tensor(starts, dtype=torch.int64)}
         breakdown = {name: torch.tensor([value]) for name, value in rollout.breakdown.items()}
         masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
         log_probs = torch.tensor(columns.log_probs, dtype=torch.float32)
@@ -49,6 +51,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
                     "log_probs": container_of(LogProbs, {"full": log_probs}),
                     "policy_versions": tensordict_of({"full": versions}),
                     "next": tensordict_of({"reward": torch.full((1, 1), float(rollout.reward))}),
+                    "turns": tensordict_of(turns),
                     "reward_breakdown": tensordict_of(breakdown),
                     "rollout": tensordict_of(identity),
                     "history": tensordict_of({"full": History.from_chats(rollout.messages, check=False)}),

@@ -48,6 +48,8 @@ class Rollout:
     num_realigned_tokens: int = 0
     """Sampled tokens that are not trained, because the end of their answer was edited."""
     reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    """What of it came at each turn, a score at the last."""
     breakdown: dict[str, float] = field(default_factory=dict)
     is_scored: bool = False
     tool_calls: dict[str, int] = field(default_factory=dict)
@@ -61,6 +63,19 @@ class Rollout:
     rows: list[TensorDictBase] = field(default_factory=list)
     """Its training rows, where they are made before the batch is: to count tokens, or to travel."""
     seconds: float = 0.0
+
+    def add_reward(self, reward: float) -> None:
+        """Add what came at the turn that was played last.
+
+        Example:
+            >>> rollout = Rollout(rollout_id="a", group_id="g", sample_index=0, group_size=1, num_turns=2)
+            >>> rollout.add_reward(0.5)
+            >>> rollout.reward, rollout.turn_rewards
+            (0.5, [0.0, 0.5])
+        """
+        self.reward += reward
+        self.turn_rewards += [0.0] * (max(1, self.num_turns) - len(self.turn_rewards))
+        self.turn_rewards[-1] += reward
 
     def to_record(self) -> dict[str, JSON]:
         """Return what a reader wants to see, as JSON has it, whatever a model or an environment put into it.

@@ -26,6 +26,9 @@ from llmrl.objectives.grouping import (
 from llmrl.objectives.kl_penalty import KLPenalty
 from llmrl.objectives.normalization import Normalization, batch_normalized, group_advantages
 from llmrl.objectives.selectors import MCAdvantageSelector, is_within
+from llmrl.objectives.turn_credit import on_tokens, returns_to_go, turn_advantages, turn_rewards, turns_of
+
+LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 
 
 class MCAdvantage(KnownArguments, GroupCounters):
@@ -66,6 +69,9 @@ class MCAdvantage(KnownArguments, GroupCounters):
         by: `"role"` compares each rollout with those of its group that played the same role: in a game of several
             players each role has a baseline of its own (SPIRAL, arXiv:2506.24119, section 3.3, where it is a running
             mean; here it is the group's, which needs no state).
+        gamma: credit by turn, of training rows whose environment rewards turns: the return of a turn is its reward and
+            those after it, discounted by `gamma` a turn, and is compared with that of the same turn of the group's
+            others (`turn_advantages`). The advantage is `[num_tokens]` per row then. By default a rollout is one act.
         trajectory_return: how the rewards of a trajectory's turns make its return. By default each turn is compared
             with the group's by itself. Rows of rollouts carry the return already.
         candidate_group_size: rollouts that a group is sampled with, of which `candidate_selector` chooses `grpo_size`.
@@ -106,6 +112,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         kl_penalty: KLPenalty | None = None,
         component_weights: Mapping[str, float] | None = None,
         by: Literal["role"] | None = None,
+        gamma: float | None = None,
         trajectory_return: TrajectoryReturn | None = None,
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
@@ -150,6 +157,15 @@ class MCAdvantage(KnownArguments, GroupCounters):
             raise ValueError(f"by must be 'role' or None, got {by!r}.")
         if by is not None and (candidate_group_size is not None or candidate_selection_min_size is not None):
             raise ValueError("candidates are chosen of a group, and by='role' compares parts of it: leave one out.")
+        if gamma is not None:
+            _check_gamma(
+                gamma,
+                normalize_batch=normalize_batch,
+                component_weights=component_weights,
+                trajectory_return=trajectory_return,
+                candidate_group_size=candidate_group_size,
+                keep_return_bounds=keep_return_bounds,
+            )
         division = None if by is None else ("rollout", by)
         keys = GroupKeys(prompt_key, rollout_key, is_scored_key, rewards_key, done_key, by=division)
         min_size = candidate_selection_min_size or grpo_size
@@ -157,6 +173,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         self.keys = keys
         self.grpo_size, self.candidate_group_size = grpo_size, candidate_group_size
         self.candidate_selection_min_size = min_size
+        self.gamma = gamma
         self.verbose, self.trajectory_return = verbose, trajectory_return
         self.normalization: Normalization = normalization
         self.normalize_batch, self.kl_penalty = normalize_batch, kl_penalty
@@ -210,6 +227,9 @@ class MCAdvantage(KnownArguments, GroupCounters):
         dropped: set[Hashable] = set()
         by_turn: set[Hashable] = set()
         for group in split_by_group(rows, self.keys):
+            if self.gamma is not None:
+                by_turn |= self._settle_by_turn(group, self.gamma)
+                continue
             if self.trajectory_return is None and self.keys.are_turns(group):
                 by_turn |= self._settle_turns(group)
                 continue
@@ -247,6 +267,23 @@ class MCAdvantage(KnownArguments, GroupCounters):
         for row, reward, part in zip(rows, rewards, advantages.split([r.numel() for r in rewards]), strict=True):
             row.set(self.advantage_key, part.reshape(reward.shape))
         return set() if is_dropped else {self.keys.rollout_id(row) for row in rows}
+
+    def _settle_by_turn(self, rows: list[TensorDictBase], gamma: float) -> set[Hashable]:
+        """Compare each turn's return with that of the group's same turn; returns the rollouts that stay."""
+        if self.keys.are_turns(rows):
+            raise ValueError("gamma is of training rows; turns have returns by trajectory_return.")
+        returns = {
+            self.keys.rollout_id(row): returns_to_go(turn_rewards(row), gamma) for row in rows if self.keys.scored(row)
+        }
+        self._count(unscored_trajectories=len({self.keys.rollout_id(row) for row in rows} - returns.keys()))
+        is_constant = self._is_constant(turns_of(list(returns.values())))
+        is_dropped = is_constant and self.drop_constant_groups
+        self._decided(is_constant=is_constant, is_dropped=is_dropped)
+        advantages = turn_advantages(returns, self.normalization)
+        for row in rows:
+            if (rollout_id := self.keys.rollout_id(row)) in advantages:
+                row.set(self.advantage_key, on_tokens(row, advantages[rollout_id], LOSS_MASK_KEY))
+        return set() if is_dropped else set(returns)
 
     def _penalize(self, batch: TensorDictBase, kl_penalty: KLPenalty) -> None:
         """Turn the advantages of rollouts into those of tokens."""
@@ -314,6 +351,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
         if chosen is None:
             return False
         columns = [[scored[index].reward for index in chosen]]
+        if self.gamma is not None:
+            columns = turns_of([returns_to_go(one.turn_rewards, self.gamma) for one in scored])
         if self.component_weights is not None:
             columns = [[scored[index].breakdown[name] for index in chosen] for name in self.component_weights]
         return not (self.drop_constant_groups and self._is_constant(columns))
@@ -335,3 +374,10 @@ class MCAdvantage(KnownArguments, GroupCounters):
         """Return whether every advantage would be zero, from the values of each component."""
         is_compared = self.normalization != "none" and self.kl_penalty is None
         return is_compared and all(len(set(column)) == 1 for column in columns)
+
+
+def _check_gamma(gamma: float, **others: object) -> None:
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must be from 0 to 1, got {gamma}.")
+    if given := [name for name, value in others.items() if value]:
+        raise ValueError(f"gamma compares turns, and {', '.join(given)} compare rollouts: leave one out.")

@@ -20,6 +20,9 @@ class Row:
     """Place among the rows of the rollout that are kept."""
     turn_span: tuple[int, int]
     """First turn and one past the last turn whose completions this row holds."""
+    turn_starts: dict[int, int]
+    """Of each turn in this row, by its place in the rollout (of a tree, in the order of its rows): where its completion
+    begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +52,24 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
         [1, 2, 9, 4] [False, False, False, True]
     """
     num_trained: dict[int, int] = {}
+    places: dict[int, int] = {}
     rows: list[Row] = []
     counts: Counter[str] = Counter(num_dropped_rows=0)
     counts.update(count_turns(leaves))
     for leaf in leaves:
         first_turn = 0
         for turns in turns_by_row(leaf):
-            columns = _columns_of(turns)
+            columns, starts = _columns_of(turns), {}
             for turn, num_left in turns:
                 num_before = num_trained.get(id(turn), 0)
                 start = turn.num_kept_tokens + turn.num_context_tokens
+                starts[places.setdefault(id(turn), len(places))] = start
                 columns.mark_context(start, start + min(num_before, num_left))
                 num_trained[id(turn)] = max(num_before, num_left)
             span = (first_turn, first_turn + len(turns))
             first_turn = span[1]
             if any(columns.loss_mask):
-                rows.append(Row(columns, len(rows), span))
+                rows.append(Row(columns, len(rows), span, starts))
             else:
                 counts["num_dropped_rows"] += 1
     return Reconciliation(rows, dict(counts))

@@ -1,0 +1,82 @@
+"""Credit by turn: what each turn of a rollout led to, compared with the same turn of the group's others."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from llmrl.data.ragged import check_entry
+from llmrl.objectives.normalization import Normalization, group_advantages
+
+REWARD_KEY: NestedKey = ("turns", "reward")
+START_KEY: NestedKey = ("turns", "start")
+
+
+def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
+    """Return the sum of the rewards of each turn and those after it, each turn later discounted by `gamma`.
+
+    Example:
+        >>> returns_to_go([1.0, 0.0, 4.0], 0.5)
+        [2.0, 2.0, 4.0]
+    """
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + gamma * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def turns_of(returns: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the returns of each turn, of those rollouts that have it.
+
+    Example:
+        >>> turns_of([[1.0, 2.0], [3.0]])
+        [[1.0, 3.0], [2.0]]
+    """
+    num_turns = max(map(len, returns), default=0)
+    return [[one[place] for one in returns if place < len(one)] for place in range(num_turns)]
+
+
+def turn_advantages(
+    returns: Mapping[Hashable, Sequence[float]], normalization: Normalization
+) -> dict[Hashable, list[float]]:
+    """Return the advantage of each turn of a group's rollouts: its return-to-go against that of the others' same turn.
+
+    A turn that no other rollout has come to has nothing to be compared with: 0, but for `none`.
+
+    Example:
+        >>> turn_advantages({"a": [2.0, 1.0], "b": [0.0]}, "mean")
+        {'a': [1.0, 0.0], 'b': [-1.0]}
+    """
+    advantages: dict[Hashable, list[float]] = {name: [] for name in returns}
+    for place, values in enumerate(turns_of(list(returns.values()))):
+        names = [name for name, of_turns in returns.items() if place < len(of_turns)]
+        for name, advantage in zip(names, group_advantages(values, normalization), strict=True):
+            advantages[name].append(advantage)
+    return advantages
+
+
+def turn_rewards(row: TensorDictBase) -> list[float]:
+    """Return the rewards of the turns of a row's rollout, `[num_turns]`.
+
+    Raises:
+        KeyError: for a row that does not say them.
+    """
+    check_entry(row, REWARD_KEY, owner="A row")
+    rewards: list[float] = row.get(REWARD_KEY).double().tolist()
+    return rewards
+
+
+def on_tokens(row: TensorDictBase, advantages: Sequence[float], mask_key: NestedKey) -> torch.Tensor:
+    """Return the advantages of turns at the tokens that each turn sampled, `[num_tokens]`; 0 elsewhere."""
+    mask = row.get(mask_key).bool()
+    starts = row.get(START_KEY)
+    here = (starts >= 0).nonzero().flatten()
+    order = here[starts[here].argsort()]
+    turn = torch.searchsorted(starts[order], torch.arange(len(mask)), right=True) - 1
+    values = torch.tensor(advantages)[order]
+    return torch.where(mask & (turn >= 0), values[turn.clamp(min=0)], 0.0)
