@@ -146,6 +146,51 @@ def test_the_page_prints_the_table():
     assert printed == [(owners, entries, mend) for owners, entries, mend in TABLE]
 
 
+def defaults(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind not in VARIADIC}
+
+
+def our_defaults(ours):
+    """Of a function, or of a constructor and of those that it hands keywords on to."""
+    bases = [base for base in ours.__mro__ if base.__module__.startswith("llmrl.")] if isinstance(ours, type) else []
+    made = [base.__init__ for base in bases if "__init__" in vars(base)] or [ours]
+    return {name: value for one in reversed(made) for name, value in defaults(one).items()}
+
+
+def differing(owner, theirs, ours):
+    for name, default in theirs.items():
+        if default is not inspect.Parameter.empty and name in ours and ours[name] != default:
+            here = "needed" if ours[name] is inspect.Parameter.empty else repr(ours[name])
+            yield owner, name, repr(default), here
+
+
+def test_defaults_that_differ_are_on_the_page_and_no_others():
+    found = set()
+    for namespace in NAMESPACES:
+        for name in importlib.import_module(namespace).__all__:
+            theirs, path = resolved(f"{namespace}.{name}"), counterparts()[name]
+            if path is None or path.rpartition(".")[2] != name:
+                continue
+            ours = resolved(path)
+            made = theirs.__init__ if isinstance(theirs, type) else theirs
+            found.update(differing(name, defaults(made), our_defaults(ours)))
+            for member, value in members(theirs) if isinstance(theirs, type) else ():
+                if has(ours, member) and not isinstance(value, property) and callable(getattr(ours, member)):
+                    theirs_of, ours_of = defaults(getattr(theirs, member)), defaults(getattr(ours, member))
+                    found.update(differing(f"{name}.{member}", theirs_of, ours_of))
+    rows = re.findall(
+        r"^\| (`.*`) \| (`.*`) \| `(.+?)` \| (.+?) \| .+ \|$", section("Defaults that differ"), re.MULTILINE
+    )
+    printed = {
+        (owner, argument, theirs, ours.strip("`"))
+        for owners, arguments, theirs, ours in rows
+        for owner in re.findall(r"`([^`]+)`", owners)
+        for argument in re.findall(r"`([^`]+)`", arguments)
+    }
+    assert sorted(found - printed) == sorted(printed - found) == []
+
+
 @pytest.mark.parametrize("name", ["LLMCollector", "RayLLMCollector"])
 def test_a_method_that_a_collector_has_not_is_missed_with_what_to_do(name):
     collector = object.__new__(resolved(counterparts()[name]))
