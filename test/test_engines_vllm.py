@@ -300,10 +300,10 @@ def test_answers_without_a_value_for_each_token_are_refused(column):
         sample = CompletionOutput(0, "", [1, 2], None, finish_reason="stop", **{**columns, **changes})
         return RequestOutput("id", None, [9], None, [sample], True)
 
-    assert read_completion(output()).versions == [0, 3]
-    assert read_completion(output()).log_probs == [-0.1, -0.2]
+    assert read_completion(output(), 9).versions == [0, 3]
+    assert read_completion(output(), 9).log_probs == [-0.1, -0.2]
     with pytest.raises(EngineError, match="one per token"):
-        read_completion(output(**{column: None}))
+        read_completion(output(**{column: None}), 9)
 
 
 def start_tiny(path):

@@ -105,9 +105,12 @@ class Completer:
 
 def _joined(parts: list[Completion]) -> Completion:
     """Join the parts of one completion; how it ended is what the last says."""
+    sampled = [part for part in parts if part.token_ids]  # of others nothing can be said to be cut
+    masks = [part.sampling_mask for part in sampled if part.sampling_mask is not None]
     return replace(
         parts[-1],
         token_ids=[token for part in parts for token in part.token_ids],
         log_probs=[log_prob for part in parts for log_prob in part.log_probs],
         versions=[version for part in parts for version in part.versions],
+        sampling_mask=[kept for mask in masks for kept in mask] if masks and len(masks) == len(sampled) else None,
     )

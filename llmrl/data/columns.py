@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 CONTEXT_VERSION = -1
@@ -9,7 +10,7 @@ CONTEXT_VERSION = -1
 
 
 class TokenColumns:
-    """Token ids, loss mask, log-probs and policy versions of one growing sequence, always of one length.
+    """Token ids, loss mask, log-probs, versions and sampling mask of one growing sequence, always of one length.
 
     Pure Python lists, so that it is cheap to extend by a turn and can be tested without tensors.
 
@@ -21,7 +22,7 @@ class TokenColumns:
         ([1, 2, 3], [False, False, True], [0.0, 0.0, -0.5], [-1, -1, 0])
     """
 
-    __slots__ = ("log_probs", "loss_mask", "token_ids", "versions")
+    __slots__ = ("log_probs", "loss_mask", "sampling_mask", "token_ids", "versions")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -32,6 +33,8 @@ class TokenColumns:
         """[num_tokens] the sampler's log-prob, 0 outside the mask."""
         self.versions: list[int] = []
         """[num_tokens] the policy version that sampled the token, -1 outside the mask."""
+        self.sampling_mask: list[array[int] | None] = []
+        """[num_tokens] the ids that truncation kept where the token was sampled, None where all were."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -43,21 +46,29 @@ class TokenColumns:
         self.loss_mask.extend([False] * count)
         self.log_probs.extend([0.0] * count)
         self.versions.extend([CONTEXT_VERSION] * count)
+        self.sampling_mask.extend([None] * count)
 
     def append_completion(
-        self, token_ids: Sequence[int], *, log_probs: Sequence[float] | None, versions: Sequence[int] | None
+        self,
+        token_ids: Sequence[int],
+        *,
+        log_probs: Sequence[float] | None,
+        versions: Sequence[int] | None,
+        sampling_mask: Sequence[array[int] | None] | None = None,
     ) -> None:
         """Append sampled tokens.
 
         Raises:
-            ValueError: when `log_probs` or `versions` are missing or not one per token.
+            ValueError: when `log_probs` or `versions` are missing, or a column has not one value a token.
         """
-        check_per_token(token_ids, log_probs=log_probs, versions=versions)
+        sampling_mask = [None] * len(token_ids) if sampling_mask is None else sampling_mask
+        check_per_token(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
         assert log_probs is not None and versions is not None
         self.token_ids.extend(token_ids)
         self.loss_mask.extend([True] * len(token_ids))
         self.log_probs.extend(log_probs)
         self.versions.extend(versions)
+        self.sampling_mask.extend(sampling_mask)
 
     def extend(self, columns: TokenColumns) -> None:
         """Append the tokens of other columns, as they are."""
@@ -65,6 +76,7 @@ class TokenColumns:
         self.loss_mask += columns.loss_mask
         self.log_probs += columns.log_probs
         self.versions += columns.versions
+        self.sampling_mask += columns.sampling_mask
 
     def mark_context(self, start: int, stop: int) -> None:
         """Make tokens `start` to `stop` context: they stay and are not trained.
@@ -78,6 +90,7 @@ class TokenColumns:
         self.loss_mask[start:stop] = [False] * count
         self.log_probs[start:stop] = [0.0] * count
         self.versions[start:stop] = [CONTEXT_VERSION] * count
+        self.sampling_mask[start:stop] = [None] * count
 
     def copy(self, stop: int | None = None, *, start: int = 0) -> TokenColumns:
         """Return a copy of tokens `start` to `stop` (all of them by default) that shares nothing."""
@@ -86,18 +99,17 @@ class TokenColumns:
         columns.loss_mask = self.loss_mask[start:stop]
         columns.log_probs = self.log_probs[start:stop]
         columns.versions = self.versions[start:stop]
+        columns.sampling_mask = self.sampling_mask[start:stop]
         return columns
 
 
-def check_per_token(
-    token_ids: Sequence[int], *, log_probs: Sequence[float] | None, versions: Sequence[int] | None
-) -> None:
-    """Refuse sampled tokens whose log-probs or versions are missing or short.
+def check_per_token(token_ids: Sequence[int], **columns: Sequence[object] | None) -> None:
+    """Refuse sampled tokens of which a column is missing or short.
 
     Raises:
         ValueError: naming the column, what came and what was expected.
     """
-    for name, column in (("log_probs", log_probs), ("versions", versions)):
+    for name, column in columns.items():
         if column is None:
             raise ValueError(
                 f"{name} is missing for {len(token_ids)} sampled tokens; ask the engine for one value per token."

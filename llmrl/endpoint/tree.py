@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llmrl.data import Message, ToolSchema, text_of
 from llmrl.engines import Completion
+from llmrl.policies.base import answered
 from llmrl.rendering import Conversation, Reconciliation, Renderer, reconcile
 from llmrl.rendering.conversation import Mode
 from llmrl.rendering.rows import count_turns, turns_by_row
@@ -94,10 +95,7 @@ class TurnTree:
     @staticmethod
     def turn(prompted: Conversation, prompt_key: ChainKey, completion: Completion) -> RecordedTurn:
         """Return a turn that is not in the tree yet."""
-        answered = prompted.with_completion(
-            completion.token_ids, log_probs=completion.log_probs, versions=completion.versions
-        )
-        return RecordedTurn(answered, completion, prompt_key)
+        return RecordedTurn(answered(prompted, completion), completion, prompt_key)
 
     def add(self, turn: RecordedTurn, visible: Message) -> None:
         """Add a turn.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -47,6 +48,11 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()
     """End-of-turn tokens beside the model's own; sampled stop tokens stay in the completion."""
     ignore_eos: bool = False
+    replay: bool = True
+    """Whether the trainer must be able to make the same distribution again. What top-k, top-p and min-p keep is then
+    reported with each token (`Completion.sampling_mask`), by an engine that can, and a repetition penalty is refused by
+    collectors. Where it is false they train on the distribution before truncation and penalty, with importance ratios
+    that are not 1 on-policy."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -62,6 +68,16 @@ class SamplingConfig:
         for name, is_valid, expected in checks:
             if not is_valid:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}.")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens that the model gives some probability are never sampled."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def needs_sampling_mask(self) -> bool:
+        """Whether a completion is complete only with its sampling mask."""
+        return self.replay and self.is_truncated
 
     def with_changes(self, **changes: Any) -> SamplingConfig:
         """Return a copy with some fields replaced."""
@@ -82,6 +98,9 @@ class Completion:
     """`stop` (end-of-turn token or stop string), `length` (budget or context used up) or `abort`."""
     stop_string: str | None = None
     """The stop string that ended the completion, if one did."""
+    sampling_mask: list[array[int]] | None = None
+    """[num_tokens] of `array("i")`: the ids that truncation kept where each token was sampled, the token's own among
+    them; None where it was asked to keep all, or not to tell."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Engine measurements for this request, such as `num_cached_tokens`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -17,13 +18,16 @@ _SMALLEST_LOG_PROB = -3e38
 """float32 has none below."""
 
 
-def check_completion(completion: Completion, *, budget: int, vocab_size: int | None) -> None:
+def check_completion(
+    completion: Completion, *, budget: int, vocab_size: int | None, needs_sampling_mask: bool = False
+) -> None:
     """Refuse a completion that could not be trained on, or not be read again.
 
     Args:
         completion: of any engine.
         budget: tokens that were asked for.
         vocab_size: number of token ids, where it is known.
+        needs_sampling_mask: whether what truncation kept was asked for.
 
     Raises:
         EngineError: naming what is wrong, what came and what was expected.
@@ -50,6 +54,8 @@ def check_completion(completion: Completion, *, budget: int, vocab_size: int | N
         raise EngineError(f"The engine returned stop_string = {completion.stop_string!r}; a text or None is expected.")
     if not num_tokens:
         return
+    if needs_sampling_mask or completion.sampling_mask is not None:
+        _check_sampling_mask(completion, vocab_size)
     last = _LARGEST_ID if vocab_size is None else vocab_size - 1
     if min(token_ids) < 0 or max(token_ids) > last:
         raise _wrong_value("token_ids", token_ids, lambda value: 0 <= value <= last, f"an id of 0 to {last}")
@@ -65,6 +71,25 @@ def check_completion(completion: Completion, *, budget: int, vocab_size: int | N
     versions = completion.versions
     if min(versions) < 0 or max(versions) > _LARGEST_VERSION:
         raise _wrong_value("versions", versions, lambda value: 0 <= value <= _LARGEST_VERSION, "a number from 0 on")
+
+
+def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None:
+    """Refuse a mask without an entry for a token, or one that is empty, repeats an id or lacks the token's own."""
+    mask = completion.sampling_mask
+    if mask is None:
+        raise EngineError(
+            "The engine did not say which tokens top_k, top_p and min_p kept, so the trainer cannot make the "
+            "distribution again: sample at a temperature alone, or say replay=False and train on other ratios."
+        )
+    _check_column("sampling_mask", mask, array, len(completion.token_ids))
+    last = _LARGEST_ID if vocab_size is None else vocab_size - 1
+    for index, (token_id, kept) in enumerate(zip(completion.token_ids, mask, strict=True)):
+        ids = set(kept)
+        if kept.typecode != "i" or token_id not in ids or len(ids) < len(kept) or min(ids) < 0 or max(ids) > last:
+            raise EngineError(
+                f"The engine returned sampling_mask[{index}] = {kept!r:.100}; an array('i') of different ids of 0 to "
+                f"{last} is expected, the sampled {token_id} among them."
+            )
 
 
 def _check_column(name: str, column: Any, kind: type, num_tokens: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,11 +35,15 @@ class DecodedSequence:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    sampling_mask: list[array[int]] = field(default_factory=list)
+    """Of every token, where its request wants to know what truncation kept; empty elsewhere."""
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
 
-    def append(self, token_id: int, log_prob: float, version: int) -> None:
+    def append(self, token_id: int, log_prob: float, version: int, kept_ids: array[int] | None = None) -> None:
         """Take a sampled token, and see whether it is the last."""
+        if kept_ids is not None:
+            self.sampling_mask.append(kept_ids)
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
         self.versions.append(version)
@@ -57,7 +62,12 @@ class DecodedSequence:
     def completion(self) -> Completion:
         """Return what was sampled; aborted, when it has not ended by itself."""
         return Completion(
-            self.token_ids, self.log_probs, self.versions, self.finish_reason or "abort", stop_string=self.stop_string
+            self.token_ids,
+            self.log_probs,
+            self.versions,
+            self.finish_reason or "abort",
+            stop_string=self.stop_string,
+            sampling_mask=self.sampling_mask if self.sampling.needs_sampling_mask else None,
         )
 
 
@@ -94,8 +104,14 @@ class DecodingBatch:
                 if one.generator is not None:
                     sampled[row] = torch.multinomial(probabilities[row], 1, generator=one.generator)[0]
         chosen = log_probs.gather(1, sampled[:, None])[:, 0]
-        for one, token_id, log_prob in zip(self.sequences, sampled.tolist(), chosen.tolist(), strict=True):
-            one.append(token_id, log_prob, self._version)
+        kept = [
+            array("i", row.isfinite().nonzero()[:, 0].tolist()) if one.sampling.needs_sampling_mask else None
+            for one, row in zip(self.sequences, log_probs, strict=True)
+        ]
+        for one, token_id, log_prob, kept_ids in zip(
+            self.sequences, sampled.tolist(), chosen.tolist(), kept, strict=True
+        ):
+            one.append(token_id, log_prob, self._version, kept_ids)
 
     def advance(self, keep: Callable[[DecodedSequence], bool], *, version: int) -> None:
         """Drop the sequences that are not to go on, and compute the logits of the next token of the others."""

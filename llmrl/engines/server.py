@@ -189,7 +189,14 @@ class ServerEngine:
     async def _ask(self, prompt_ids: list[int], sampling: SamplingConfig, budget: int, version: int) -> Completion:
         body = completion_request(self.model, prompt_ids, sampling, budget)
         answer = await self._request("POST", "/v1/completions", body, budget=budget)
-        return read_response(answer, version=version, server=self._base_url, budget=budget, vocab_size=self.vocab_size)
+        return read_response(
+            answer,
+            version=version,
+            server=self._base_url,
+            budget=budget,
+            vocab_size=self.vocab_size,
+            top_k=sampling.top_k if sampling.needs_sampling_mask else None,
+        )
 
     async def _check_distribution(self, prompt_ids: list[int]) -> None:
         """Ask for two log-probs that the distribution sampled from has whatever the model makes of the prompt.
@@ -198,7 +205,7 @@ class ServerEngine:
         is that of a half, or of a few: the model's own is nowhere near where the first token is certain to it.
         """
         for top_k, temperature, least, most in ((1, 1.0, -1e-3, 0.0), (2, _EVEN_TEMPERATURE, -4.5, -0.5)):
-            sampling = SamplingConfig(top_k=top_k, temperature=temperature)
+            sampling = SamplingConfig(top_k=top_k, temperature=temperature, replay=False)
             log_probs = (await self._ask(prompt_ids, sampling, 1, 0)).log_probs
             if not log_probs or not least <= log_probs[0] <= most:
                 raise EngineError(

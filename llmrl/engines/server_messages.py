@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
 from llmrl.engines.base import Completion, EngineError, SamplingConfig
 from llmrl.engines.border import check_completion
 
+_CUT = -9999.0
+"""What vLLM's server writes for minus infinity, which JSON has not."""
 _TOKEN_ID = re.compile(r"token_id:([0-9]{1,10})")
 
 
@@ -29,7 +32,17 @@ def is_plain(sampling: SamplingConfig) -> bool:
 
 
 def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int) -> dict[str, object]:
-    """Return the body of a `/v1/completions` request, which says every parameter: a default would be a silent one."""
+    """Return the body of a `/v1/completions` request, which says every parameter: a default would be a silent one.
+
+    Raises:
+        ValueError: for top-p or min-p without top-k, where no server says what they keep.
+    """
+    if sampling.needs_sampling_mask and not sampling.top_k:
+        raise ValueError(
+            "a server names the tokens that top_p and min_p kept only where top_k bounds their number: add top_k=19, "
+            "or what the server's --max-logprobs allows, less one; or say replay=False, and train with importance "
+            "ratios that are not 1 on-policy."
+        )
     return {
         "model": model,
         "prompt": prompt_ids,
@@ -46,14 +59,20 @@ def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConf
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": False,
-        "logprobs": 1,
+        "logprobs": sampling.top_k + 1 if sampling.needs_sampling_mask else 1,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
 
 
 def read_response(
-    response: object, *, version: int, server: str, budget: int, vocab_size: int | None = None
+    response: object,
+    *,
+    version: int,
+    server: str,
+    budget: int,
+    vocab_size: int | None = None,
+    top_k: int | None = None,
 ) -> Completion:
     """Read the server's answer, refusing one without an id and a log-prob for each token.
 
@@ -63,6 +82,7 @@ def read_response(
         server: as errors name it.
         budget: tokens that were asked for.
         vocab_size: number of token ids, where it is known.
+        top_k: of the request, where it asked for what truncation kept.
 
     Raises:
         EngineError: when ids or log-probs are missing, short, or none that a model can have given.
@@ -93,12 +113,32 @@ def read_response(
         log_probs = [float(value) if type(value) is int and abs(value) < 2**53 else value for value in log_probs]
     num_tokens = len(token_ids) if isinstance(token_ids, list) else 0
     stop_string = stop_reason if isinstance(stop_reason, str) else None
-    completion = Completion(token_ids, log_probs, [version] * num_tokens, finish_reason, stop_string)
+    mask = None if top_k is None or not num_tokens else _sampling_mask(columns.get("top_logprobs"), top_k, server)
+    completion = Completion(token_ids, log_probs, [version] * num_tokens, finish_reason, stop_string, mask)
     try:
         check_completion(completion, budget=budget, vocab_size=vocab_size)
     except EngineError as error:
         raise EngineError(f"{server} gave a wrong answer. {error}") from None
     return completion
+
+
+def _sampling_mask(reported: object, top_k: int, server: str) -> list[array[int]]:
+    """Return the ids that are reported with a log-prob, of `top_k` and one that were asked for.
+
+    Raises:
+        EngineError: when they are not all there, or all were kept, so that others may have been, too.
+    """
+    mask = []
+    for entries in _list(reported):
+        if not isinstance(entries, dict):
+            raise EngineError(f"{server} returned top_logprobs of a token as {entries!r:.100}; an object is expected.")
+        kept = [token for token, value in entries.items() if isinstance(value, (int, float)) and value > _CUT]
+        if len(kept) > top_k:
+            raise EngineError(
+                f"{server} kept {len(kept)} tokens, and others may tie with the last: take another top_k."
+            )
+        mask.append(array("i", _ids_of(kept, server)))
+    return mask
 
 
 def _ids_of(tokens: object, server: str) -> list[int]:

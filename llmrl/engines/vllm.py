@@ -29,7 +29,7 @@ from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import EngineLoad, LoadMeter
 from llmrl.engines.vllm_args import TorchRLOptions, build_engine_args, in_own_words
 from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once, start_llm
-from llmrl.engines.vllm_requests import generate_one, sampling_params, unless_it_dies
+from llmrl.engines.vllm_requests import generate_one, num_reported, sampling_params, unless_it_dies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,6 +70,7 @@ class AsyncVLLM(KnownArguments):
         self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
         self.model_dtype = llm.vllm_config.model_config.dtype
         """dtype of the weights in the engine."""
+        self._is_mask_reported: bool = llm.vllm_config.model_config.return_sampling_mask
         self.quantization: str | None = llm.vllm_config.model_config.quantization
         """How the weights in the engine are quantised, `None` when they are not."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
@@ -243,7 +244,7 @@ class AsyncVLLM(KnownArguments):
 
         Raises:
             ValueError: for an empty prompt, one without room for a token, a token id outside the vocabulary, or a
-                `request_id` that is in flight.
+                `request_id` that is in flight, or truncation of which vLLM cannot say what it kept.
             EngineError: when the engine died, was shut down, or returned tokens without their log-probs.
         """
         if request_id is None:
@@ -251,7 +252,8 @@ class AsyncVLLM(KnownArguments):
         check_request(request_id, prompt_ids, self._in_flight)
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
         self._check_alive()
-        params = sampling_params(sampling, budget)
+        num_log_probs = num_reported(sampling, vocab_size=self.vocab_size, is_mask_reported=self._is_mask_reported)
+        params = sampling_params(sampling, budget, num_log_probs=num_log_probs)
         self._in_flight.add(request_id)
         self._watch.begin(self, self._background)
         try:

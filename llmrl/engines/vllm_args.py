@@ -25,6 +25,7 @@ _GIB = 1 << 30
 _OWNED = {
     "model": "model",
     "logprobs_mode": None,
+    "max_logprobs": None,
     "disable_log_stats": None,
     "enable_log_requests": None,
     "weight_transfer_config": "weight_transfer",
@@ -162,6 +163,7 @@ def build_engine_args(
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         enable_log_requests=False,
+        max_logprobs=-1,  # what truncation kept is read from them
         use_tqdm_on_load=False,
         **{**arguments, **engine_args},
     )

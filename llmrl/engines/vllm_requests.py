@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from array import array
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
 
     from llmrl.engines.vllm_private import AsyncLLM
 
 
-def sampling_params(sampling: SamplingConfig, budget: int) -> SamplingParams:
+def num_reported(sampling: SamplingConfig, *, vocab_size: int, is_mask_reported: bool = False) -> int:
+    """Return of how many of the likeliest ids vLLM is asked for the log-prob, to see which of them truncation kept.
+
+    What top-k keeps are its ids and those that tie with the last, as many do in bfloat16.
+
+    Args:
+        sampling: of the request.
+        vocab_size: number of token ids.
+        is_mask_reported: whether vLLM says by itself what it kept (`return_sampling_mask`).
+
+    Raises:
+        ValueError: for top-p or min-p without top-k, where what they keep is not bounded.
+    """
+    if not sampling.needs_sampling_mask or is_mask_reported:
+        return 0
+    if not sampling.top_k:
+        raise ValueError(
+            f"top_p={sampling.top_p:g} and min_p={sampling.min_p:g} may keep any number of tokens, which vLLM reports "
+            "only where top_k bounds it, so that the trainer can make the distribution again: add top_k=200, say; or "
+            "say replay=False, and train with importance ratios that are not 1 on-policy."
+        )
+    return min(vocab_size, sampling.top_k + sampling.top_k // 8 + 16)
+
+
+def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0) -> SamplingParams:
     """Return vLLM's parameters for one completion of at most `budget` tokens.
+
+    Args:
+        sampling: what is asked for.
+        budget: tokens.
+        num_log_probs: of the likeliest ids at each token, besides the sampled one.
 
     Raises:
         ValueError: for a value that vLLM does not take, such as a temperature above 2.
@@ -38,7 +69,7 @@ def sampling_params(sampling: SamplingConfig, budget: int) -> SamplingParams:
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=sampling.ignore_eos,
-            logprobs=0,
+            logprobs=num_log_probs,
             flat_logprobs=True,
             # Text is needed only to find stop strings.
             detokenize=bool(sampling.stop),
@@ -70,10 +101,10 @@ async def generate_one(llm: AsyncLLM, prompt_ids: list[int], params: SamplingPar
         raise EngineError(f"vLLM could not serve the request: {error.__cause__ or error}") from error
     if final is None or not final.finished:
         raise EngineError("vLLM ended the request without an answer; try again.")
-    return read_completion(final)
+    return read_completion(final, llm.vllm_config.model_config.get_vocab_size())
 
 
-def read_completion(output: RequestOutput) -> Completion:
+def read_completion(output: RequestOutput, vocab_size: int) -> Completion:
     """Read vLLM's answer, refusing one without a log-prob and a version for each token.
 
     Raises:
@@ -83,7 +114,8 @@ def read_completion(output: RequestOutput) -> Completion:
     token_ids = list(sample.token_ids)
     if sample.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"vLLM ended the request with {sample.finish_reason!r}; try again.")
-    log_probs = list(getattr(sample.logprobs, "logprobs", ()))
+    reported, starts = (list(getattr(sample.logprobs, name, ())) for name in ("logprobs", "start_indices"))
+    log_probs = [reported[start] for start in starts]  # the sampled token's comes first
     if len(log_probs) != len(token_ids):
         raise EngineError(
             f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one per token is needed."
@@ -101,8 +133,33 @@ def read_completion(output: RequestOutput) -> Completion:
         versions=versions,
         finish_reason=cast(FinishReason, sample.finish_reason),
         stop_string=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
+        sampling_mask=_sampling_mask(sample, vocab_size),
         metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
     )
+
+
+def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:
+    """Return what truncation kept, where vLLM was asked: by itself, or as the ids whose log-prob is finite.
+
+    Raises:
+        EngineError: when the last of the reported ids was kept, so that others may have been, too.
+    """
+    if sample.sampling_mask is not None:
+        return [array("i", ids) for ids in sample.sampling_mask.token_ids]
+    flat: Any = sample.logprobs
+    if not sample.token_ids or flat is None or len(flat.logprobs) == len(sample.token_ids):
+        return None
+    mask = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        log_prob_of = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        kept = [token_id for token_id, log_prob in log_prob_of.items() if log_prob > -math.inf]
+        if len(kept) == len(log_prob_of) < vocab_size:
+            raise EngineError(
+                f"vLLM kept all of the {len(kept)} likeliest tokens that were asked for: more of them tie at top_k "
+                "than was reckoned with. Compute in float32, or take a smaller top_k."
+            )
+        mask.append(array("i", kept))
+    return mask
 
 
 async def unless_it_dies(llm: AsyncLLM, coroutine: Coroutine[object, object, T]) -> T:

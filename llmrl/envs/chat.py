@@ -18,7 +18,9 @@ from llmrl.data.chats import flatten
 from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_of
 from llmrl.transforms import IncrementalTokenizer, environment_parts
 
-WRITTEN_BY_POLICIES = ("history", "text", "tokens", "log_probs", "masks", "policy_versions", "finish_reason")
+WRITTEN_BY_POLICIES = (
+    "history", "text", "tokens", "log_probs", "masks", "policy_versions", "sampling_mask", "finish_reason",
+)  # fmt: skip
 """Entries of a turn that a policy writes; what it reads next is without them, but for those that a step writes."""
 
 

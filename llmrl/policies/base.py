@@ -17,6 +17,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import CONTEXT_VERSION, ChatHistory, History, LogProbs, Masks, Text, Tokens
+from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, sampling_mask_entry
 from llmrl.data.templated_text import template_named
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
@@ -237,7 +238,12 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         completion = await engine.generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
         vocab_size = self._num_token_ids if engine.vocab_size is None else engine.vocab_size
-        check_completion(completion, budget=budget, vocab_size=vocab_size)
+        check_completion(
+            completion,
+            budget=budget,
+            vocab_size=vocab_size,
+            needs_sampling_mask=sampling.needs_sampling_mask,
+        )
         return completion
 
     def prepare(self, element: TensorDictBase) -> Conversation:
@@ -304,11 +310,14 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
 def answered(conversation: Conversation, completion: Completion) -> Conversation:
     """Return the conversation after its prompt was completed so."""
     return conversation.with_completion(
-        completion.token_ids, log_probs=completion.log_probs, versions=completion.versions
+        completion.token_ids,
+        log_probs=completion.log_probs,
+        versions=completion.versions,
+        sampling_mask=completion.sampling_mask,
     )
 
 
-_BESIDE = ("policy_versions", "conversation", "finish_reason")
+_BESIDE = ("policy_versions", SAMPLING_MASK_KEY, "conversation", "finish_reason")
 _PARTS = ("prompt", "response")
 
 
@@ -325,6 +334,8 @@ def _write_tensors(element: TensorDictBase, conversation: Conversation, log_prob
         element.set(log_probs_key, container_of(LogProbs, {"response": log_probs[split:], "full": log_probs}))
     element.set("masks", container_of(Masks, masks))
     element.set("policy_versions", tensordict_of({"full": versions}))
+    for key, entry in sampling_mask_entry(conversation.sampling_mask).items():
+        element.set(key, entry)
 
 
 def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -233,17 +234,22 @@ class Conversation:
     # Completions
 
     def with_completion(
-        self, token_ids: Sequence[int], *, log_probs: Sequence[float], versions: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        *,
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+        sampling_mask: Sequence[array[int] | None] | None = None,
     ) -> Conversation:
         """Return the conversation after the engine answered its prompt, `[num_completion_tokens]` each.
 
         Raises:
-            ValueError: without a prompt, or when log-probs or versions are missing or short.
+            ValueError: without a prompt, or when log-probs or versions are missing, or a column is short.
         """
         if self._before is None:
             raise ValueError("there is no prompt to complete; call with_prompt first.")
         held = self._extendable()
-        held.columns.append_completion(token_ids, log_probs=log_probs, versions=versions)
+        held.columns.append_completion(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
         node = TurnNode.over(
             self.node,
             self._num_kept,
@@ -295,6 +301,11 @@ class Conversation:
             ValueError: for an unknown column.
         """
         return self._held.tensor_view(column, self._num_tokens)
+
+    @property
+    def sampling_mask(self) -> list[array[int] | None]:
+        """`[num_tokens]`: the ids that truncation kept where a held token was sampled, None where all were."""
+        return self._held.columns.sampling_mask[: self._num_tokens]
 
     def reconcile(self) -> Reconciliation:
         """Return the training rows of the turns so far, with the counts of how they came about."""

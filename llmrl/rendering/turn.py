@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -87,10 +88,11 @@ class TurnNode:
         log_probs: Sequence[float],
         versions: Sequence[int],
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
+        sampling_mask: Sequence[array[int] | None] | None = None,
     ) -> None:
         columns = TokenColumns()
         columns.append_context(context_ids)
-        columns.append_completion(completion_ids, log_probs=log_probs, versions=versions)
+        columns.append_completion(completion_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
         self._set(parent, num_kept_tokens, columns, 0, len(completion_ids), fork_threshold_tokens)
 
     def _set(
@@ -173,6 +175,11 @@ class TurnNode:
         return self._columns.versions[self._completion_slice]
 
     @property
+    def sampling_mask(self) -> list[array[int] | None]:
+        """`[num_completion_tokens]`: the ids that truncation kept where each was sampled, None where all were."""
+        return self._columns.sampling_mask[self._completion_slice]
+
+    @property
     def _completion_slice(self) -> slice:
         start = self._start + self.num_context_tokens
         return slice(start, start + self.num_completion_tokens)
@@ -202,13 +209,17 @@ class TurnNode:
     def __reduce__(self) -> tuple[object, ...]:
         # Flat, because a chain of parents pickled one inside the other meets the recursion limit.
         records = [
-            (n.num_kept_tokens, n.context_ids, n.completion_ids, n.log_probs, n.versions, n.fork_threshold_tokens)
+            (n.num_kept_tokens, n.context_ids, n.completion_ids, n.log_probs, n.versions, n.fork_threshold_tokens,
+             n.sampling_mask)
             for n in self.path()
-        ]
+        ]  # fmt: skip
         return _rebuild_path, (records,)
 
 
-def _rebuild_path(records: Sequence[tuple[int, list[int], list[int], list[float], list[int], int]]) -> TurnNode:
+_Record = tuple[int, list[int], list[int], list[float], list[int], int, "list[array[int] | None]"]
+
+
+def _rebuild_path(records: Sequence[_Record]) -> TurnNode:
     node: TurnNode | None = None
     for record in records:
         node = TurnNode(node, *record)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from llmrl.data.sampling_mask import SamplingMask
 from llmrl.trainer.bins import MicroBatch, arrange
 
 DEFAULT_TOKEN_BUDGET = 8192
@@ -51,6 +53,8 @@ class PackedRows:
     """[num_rows] int64: tokens of each row after its last predictor, which are not computed."""
     tails: torch.Tensor
     """[num_tail_tokens] int64: ids of those tokens, row after row."""
+    sampling_mask: SamplingMask | None = None
+    """[num_scored]: of the scored tokens, where some were sampled from a truncated distribution."""
 
     @property
     def num_scored(self) -> int:
@@ -107,7 +111,8 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> PackedRows:
         """Return a copy on `device`."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        parts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
 
 def pack_rows(
@@ -296,4 +301,7 @@ def _with_scored_tokens(
         "tail_lengths": np.asarray([len(tails[index]) for index in held]),
         "tails": np.concatenate([tails[index] for index in held]),
     }
-    return PackedRows(**{name: torch.from_numpy(np.ascontiguousarray(c)).to(device) for name, c in columns.items()})
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(np.ascontiguousarray(c)).to(device) for name, c in columns.items()
+    }
+    return PackedRows(**tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack
 
@@ -16,6 +17,7 @@ from torchrl.modules import LLMMaskedCategorical
 from llmrl._utils.ranks import rank_and_size, share_of
 from llmrl.data import History, LogProbs, Masks, Text, Tokens
 from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, has_padding_mask, ragged_column, write_column
+from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, SamplingMask, read_sampling_masks
 from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.engines import TransformersEngine
 from llmrl.policies import LLMWrapperBase, WrapperOptions
@@ -24,6 +26,7 @@ from llmrl.trainer.fused_head import check_fused_head, fused_log_probs
 from llmrl.trainer.log_probs import chunked_log_probs
 from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
 from llmrl.trainer.trained_model import trained_model
+from llmrl.trainer.truncated import kept_logits, truncated_log_probs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +42,8 @@ class TransformersWrapper(LLMWrapperBase):
     `(log_probs_key, "full")`: `[num_tokens]` float32 per row, differentiable, 0 outside the mask (and at a row's first
     token, which nothing predicts). Without a mask every token is scored. Tokens that are there are scored as they are;
     where a batch has none, they are made of `("history", "full")` with the template, whose mask is then the assistant's
-    turns, or of `("text", "full")`, by `input_mode`, and written beside the log-probs.
+    turns, or of `("text", "full")`, by `input_mode`, and written beside the log-probs. Where rows have a sampling mask
+    (`"sampling_mask"`), a sampled token's distribution is that of the ids which truncation kept.
 
     The model is kept in eval mode, gradients flow all the same: dropout would make the trainer's distribution differ
     from the sampler's. With gradient checkpointing enabled, which transformers ties to training mode, it is kept in
@@ -57,7 +61,7 @@ class TransformersWrapper(LLMWrapperBase):
             be the engine's: an update that is smaller than the engine's rounding is lost, and weight sync warns.
         head_kernel: what makes log-probs of hidden states: `torch`, everywhere, or `liger`, liger-kernel on a GPU,
             which the extra `gpu` installs and which, in bfloat16, rounds logits before their softmax: 0.01 to 0.02
-            nats per token. Entropies are always made by `torch`.
+            nats per token. Entropies, and log-probs of truncated distributions, are always made by `torch`.
         options: see `LLMWrapperBase`. Of `generate_kwargs` the temperature counts when scoring, so that both speak of
             the same distribution; `pad_output` pads on the left.
 
@@ -118,7 +122,8 @@ class TransformersWrapper(LLMWrapperBase):
             raise ValueError(f"temperature must be positive, got {self.temperature}; greedy samples have no log-probs.")
         trained_model(self.model).compute_dtype = compute_dtype
         if self.input_mode != "text":
-            self.in_keys = list(dict.fromkeys([self.input_key, _TOKENS, _MASK, ATTENTION_MASK_KEY]))
+            keys = [self.input_key, _TOKENS, _MASK, ATTENTION_MASK_KEY, SAMPLING_MASK_KEY]
+            self.in_keys = list(dict.fromkeys(keys))
         self._causal_model = CausalModel(self.model, temperature=self.temperature)
         if self.head_kernel not in ("torch", "liger"):
             raise ValueError(f"head_kernel must be 'torch' or 'liger', got {self.head_kernel!r}.")
@@ -160,8 +165,9 @@ class TransformersWrapper(LLMWrapperBase):
         scored_masks: list[torch.Tensor],
         *,
         token_budget: int | None = None,
+        sampling_mask: SamplingMask | None = None,
     ) -> list[PackedRows]:
-        """Return the micro-batches of rows, on the model's device."""
+        """Return the micro-batches of rows, on the model's device; `sampling_mask` is that of all their tokens."""
         packed = pack_rows(
             token_ids,
             scored_masks,
@@ -170,12 +176,22 @@ class TransformersWrapper(LLMWrapperBase):
             attention_length=self._causal_model.attention_length,
             one_row_per_bin=not self._causal_model.is_packed,
         )
+        if sampling_mask is not None:
+            lengths = torch.tensor([len(ids) for ids in token_ids])
+            starts = (lengths.cumsum(0) - lengths).to(sampling_mask.counts.device)
+            packed = [
+                replace(one, sampling_mask=sampling_mask.chosen(starts[one.row_index] + one.token_index))
+                for one in packed
+            ]
         return [micro_batch.to(self.device) for micro_batch in packed]
 
     def packed_log_probs(
         self, packed: PackedRows, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs `[num_scored]` of a micro-batch's scored tokens, in its order, and entropies when asked."""
+        """Log-probs `[num_scored]` of a micro-batch's scored tokens, in its order, and entropies when asked.
+
+        Of a token that was sampled from a truncated distribution both are of what truncation kept.
+        """
         if not packed.num_scored:
             nothing = torch.zeros(0, device=self.device)
             return nothing, nothing if return_entropy else None
@@ -183,23 +199,20 @@ class TransformersWrapper(LLMWrapperBase):
             hidden = self._causal_model.hidden_states(packed)
             weight = self._causal_model.head.weight(trained_model(self.model).sharded_dtype)
             predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
-            if self.head_kernel == "liger" and not return_entropy:
-                log_probs = fused_log_probs(
-                    hidden.flatten(0, 1)[predictors],
-                    weight,
-                    packed.targets,
-                    positions=positions,
-                    bias=self._causal_model.head.bias(),
-                    transform=self._causal_model.transform,
-                )
-                return log_probs, None
-            return chunked_log_probs(
-                hidden.flatten(0, 1)[predictors],
+            states, targets, mask = hidden.flatten(0, 1)[predictors], packed.targets, packed.sampling_mask
+            bias, transform = self._causal_model.head.bias(), self._causal_model.transform
+            if self.head_kernel == "liger" and mask is None and not return_entropy:
+                return fused_log_probs(
+                    states, weight, targets, positions=positions, bias=bias, transform=transform
+                ), None
+            score = chunked_log_probs if mask is None else partial(truncated_log_probs, sampling_mask=mask)
+            return score(
+                states,
                 weight,
-                packed.targets,
+                targets,
                 positions=positions,
-                bias=self._causal_model.head.bias(),
-                transform=self._causal_model.transform,
+                bias=bias,
+                transform=transform,
                 chunk_size=self.chunk_size,
                 return_entropy=return_entropy,
             )
@@ -219,12 +232,12 @@ class TransformersWrapper(LLMWrapperBase):
         if self.generate:
             return super().forward(tensordict)
         scored = tensordict if self.inplace else tensordict.copy()
-        token_ids, masks = self._scored_tokens(scored)
+        token_ids, masks, sampling_mask = self._scored_tokens(scored)
         if not assistant_only:
             masks = [torch.ones_like(mask) for mask in masks]
         row_starts = torch.tensor([0, *(ids.shape[0] for ids in token_ids)], device=self.device).cumsum(0)
         log_probs = torch.zeros(int(row_starts[-1]), device=self.device)
-        micro_batches = self.pack(token_ids, masks)
+        micro_batches = self.pack(token_ids, masks, sampling_mask=sampling_mask)
         for packed, is_repeated in share_of(micro_batches, *rank_and_size(process_group)):
             values, _ = self.packed_log_probs(packed)
             if not is_repeated:
@@ -257,21 +270,26 @@ class TransformersWrapper(LLMWrapperBase):
         """
         self._check_scores("get_dist")
         batch = flat_batch(tensordict.copy())
-        token_ids, _ = self._scored_tokens(batch)
+        token_ids, _, sampling_mask = self._scored_tokens(batch)
         is_all = mask_key is None or mask_key == ATTENTION_MASK_KEY
         masks = [torch.ones_like(ids).bool() for ids in token_ids] if is_all else ragged_column(batch, mask_key)
-        return self._masked_dist(token_ids, masks)
+        return self._masked_dist(token_ids, masks, sampling_mask)
 
-    def _masked_dist(self, token_ids: list[torch.Tensor], masks: list[torch.Tensor]) -> LLMMaskedCategorical:
+    def _masked_dist(
+        self, token_ids: list[torch.Tensor], masks: list[torch.Tensor], sampling_mask: SamplingMask | None
+    ) -> LLMMaskedCategorical:
         width = max(len(ids) for ids in token_ids)
         starts = torch.tensor([width - len(ids) for ids in token_ids], device=self.device)
         weight, bias = self._causal_model.head.weight(), self._causal_model.head.bias()
         logits = torch.zeros(len(token_ids), width, weight.shape[0], device=self.device)
-        for packed in self.pack(token_ids, [torch.ones_like(ids).bool() for ids in token_ids]):
+        is_scored = [torch.ones_like(ids).bool() for ids in token_ids]
+        for packed in self.pack(token_ids, is_scored, sampling_mask=sampling_mask):
             with self._autocast():
                 hidden = self._causal_model.hidden_states(packed).flatten(0, 1)[packed.predictors]
             product = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
             values, _ = self._causal_model.transform.apply(product)
+            if packed.sampling_mask is not None:
+                values = kept_logits(values, packed.sampling_mask)
             logits = logits.index_put((packed.row_index, starts[packed.row_index] + packed.token_index), values)
         mask = pad_sequence([mask.bool() for mask in masks], batch_first=True, padding_side="left")
         return LLMMaskedCategorical(logits=logits, mask=mask.to(self.device))
@@ -280,11 +298,11 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         batch = flat_batch(tensordict.copy())
-        token_ids, masks = self._scored_tokens(batch)
+        token_ids, masks, sampling_mask = self._scored_tokens(batch)
         if has_entry(batch, ("tokens", "prompt")):
             prompts = ragged_column(batch, ("tokens", "prompt"))
             masks = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
-        return self._masked_dist(token_ids, masks)
+        return self._masked_dist(token_ids, masks, sampling_mask)
 
     def _get_rlhf_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         return self._masked_dist(*self._scored_tokens(flat_batch(tensordict.copy())))
@@ -296,13 +314,18 @@ class TransformersWrapper(LLMWrapperBase):
         if self.generate:
             raise RuntimeError(f"{method} needs generate=False: policy.get_new_version(generate=False) scores.")
 
-    def _scored_tokens(self, tensordict: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the token ids of each row and which are scored; both are written into a batch that has only text."""
+    def _scored_tokens(
+        self, tensordict: TensorDictBase
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], SamplingMask | None]:
+        """Return the token ids of each row, which are scored, and the sampling mask of all.
+
+        Tokens and masks are written into a batch that has only text.
+        """
         if has_entry(tensordict, self.attention_mask_key) and not has_entry(tensordict, ATTENTION_MASK_KEY):
             attention = tensordict.get(self.attention_mask_key).bool()
             tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
         if self.input_mode == "history" and not self.prefer_tokens:
-            for replaced in ("tokens", "masks"):
+            for replaced in ("tokens", "masks", SAMPLING_MASK_KEY):
                 tensordict.pop(replaced, None)
         is_given = self.input_mode == "tokens" or (self.input_mode == "history" and has_entry(tensordict, _TOKENS))
         if not is_given:
@@ -310,9 +333,10 @@ class TransformersWrapper(LLMWrapperBase):
         batch = flat_batch(tensordict)
         key = self.input_key if self.input_mode == "tokens" else _TOKENS
         token_ids = ragged_column(batch, key)
+        sampling_mask = read_sampling_masks(batch, [len(ids) for ids in token_ids]) if is_given else None
         if not has_entry(batch, _MASK):
-            return token_ids, [torch.ones_like(ids).bool() for ids in token_ids]
-        return token_ids, [mask.bool() for mask in ragged_column(batch, _MASK)]
+            return token_ids, [torch.ones_like(ids).bool() for ids in token_ids], sampling_mask
+        return token_ids, [mask.bool() for mask in ragged_column(batch, _MASK)], sampling_mask
 
     def _tokenize(self, tensordict: TensorDictBase) -> None:
         """Write tokens and masks of the text or the history of each row."""

@@ -1,0 +1,112 @@
+"""Sampling masks of rows: which ids truncation kept where each token was sampled."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.data.tensordicts import batch_elements, tensordict_of
+
+SAMPLING_MASK_KEY = "sampling_mask"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMask:
+    """The ids that top-k, top-p and min-p kept at each of several tokens, one after the other.
+
+    Log-probs of a truncated distribution are made again by normalising over these ids alone: "Keep Sampling Mask" of
+    DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
+
+    Raises:
+        ValueError: when the counts do not add up to the ids.
+
+    Example:
+        >>> from array import array
+        >>> mask = SamplingMask.of([None, array("i", [4, 9])])
+        >>> mask.token_ids.tolist(), mask.counts.tolist()
+        ([4, 9], [0, 2])
+    """
+
+    token_ids: torch.Tensor
+    """[num_kept] int32: of all tokens."""
+    counts: torch.Tensor
+    """[num_tokens] int32: how many are of each token; 0 where nothing was cut."""
+
+    def __post_init__(self) -> None:
+        if int(self.counts.sum()) != len(self.token_ids):
+            raise ValueError(
+                f"A sampling mask's counts add up to {int(self.counts.sum())}, and it has {len(self.token_ids)} ids: "
+                "rows with a sampling mask must be neither cut nor padded; keep the batch lazily stacked."
+            )
+
+    @classmethod
+    def of(cls, kept: Sequence[array[int] | None]) -> SamplingMask:
+        """Return the mask of tokens, `[num_tokens]`: None is one of which nothing was cut."""
+        joined = array("i")
+        for ids in kept:
+            if ids is not None:
+                joined.extend(ids)
+        counts = [0 if ids is None else len(ids) for ids in kept]
+        return cls(torch.tensor(joined, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
+
+    @classmethod
+    def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """Return the mask of the tokens of several, one after the other."""
+        return cls(torch.cat([mask.token_ids for mask in masks]), torch.cat([mask.counts for mask in masks]))
+
+    @classmethod
+    def nothing_cut(cls, num_tokens: int) -> SamplingMask:
+        """Return the mask of tokens that were sampled from all ids."""
+        return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32))
+
+    def chosen(self, index: torch.Tensor) -> SamplingMask:
+        """Return the mask of some tokens, `[num_chosen]` places among `counts`, in their order."""
+        counts = self.counts[index].long()
+        starts = (self.counts.long().cumsum(0) - self.counts)[index]
+        first = counts.cumsum(0) - counts
+        places = torch.arange(int(counts.sum()), device=counts.device) + (starts - first).repeat_interleave(counts)
+        return SamplingMask(self.token_ids[places], self.counts[index])
+
+    def to(self, device: torch.device | str | None) -> SamplingMask:
+        """Return it on a device."""
+        return SamplingMask(self.token_ids.to(device), self.counts.to(device))
+
+
+def sampling_mask_entry(kept: Sequence[array[int] | None]) -> dict[str, TensorDictBase]:
+    """Return the entry of a row or a turn of these tokens, by its key; nothing where nothing was cut."""
+    if not any(ids is not None for ids in kept):
+        return {}
+    mask = SamplingMask.of(kept)
+    return {SAMPLING_MASK_KEY: tensordict_of({"token_ids": mask.token_ids, "counts": mask.counts})}
+
+
+def read_sampling_masks(batch: TensorDictBase, lengths: Sequence[int]) -> SamplingMask | None:
+    """Return the mask of all tokens of a batch's rows, row after row; None where no row has one.
+
+    Args:
+        batch: with one batch dimension; rows without the entry were sampled from all ids.
+        lengths: tokens of each row.
+
+    Raises:
+        ValueError: when a row's mask has not one count a token, or its ids are not all there.
+    """
+    entries = [element.get(SAMPLING_MASK_KEY, None) for element in batch_elements(batch)]
+    if all(entry is None for entry in entries):
+        return None
+    masks = []
+    for row, (entry, length) in enumerate(zip(entries, lengths, strict=True)):
+        if entry is None:
+            masks.append(SamplingMask.nothing_cut(length))
+            continue
+        counts = entry.get("counts")
+        if len(counts) != length:
+            raise ValueError(
+                f"{(SAMPLING_MASK_KEY, 'counts')!r} of row {row} has {len(counts)} entries for {length} tokens: rows "
+                "with a sampling mask must be neither cut nor padded; keep the batch lazily stacked."
+            )
+        masks.append(SamplingMask(entry.get("token_ids"), counts))
+    return SamplingMask.joined(masks)
