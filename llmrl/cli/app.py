@@ -257,7 +257,8 @@ def serve(
     except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
     try:
-        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        # Clients sample as they like, and nothing is trained here.
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "replay": False}
         command.run(settings, vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling), console)
     except OSError as error:
         raise _fail(error, exit_code=1) from None

@@ -27,7 +27,7 @@ class Completer:
         is_open: requests wait while it is not set: a pause between turns.
 
     Raises:
-        ValueError: where the policy has stop strings and no renderer.
+        ValueError: where the policy has stop strings and no renderer, or a repetition penalty that no trainer replays.
     """
 
     def __init__(self, policy: LLMWrapperBase, *, num_retries: int, is_open: asyncio.Event | None = None) -> None:
@@ -35,6 +35,12 @@ class Completer:
             raise ValueError(
                 "the policy has stop strings and no renderer: an update of the weights may cut one in two, which is "
                 "seen in text; build the policy with tokenizer= or renderer=."
+            )
+        if policy.sampling.replay and policy.sampling.repetition_penalty != 1:
+            raise ValueError(
+                f"the policy samples with repetition_penalty={policy.sampling.repetition_penalty:g}, and the trainer "
+                "cannot make that distribution again: leave it at 1; or say replay=False, to train with importance "
+                "ratios that are not 1 on-policy, or where nothing is trained."
             )
         self.policy, self._num_retries, self._is_open = policy, num_retries, is_open
         # Of this player alone, whoever else plays the same dataset on the same engine.

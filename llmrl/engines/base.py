@@ -181,6 +181,19 @@ class ReportsProgress(Protocol):
 
 
 @runtime_checkable
+class ChecksSampling(Protocol):
+    """An engine that can say beforehand what it would refuse whatever the prompt is."""
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Refuse a way of sampling.
+
+        Raises:
+            ValueError: naming what cannot be had, and what to do instead.
+        """
+        ...
+
+
+@runtime_checkable
 class HasTokenizer(Protocol):
     """An engine that knows its model's tokenizer."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
-from llmrl.engines.server_messages import completion_request, is_plain, read_models, read_response
+from llmrl.engines.server_messages import check_sampling, completion_request, is_plain, read_models, read_response
 
 if TYPE_CHECKING:
     import aiohttp
@@ -149,6 +149,14 @@ class ServerEngine:
             raise EngineError("The server engine was shut down.") from None
         finally:
             del self._in_flight[request_id]
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Refuse truncation of which a server cannot say what it kept.
+
+        Raises:
+            ValueError: for top-p or min-p without top-k.
+        """
+        check_sampling(sampling)
 
     async def abort(self, request_id: str) -> None:
         """End a request by hanging up; its `generate` returns an empty completion: what was sampled stays there."""

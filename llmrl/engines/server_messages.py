@@ -31,11 +31,11 @@ def is_plain(sampling: SamplingConfig) -> bool:
     )
 
 
-def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int) -> dict[str, object]:
-    """Return the body of a `/v1/completions` request, which says every parameter: a default would be a silent one.
+def check_sampling(sampling: SamplingConfig) -> None:
+    """Refuse truncation of which a server cannot say what it kept.
 
     Raises:
-        ValueError: for top-p or min-p without top-k, where no server says what they keep.
+        ValueError: for top-p or min-p without top-k.
     """
     if sampling.needs_sampling_mask and not sampling.top_k:
         raise ValueError(
@@ -43,6 +43,11 @@ def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConf
             "or what the server's --max-logprobs allows, less one; or say replay=False, and train with importance "
             "ratios that are not 1 on-policy."
         )
+
+
+def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int) -> dict[str, object]:
+    """Return the body of a `/v1/completions` request, which says every parameter: a default would be a silent one."""
+    check_sampling(sampling)
     return {
         "model": model,
         "prompt": prompt_ids,

@@ -70,7 +70,6 @@ class AsyncVLLM(KnownArguments):
         self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
         self.model_dtype = llm.vllm_config.model_config.dtype
         """dtype of the weights in the engine."""
-        self._is_mask_reported: bool = llm.vllm_config.model_config.return_sampling_mask
         self.quantization: str | None = llm.vllm_config.model_config.quantization
         """How the weights in the engine are quantised, `None` when they are not."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
@@ -252,7 +251,7 @@ class AsyncVLLM(KnownArguments):
         check_request(request_id, prompt_ids, self._in_flight)
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
         self._check_alive()
-        num_log_probs = num_reported(sampling, vocab_size=self.vocab_size, is_mask_reported=self._is_mask_reported)
+        num_log_probs = num_reported(sampling, self._llm.vllm_config.model_config)
         params = sampling_params(sampling, budget, num_log_probs=num_log_probs)
         self._in_flight.add(request_id)
         self._watch.begin(self, self._background)
@@ -268,6 +267,14 @@ class AsyncVLLM(KnownArguments):
             raise EngineError("The vLLM engine was shut down.") from error
         finally:
             self._in_flight.discard(request_id)
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Refuse truncation of which vLLM cannot say what it kept.
+
+        Raises:
+            ValueError: for top-p or min-p without top-k.
+        """
+        num_reported(sampling, self._llm.vllm_config.model_config)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
         """Sample one completion for each prompt, all in flight at once; blocks, so not for use in an event loop."""

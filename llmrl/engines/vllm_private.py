@@ -35,7 +35,7 @@ EXECUTOR = f"{__name__}.InStepExecutor"
 
 # Module of vLLM -> its names that llmrl uses.
 _NAMES = {
-    "config": ("VllmConfig", "WeightTransferConfig", "set_current_vllm_config"),
+    "config": ("ModelConfig", "VllmConfig", "WeightTransferConfig", "set_current_vllm_config"),
     "distributed.utils": ("stateless_init_torch_distributed_process_group",),
     "distributed.weight_transfer.base": (
         "WeightTransferEngine",

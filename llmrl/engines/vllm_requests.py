@@ -15,23 +15,19 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
 
-    from llmrl.engines.vllm_private import AsyncLLM
+    from llmrl.engines.vllm_private import AsyncLLM, ModelConfig
 
 
-def num_reported(sampling: SamplingConfig, *, vocab_size: int, is_mask_reported: bool = False) -> int:
+def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
     """Return of how many of the likeliest ids vLLM is asked for the log-prob, to see which of them truncation kept.
 
-    What top-k keeps are its ids and those that tie with the last, as many do in bfloat16.
-
-    Args:
-        sampling: of the request.
-        vocab_size: number of token ids.
-        is_mask_reported: whether vLLM says by itself what it kept (`return_sampling_mask`).
+    None are needed where vLLM says by itself what it kept (`return_sampling_mask`). What top-k keeps are its ids and
+    those that tie with the last, as many do in bfloat16.
 
     Raises:
         ValueError: for top-p or min-p without top-k, where what they keep is not bounded.
     """
-    if not sampling.needs_sampling_mask or is_mask_reported:
+    if not sampling.needs_sampling_mask or config.return_sampling_mask:
         return 0
     if not sampling.top_k:
         raise ValueError(
@@ -39,7 +35,7 @@ def num_reported(sampling: SamplingConfig, *, vocab_size: int, is_mask_reported:
             "only where top_k bounds it, so that the trainer can make the distribution again: add top_k=200, say; or "
             "say replay=False, and train with importance ratios that are not 1 on-policy."
         )
-    return min(vocab_size, sampling.top_k + sampling.top_k // 8 + 16)
+    return min(config.get_vocab_size(), sampling.top_k + sampling.top_k // 8 + 16)
 
 
 def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0) -> SamplingParams:

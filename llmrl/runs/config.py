@@ -162,7 +162,13 @@ class CollectConfig:
     max_turns: int = 1
     """Answers of one conversation; 1 is a question and its answer."""
     temperature: float = 1.0
-    """1 samples from the policy itself, so that importance ratios are 1."""
+    """1 samples from the policy itself."""
+    top_p: float = 1.0
+    """Below 1 the least likely tokens are never sampled; vLLM needs `top_k` beside it."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are never sampled; vLLM needs `top_k` beside it."""
     max_staleness: int | None = None
     """Versions that a group may be old when it is trained on; null generates on demand, and nothing meanwhile."""
     num_collectors: int | None = None
@@ -173,6 +179,12 @@ class CollectConfig:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"collect.temperature must be positive, got {self.temperature}.")
+
+    @property
+    def generate_kwargs(self) -> dict[str, float]:
+        """What a policy samples by, and its trainer replays."""
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(slots=True, kw_only=True)

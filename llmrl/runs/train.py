@@ -216,7 +216,7 @@ def _train(
         device = TrainerDevice(cfg)
         engine: Any = run.enter(start_engine(cfg)) if own_engine is None else own_engine
         tokenizer = engine.get_tokenizer()
-        sampling = {"max_new_tokens": cfg.collect.max_new_tokens, "temperature": cfg.collect.temperature}
+        sampling = cfg.collect.generate_kwargs
         policy = LLMWrapperBase(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 
         model = load_model(

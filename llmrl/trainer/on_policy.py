@@ -23,7 +23,8 @@ _STALE = (
 )
 _OTHER_DISTRIBUTION = [
     "the temperature: that of TransformersWrapper(generate_kwargs=...) must be the sampler's",
-    "top_k, top_p or min_p: the sampler's log-probs are those of the distribution that they cut",
+    "top_k, top_p or min_p without the rows' sampling mask (replay=False), or a repetition penalty: the sampler's "
+    "log-probs are those of another distribution",
     "the engine was started from another checkpoint than the trainer, or with other options of the model",
 ]
 

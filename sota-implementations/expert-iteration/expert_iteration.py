@@ -50,7 +50,7 @@ def main(cfg: ExpertIterationConfig) -> None:
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
         tokenizer = engine.get_tokenizer()
-        sampling = {"max_new_tokens": cfg.collect.max_new_tokens, "temperature": cfg.collect.temperature}
+        sampling = cfg.collect.generate_kwargs
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 
         # What learns: float32 weights, computing in the engine's dtype.
