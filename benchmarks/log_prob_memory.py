@@ -26,7 +26,7 @@ SIZES = [(2048, 16384), (4096, 16384), (8192, 16384), (2048, 32768), (2048, 6553
 GOAL = 1 / 3
 
 
-def _resident_gib(name: str) -> float:
+def resident_gib(name: str) -> float:
     """`VmRSS`, or `VmHWM`, its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
@@ -53,11 +53,11 @@ def run_case(name: str, num_tokens: int, vocab_size: int) -> dict[str, float]:
     CASES[name](hidden[:2], weight[:8], targets[:2] % 8).sum().backward()
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    floor = _resident_gib("VmRSS")
+    floor = resident_gib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     log_probs = CASES[name](hidden, weight, targets)
     log_probs.mean().backward()
-    peak = _resident_gib("VmHWM")
+    peak = resident_gib("VmHWM")
     return {
         "above_floor_gib": peak - floor,
         "log_prob": float(log_probs.detach().mean()),

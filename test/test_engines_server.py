@@ -103,7 +103,7 @@ def test_every_sampling_parameter_is_sent(engine, server):
         "stop_reason": "END",
         "token_ids": [7],
         # Of the tokens that are left, each as likely: what the engine asks first of a server.
-        "logprobs": {"token_logprobs": [-math.log(body["top_k"])]},
+        "logprobs": {"token_logprobs": [-math.log(body["top_k"])], "top_logprobs": [{"token_id:7": 0.0}]},
     }
     sampling = SamplingConfig(
         max_new_tokens=400,

@@ -87,16 +87,18 @@ def test_top_k_of_one_is_certain(vllm_engine, prompt_ids):
 
 
 def test_min_p_narrows_the_distribution(vllm_engine, prompt_ids):
-    sampling = SamplingConfig(max_new_tokens=16, temperature=2.0, ignore_eos=True, seed=1)
+    sampling = SamplingConfig(max_new_tokens=16, temperature=2.0, ignore_eos=True, replay=False)
     [wild] = vllm_engine.generate_batch([prompt_ids], sampling)
     [tame] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(min_p=0.9))
     assert sum(tame.log_probs) > sum(wild.log_probs) / 4
 
 
-def test_a_seed_repeats_and_its_absence_does_not(vllm_engine, prompt_ids):
+def test_a_seed_of_a_request_is_refused_on_cpu_where_long_prompts_would_end_the_engine(vllm_engine, prompt_ids):
     sampling = SamplingConfig(max_new_tokens=16, temperature=1.5, seed=7)
-    seeded = vllm_engine.generate_batch([prompt_ids] * 2, sampling)
-    assert seeded[0].token_ids == seeded[1].token_ids
+    with pytest.raises(ValueError, match="seed of its own"):
+        vllm_engine.generate_batch([prompt_ids], sampling)
+    [greedy] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(temperature=0.0))
+    assert len(greedy.token_ids) == 16
     free = vllm_engine.generate_batch([prompt_ids] * 4, sampling.with_changes(seed=None))
     assert len({tuple(one.token_ids) for one in free}) > 1
 

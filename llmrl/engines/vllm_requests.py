@@ -47,12 +47,18 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
         num_log_probs: of the likeliest ids at each token, besides the sampled one.
 
     Raises:
-        ValueError: for a value that vLLM does not take, such as a temperature above 2.
+        ValueError: for a value that vLLM does not take, such as a temperature above 2, or a seed on CPU.
     """
     from vllm import SamplingParams
 
-    from llmrl.engines.vllm_private import RequestOutputKind, VLLMClientError
+    from llmrl.engines.vllm_private import RequestOutputKind, VLLMClientError, current_platform
 
+    if sampling.seed is not None and sampling.temperature > 0 and current_platform.is_cpu():
+        # Its engine takes back what a generator gave, which a CPU's cannot, where a prompt is computed in parts.
+        raise ValueError(
+            f"seed={sampling.seed}: vLLM's engine on CPU ends at a request with a seed of its own whose prompt is not "
+            "computed in one step; give the engine a seed, AsyncVLLM.from_pretrained(seed=...)."
+        )
     try:
         return SamplingParams(
             max_tokens=budget,
