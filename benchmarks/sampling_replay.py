@@ -1,7 +1,8 @@
 """The output head with what truncation kept beside the head without: processor time and peak memory.
 
 Forward and backward. Hidden states and a head of random numbers, float32, a vocabulary of 49,152. With 20 ids kept a
-token, as with top-k 20, and with 200. Each measurement runs in a process of its own; memory counts above what inputs and their gradients take.
+token, as with top-k 20, and with 200. Each measurement runs in a process of its own; memory counts above what inputs
+and their gradients take.
 """
 
 from __future__ import annotations

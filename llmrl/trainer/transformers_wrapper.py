@@ -122,8 +122,8 @@ class TransformersWrapper(LLMWrapperBase):
             raise ValueError(f"temperature must be positive, got {self.temperature}; greedy samples have no log-probs.")
         trained_model(self.model).compute_dtype = compute_dtype
         if self.input_mode != "text":
-            keys = [self.input_key, _TOKENS, _MASK, ATTENTION_MASK_KEY, SAMPLING_MASK_KEY]
-            self.in_keys = list(dict.fromkeys(keys))
+            # Not the sampling mask, which rows have only where something was cut.
+            self.in_keys = list(dict.fromkeys([self.input_key, _TOKENS, _MASK, ATTENTION_MASK_KEY]))
         self._causal_model = CausalModel(self.model, temperature=self.temperature)
         if self.head_kernel not in ("torch", "liger"):
             raise ValueError(f"head_kernel must be 'torch' or 'liger', got {self.head_kernel!r}.")
