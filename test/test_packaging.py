@@ -31,7 +31,7 @@ def load_setup():
 
 
 def installed_extras() -> list[str]:
-    return [extra for extra in PROJECT["optional-dependencies"] if extra not in ("gpu", "mlflow")]
+    return [extra for extra in PROJECT["optional-dependencies"] if extra not in ("gpu", "mlflow", "textarena")]
 
 
 def test_installed_versions_are_within_the_bounds():

@@ -25,6 +25,7 @@ from llmrl.envs.sampler import EndOfData, PromptSampler
 from llmrl.envs.search import SearchEnv, make_search_env, search_corpus
 from llmrl.envs.sum_of_digits import SumOfDigitsEnv, make_sum_of_digits_env, sum_of_digits_problems
 from llmrl.envs.task import TaskEnv, TaskOptions
+from llmrl.envs.textarena import make_textarena_env
 from llmrl.envs.tool_env import ToolEnv
 from llmrl.rewards import IFEvalScoreData
 
@@ -83,6 +84,7 @@ __all__ = [
     "make_search_env",
     "make_sum_of_digits_env",
     "make_task_env",
+    "make_textarena_env",
     "search_corpus",
     "sum_of_digits_problems",
     "task_environments",

@@ -18,7 +18,7 @@ class GymnasiumTextEnv(MessageEnv):
     Observations are the user's messages, what the policy says is the action. The environment's calls run in a thread.
 
     Args:
-        env: one environment; it plays one conversation.
+        env: one environment; it plays one conversation. GEM's (`gem.make`) are of this kind, too.
         seed: of its reset.
         system_prompt: what the model is told first.
 
@@ -60,7 +60,8 @@ class GymnasiumTextEnv(MessageEnv):
 
     async def close(self) -> None:
         """Close the environment."""
-        await asyncio.to_thread(self.env.close)
+        if hasattr(self.env, "close"):  # GEM's have none
+            await asyncio.to_thread(self.env.close)
 
     def _message(self, observation: object) -> Message:
         if not isinstance(observation, str):
