@@ -124,7 +124,7 @@ def test_in_half_precision_rows_that_share_nothing_are_as_near_to_float32_as_eag
     exact = tiny_model(model_type, config=config, attn_implementation="eager")
     policy = TransformersWrapper(tiny_model(model_type, config=config), generate=False, autocast_dtype=torch.bfloat16)
     (packed,) = policy.pack(ids, [torch.ones_like(row).bool() for row in ids])
-    assert packed.sequence_bounds() is not None
+    assert packed.sequence_bounds is not None
     log_probs, _ = policy.packed_log_probs(packed)
     assert calls[-1] == ("flex" if model_type == "gpt_oss" else "sequences")
     errors: dict[str, list[torch.Tensor]] = {"ours": [], "eager": []}
@@ -199,12 +199,12 @@ def test_the_blocks_are_those_of_the_dense_mask(
 
 def test_sequences_end_where_rows_and_padding_do() -> None:
     packed = _pack([30, 20, 25, 12], bin_length=50)
-    bounds = packed.sequence_bounds()
+    bounds = packed.sequence_bounds
     assert bounds is not None
     (num_bins, length), (lengths, ends) = packed.input_ids.shape, (bounds.diff().tolist(), bounds.tolist())
     assert sorted(lengths) == sorted([30, 20, 25, 12, num_bins * length - 87])  # the last is padding, one sequence
     assert all(bin_index * length in ends for bin_index in range(num_bins))
-    assert _pack([30, 20], 10).sequence_bounds() is None
+    assert _pack([30, 20], 10).sequence_bounds is None
 
 
 def test_memory_of_a_mask_grows_with_blocks_and_not_with_pairs() -> None:

@@ -25,7 +25,7 @@ class PackedMask(BlockMask):
     bounds: torch.Tensor | None
     """See `PackedRows.sequence_bounds`."""
     longest: int
-    """Tokens of the longest sequence between two bounds."""
+    """See `PackedRows.longest_sequence`."""
     window: int | None
     """Tokens that a token sees of its own path, itself included; None is all."""
 
@@ -72,8 +72,7 @@ def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
     mask = PackedMask.from_kv_blocks(
         *_listed(partial), *_listed(full), BLOCK_SIZE=_BLOCK_LENGTH, mask_mod=is_seen, seq_lengths=(len(end), len(end))
     )
-    mask.bounds, mask.window = packed.sequence_bounds(), window
-    mask.longest = 0 if mask.bounds is None else int(mask.bounds.diff().max())
+    mask.bounds, mask.longest, mask.window = packed.sequence_bounds, packed.longest_sequence, window
     return mask
 
 

@@ -8,6 +8,7 @@ node `i` sees node `j` exactly when `j <= i < subtree_end[j]`, that is when `j` 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,11 @@ class PackedRows:
     """[num_rows] int64: tokens of each row after its last predictor, which are not computed."""
     tails: torch.Tensor
     """[num_tail_tokens] int64: ids of those tokens, row after row."""
+    sequence_bounds: torch.Tensor | None
+    """[num_sequences + 1] int32: flat positions between sequences that see nothing of each other, and in which every
+    token sees all before it; None where rows branch."""
+    longest_sequence: int
+    """Tokens between two bounds, at most; 0 without."""
     sampling_mask: SamplingMask | None = None
     """[num_scored]: of the scored tokens, where some were sampled from a truncated distribution."""
 
@@ -82,27 +88,6 @@ class PackedRows:
             mask &= self.position_ids[:, :, None] - self.position_ids[:, None, :] < window
         return mask[:, None]
 
-    def sequence_bounds(self) -> torch.Tensor | None:
-        """Return [num_sequences + 1] int32: flat positions between sequences that see nothing of each other.
-
-        Within a sequence every token sees all before it. None where rows branch, so that there are no such sequences.
-
-        Example:
-            >>> rows, mask = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])], torch.ones(3).bool()
-            >>> (packed,) = pack_rows(rows, [mask, mask[:2]])
-            >>> packed.input_ids.tolist(), packed.sequence_bounds().tolist()
-            ([[1, 2, 4]], [0, 2, 3])
-        """
-        depth, device = self.position_ids.flatten(), self.position_ids.device
-        if bool(((depth[1:] != depth[:-1] + 1) & (depth[1:] != 0)).any()):
-            return None
-        is_padding = torch.ones_like(depth, dtype=torch.bool)
-        is_padding[self.token_positions] = False
-        is_first = torch.ones_like(is_padding)
-        is_first[1:] = (depth[1:] == 0) & ~(is_padding[1:] & is_padding[:-1])  # padding is a sequence like another
-        end = torch.tensor([len(depth)], device=device)
-        return torch.cat([is_first.nonzero().flatten(), end]).to(torch.int32)
-
     def unpack(self) -> list[torch.Tensor]:
         """Return the rows held here, `[num_tokens]` each, in the order of `rows`."""
         computed = self.input_ids.flatten()[self.token_positions].split(self.row_lengths.tolist())
@@ -111,8 +96,11 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> PackedRows:
         """Return a copy on `device`."""
-        parts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
+        moved = copy.copy(self)
+        for name in self.__dataclass_fields__:
+            if hasattr(part := getattr(self, name), "to"):
+                object.__setattr__(moved, name, part.to(device))
+        return moved
 
 
 def pack_rows(
@@ -154,6 +142,9 @@ def pack_rows(
         ([[1, 2]], [[0, 1]])
         >>> packed.predictors.tolist(), packed.targets.tolist()
         ([1, 1], [3, 4])
+        >>> apart = pack_rows([a, b[1:]], [scored, scored[1:]])[0]
+        >>> apart.input_ids.tolist(), apart.sequence_bounds.tolist()
+        ([[1, 2, 2]], [0, 2, 3])
     """
     _check(token_ids, scored_masks, token_budget, bin_length, attention_length)
     if not token_ids:
@@ -304,4 +295,20 @@ def _with_scored_tokens(
     tensors: dict[str, Any] = {
         name: torch.from_numpy(np.ascontiguousarray(c)).to(device) for name, c in columns.items()
     }
-    return PackedRows(**tensors)
+    bounds = _sequence_bounds(position_ids.ravel(), positions)
+    return PackedRows(
+        **tensors,
+        sequence_bounds=None if bounds is None else torch.from_numpy(bounds).to(device),
+        longest_sequence=0 if bounds is None else int(np.diff(bounds).max()),
+    )
+
+
+def _sequence_bounds(depth: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
+    """See `PackedRows.sequence_bounds`; here, where nothing has to be asked of a device."""
+    if ((depth[1:] != depth[:-1] + 1) & (depth[1:] != 0)).any():
+        return None
+    is_padding = np.ones(len(depth), dtype=bool)
+    is_padding[positions] = False
+    is_first = depth == 0
+    is_first[1:] &= ~(is_padding[1:] & is_padding[:-1])  # padding is a sequence like another
+    return np.append(np.flatnonzero(is_first), len(depth)).astype(np.int32)
