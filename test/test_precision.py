@@ -81,8 +81,8 @@ def messages_of(action: Callable[[], object]) -> list[str]:
 def test_engine_and_trainer_compute_in_the_same_dtype_by_default(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     served = build_engine_args(
-        "model", is_cpu=device == "cpu", kv_cache_memory=1, weight_transfer=False, options={"dtype": None},
-        engine_args={},
+        "model", is_cpu=device == "cpu", kv_cache_memory=1, weight_transfer=False, enable_sleep=False,
+        options={"dtype": None}, engine_args={},
     )  # fmt: skip
     monkeypatch.setattr(TransformersWrapper, "device", torch.device(device))
     model = tiny_model()

@@ -156,8 +156,8 @@ def test_a_quantised_engine_is_refused(tiny_model_path, tmp_path, engine_args, i
         config["quantization_config"] = in_checkpoint
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = build_engine_args(
-        str(tmp_path), is_cpu=True, kv_cache_memory=1 << 26, weight_transfer=True, options={"dtype": "bfloat16"},
-        engine_args=engine_args | {"skip_tokenizer_init": True},
+        str(tmp_path), is_cpu=True, kv_cache_memory=1 << 26, weight_transfer=True, enable_sleep=False,
+        options={"dtype": "bfloat16"}, engine_args=engine_args | {"skip_tokenizer_init": True},
     )  # fmt: skip
     llm = SimpleNamespace(vllm_config=arguments.create_engine_config(), errored=False, shutdown=lambda: None)
     background = BackgroundLoop("test")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from weight_sync_tools import FakeEngine, make_sender
 
-from llmrl.engines import AsyncVLLM, vllm
+from llmrl.engines import AsyncVLLM, vllm_start
 from llmrl.engines.base import EngineError
 from llmrl.engines.environment import transfer_variables
 from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError
@@ -244,7 +244,7 @@ def test_only_engines_for_ipc_are_started_to_take_handles(monkeypatch, tiny_mode
         raise RuntimeError("seen enough")
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
-    monkeypatch.setattr(vllm, "start_llm", start)
+    monkeypatch.setattr(vllm_start, "start_llm", start)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     with pytest.raises(EngineError, match="seen enough"):
         AsyncVLLM.from_pretrained(tiny_model_path, weight_transfer=backend)

@@ -25,21 +25,27 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def engine_variables(*, num_cpu_threads: int, log_level: str, compile_model: bool) -> dict[str, str]:
+def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool) -> dict[str, str]:
     """Return the environment variables for a vLLM engine process.
 
-    Threads are counted but not bound to cores: a bound engine beside a trainer leaves one core idle and fights for
-    the other.
+    Processes are spawned: what vLLM forks by default, dies of the CUDA that its parent has looked at.
+
+    Args:
+        log_level: of vLLM's logger.
+        cpu_threads: of an engine on CPU, where they are counted but not bound to cores: a bound engine beside a trainer
+            leaves one core idle and fights for the other. None on a GPU.
+        is_eager: no compilation.
     """
-    variables = {
-        "VLLM_LOGGING_LEVEL": log_level,
+    variables = {"VLLM_LOGGING_LEVEL": log_level, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if cpu_threads is None:
+        return variables
+    variables |= {
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # One worker lives in the engine's own process on CPU: one start-up and one hop per step less.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(num_cpu_threads),
+        "OMP_NUM_THREADS": str(cpu_threads),
         # Threads that spin for long between parallel regions starve whoever else needs the core, their own partners
         # too: beside another busy process this is worth a factor of 2 to 10, alone it costs nothing.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
@@ -50,7 +56,7 @@ def engine_variables(*, num_cpu_threads: int, log_level: str, compile_model: boo
     }
     if log_level != "DEBUG":
         variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    if not compile_model:
+    if is_eager:
         variables["TORCH_COMPILE_DISABLE"] = "1"
     return variables
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,9 +44,12 @@ def start_engines(
         options = {**options, "cpu_threads": max(1, available_cores() // num_replicas)}
     # Who has several watches over them.
     options = {**options, "hang_timeout_seconds": None}
-    make_engine = functools.partial(AsyncVLLM.from_pretrained, os.fspath(model), **options)
+    # Each its own, those started in a dead one's place too: engines of one seed give a prompt the same answers.
+    seeds = itertools.count(options.get("seed", 0))
 
     def start(index: int) -> UpdatableEngine:
+        seed = next(seeds)
+        make_engine = functools.partial(AsyncVLLM.from_pretrained, os.fspath(model), **{**options, "seed": seed})
         return RayEngine.start(make_engine, ray_options=ray_options) if use_ray else make_engine()
 
     with ThreadPoolExecutor(num_replicas, thread_name_prefix="llmrl-start") as pool:

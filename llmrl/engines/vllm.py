@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import socket
 import time
@@ -24,12 +23,12 @@ from llmrl.engines.base import (
     check_request,
     completion_budget,
 )
-from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import EngineLoad, LoadMeter
-from llmrl.engines.vllm_args import TorchRLOptions, build_engine_args, in_own_words
-from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once, start_llm
+from llmrl.engines.vllm_args import TorchRLOptions, in_own_words
+from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm_requests import generate_one, num_reported, sampling_params, unless_it_dies
+from llmrl.engines.vllm_start import start_vllm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +80,10 @@ class AsyncVLLM(KnownArguments):
         self._in_flight: set[str] = set()
         self._num_tokens = 0
         self._is_paused = False
+        self._can_sleep: bool = llm.vllm_config.model_config.enable_sleep_mode
+        self._is_asleep = False
+        self.lacks_weights = False
+        """Whether it gave its weights back to sleep, and no update has brought others."""
         self._watch = HangWatch(hang_timeout_seconds)
         self._finalizer = weakref.finalize(self, close_llm, llm, background)
 
@@ -99,6 +102,7 @@ class AsyncVLLM(KnownArguments):
         seed: int = 0,
         enable_prefix_caching: bool = True,
         weight_transfer: bool | str = True,
+        enable_sleep: bool = False,
         cpu_threads: int | None = None,
         hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
         log_level: str = "ERROR",
@@ -118,9 +122,10 @@ class AsyncVLLM(KnownArguments):
             gpu_memory_utilization: share of the device's memory, where `kv_cache_memory` is not given.
             enforce_eager: no compilation and no graphs; true on CPU when not given, where it saves 17 s or more at
                 the start for some 15 % of speed.
-            seed: of the engine's sampler, for requests without their own.
+            seed: of the engine's sampler, for requests without their own; of several engines the first one's.
             enable_prefix_caching: reuse the key-value blocks of shared prefixes; emptied at each weight update.
             weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU.
+            enable_sleep: allow `sleep`, on a GPU that a trainer shares.
             cpu_threads: of an engine on CPU; all cores when not given, right for a loop that never generates and
                 trains at once. Give fewer where a trainer runs beside it.
             hang_timeout_seconds: an engine that has requests and in this time no token for any of them hangs: it is
@@ -146,53 +151,26 @@ class AsyncVLLM(KnownArguments):
         HangWatch(hang_timeout_seconds)  # refuses a wrong one before the engine starts
         if cpu_threads is not None and cpu_threads < 1:
             raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
-        options = {
-            "max_model_len": max_model_len,
-            "dtype": dtype,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enforce_eager": enforce_eager,
-            "seed": seed,
-            "enable_prefix_caching": enable_prefix_caching,
-        }
         start = time.perf_counter()
-        logging.getLogger("vllm").setLevel(log_level)
-        with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
-            try:
-                from llmrl.engines.vllm_private import current_platform
-            except ImportError as error:
-                raise ImportError(
-                    "AsyncVLLM needs vLLM: make setup in a checkout (CPU), or pip install 'llmrl[gpu]'."
-                ) from error
-
-        is_cpu = bool(current_platform.is_cpu())
-        is_eager = is_cpu if enforce_eager is None else enforce_eager
-        options["enforce_eager"] = is_eager
-        options["max_num_seqs"] = 128 if max_num_seqs is None and is_cpu else max_num_seqs
-        variables = {"VLLM_LOGGING_LEVEL": log_level}
-        if is_cpu:
-            variables = engine_variables(
-                num_cpu_threads=cpu_threads or available_cores(), log_level=log_level, compile_model=not is_eager
-            )
-        background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
-        try:
-            with starting_environment(variables | transfer_variables(weight_transfer)):
-                arguments = build_engine_args(
-                    os.fspath(model_name),
-                    is_cpu=is_cpu,
-                    kv_cache_memory=kv_cache_memory,
-                    weight_transfer=weight_transfer,
-                    options=options,
-                    engine_args=engine_args or {},
-                )
-                llm = background.run(start_llm(arguments, load))
-        except (TypeError, EngineError):
-            background.close()
-            raise
-        except Exception as error:
-            background.close()
-            raise EngineError(f"vLLM did not start with model {os.fspath(model_name)!r}: {error}") from error
+        llm, background, load = start_vllm(
+            os.fspath(model_name),
+            kv_cache_memory=kv_cache_memory,
+            weight_transfer=weight_transfer,
+            enable_sleep=enable_sleep,
+            cpu_threads=cpu_threads,
+            log_level=log_level,
+            options={
+                "max_model_len": max_model_len,
+                "dtype": dtype,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "gpu_memory_utilization": gpu_memory_utilization,
+                "enforce_eager": enforce_eager,
+                "seed": seed,
+                "enable_prefix_caching": enable_prefix_caching,
+            },
+            engine_args=engine_args or {},
+        )
         config = llm.vllm_config.weight_transfer_config
         backend = None if config is None else config.backend
         return cls(
@@ -244,13 +222,14 @@ class AsyncVLLM(KnownArguments):
         Raises:
             ValueError: for an empty prompt, one without room for a token, a token id outside the vocabulary, or a
                 `request_id` that is in flight, or truncation of which vLLM cannot say what it kept.
-            EngineError: when the engine died, was shut down, or returned tokens without their log-probs.
+            EngineError: when the engine died, was shut down, sleeps, or returned tokens without their log-probs.
         """
         if request_id is None:
             request_id = f"{self._id_prefix}-{next(self._id_counter)}"
         check_request(request_id, prompt_ids, self._in_flight)
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
         self._check_alive()
+        self._check_awake()
         num_log_probs = num_reported(sampling, self._llm.vllm_config.model_config)
         params = sampling_params(sampling, budget, num_log_probs=num_log_probs)
         self._in_flight.add(request_id)
@@ -303,6 +282,10 @@ class AsyncVLLM(KnownArguments):
         if not self.is_alive:
             raise EngineError(self._watch.why or "The vLLM engine is not running; start a new one.")
 
+    def _check_awake(self) -> None:
+        if self.lacks_weights:
+            raise EngineError("The engine sleeps: it gave back its weights, and goes on after the next update.")
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     @property
@@ -322,9 +305,31 @@ class AsyncVLLM(KnownArguments):
         self._is_paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Go on after `pause`, or after `sleep` and an update.
+
+        Raises:
+            EngineError: when it sleeps and has no weights.
+        """
+        self._check_awake()
+        if self._is_asleep:
+            self._control(self._llm.wake_up(["kv_cache"]))
         self._control(self._llm.resume_generation())
-        self._is_paused = False
+        self._is_paused = self._is_asleep = False
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back, weights and key-value blocks (vLLM's level 2), until an update wakes it.
+
+        Requests in flight wait, and read their prefixes again afterwards. The update takes room for the weights before
+        they come, and for the blocks when the engine goes on. May be called twice.
+
+        Raises:
+            EngineError: when the engine was started without `enable_sleep`.
+        """
+        if not self._can_sleep:
+            raise EngineError("This engine cannot sleep; start it on a GPU with enable_sleep=True.")
+        if not self.lacks_weights:
+            self._control(self._llm.sleep(level=2, mode="keep"))
+        self._is_paused = self._is_asleep = self.lacks_weights = True
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
         """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""
@@ -345,6 +350,8 @@ class AsyncVLLM(KnownArguments):
     def start_weight_update(self) -> None:
         """Make the engine ready to take new weights; pause it first."""
         self._require_weight_transfer()
+        if self.lacks_weights:
+            self._control(self._llm.wake_up(["weights"]))
         self._control(self._llm.start_weight_update())
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
@@ -361,6 +368,7 @@ class AsyncVLLM(KnownArguments):
         """Put the taken weights to use and return their version: the next one, unless given."""
         version = self._policy_version + 1 if weight_version is None else int(weight_version)
         self._control(self._llm.finish_weight_update(weight_version=str(version)))
+        self.lacks_weights &= version == self._policy_version  # an update that was given up
         self._policy_version = version
         return version
 

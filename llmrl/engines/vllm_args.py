@@ -29,6 +29,7 @@ _OWNED = {
     "disable_log_stats": None,
     "enable_log_requests": None,
     "weight_transfer_config": "weight_transfer",
+    "enable_sleep_mode": "enable_sleep",
     "kv_cache_memory_bytes": "kv_cache_memory",
 }
 
@@ -123,6 +124,7 @@ def build_engine_args(
     is_cpu: bool,
     kv_cache_memory: int | None,
     weight_transfer: bool | str,
+    enable_sleep: bool,
     options: Mapping[str, object],
     engine_args: Mapping[str, Any],
 ) -> AsyncEngineArgs:
@@ -130,6 +132,7 @@ def build_engine_args(
 
     Raises:
         TypeError: for a name in `engine_args` that vLLM has not, or that has its own argument here.
+        EngineError: see `weight_transfer_backend`; and for `enable_sleep` on CPU, or without a way for new weights.
     """
     from llmrl.engines.vllm_private import AsyncEngineArgs, WeightTransferConfig
 
@@ -144,6 +147,12 @@ def build_engine_args(
     # As `TransformersWrapper` by default. On CPU bfloat16 is no faster as a rule, and small updates are lost in it.
     arguments.setdefault("dtype", "float32" if is_cpu else "bfloat16")
     backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
+    if enable_sleep and (is_cpu or backend is None):
+        why = (
+            "vLLM gives nothing back on a CPU" if is_cpu else "weight_transfer=False brings it no weights to wake with"
+        )
+        raise EngineError(f"enable_sleep=True cannot be had: {why}.")
+    arguments["enable_sleep_mode"] = enable_sleep
     if backend is not None:
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=backend)
     if kv_cache_memory is None and is_cpu and "gpu_memory_utilization" not in arguments:

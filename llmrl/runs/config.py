@@ -109,6 +109,8 @@ class EngineConfig:
     """No compilation; null is true on CPU, where it costs more than it saves in minutes."""
     cpu_threads: int | None = None
     """Of an engine on CPU; null is all cores."""
+    sleep_while_training: bool | None = None
+    """Give all of a GPU to the trainer while it trains; null: where the two share one (`sync.transport=ipc`) in turn."""
     use_ray: bool = False
     """Start engines in Ray actors."""
     ray_options: dict[str, Any] = field(default_factory=dict)
@@ -307,11 +309,27 @@ class ScriptConfig:
             )
         if self.sync.transport == "ipc" and (engine.use_ray or (engine.num_replicas or 1) > 1):
             raise ValueError("sync.transport=ipc is for one engine on the trainer's GPU; with several use direct.")
+        if engine.sleep_while_training and (self.sync.transport != "ipc" or self.is_collected_ahead):
+            raise ValueError(
+                "engine.sleep_while_training=true is for an engine that shares the trainer's GPU (sync.transport=ipc) "
+                "and generates in turn with it: collect.max_staleness=null, collect.in_background=false."
+            )
         if engine.use_ray and gpus and gpus != engine.tensor_parallel_size:
             raise ValueError(
                 f"engine.ray_options.num_gpus is {gpus} and engine.tensor_parallel_size {engine.tensor_parallel_size}: "
                 "an engine's actor has as many GPUs as the engine is sharded over."
             )
+
+    @property
+    def is_collected_ahead(self) -> bool:
+        """Whether the engine generates while the trainer trains."""
+        return self.collect.max_staleness is not None or getattr(self.collect, "in_background", False)
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether the engine gives back the GPU's memory while the trainer trains."""
+        sleeps = self.engine.sleep_while_training
+        return (self.sync.transport == "ipc" and not self.is_collected_ahead) if sleeps is None else sleeps
 
 
 @dataclass(slots=True, kw_only=True)

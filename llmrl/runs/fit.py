@@ -52,10 +52,17 @@ def check_fit(cfg: ScriptConfig) -> None:
     num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its small batches fill no budget
     if model is None or num_bytes is None:
         return
+    plan, usable = plan_memory(model, training), int(num_bytes * _USABLE)
     if not cfg.engine.use_ray:  # an engine has its share of the same GPU
-        num_bytes = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)))
-    usable = int(num_bytes * _USABLE)
-    plan = plan_memory(model, training)
+        beside = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)) * _USABLE)
+        if not cfg.engine_sleeps:
+            usable = beside
+        elif sum(plan.lasting.values()) > beside:
+            raise ValueError(
+                f"what the trainer keeps while the engine generates, {sum(plan.lasting.values()) / GIB:.1f} GiB, does "
+                f"not fit beside it, in {beside / GIB:.1f}: lower engine.gpu_memory_utilization, or train adapters "
+                "(model.lora.rank=16)."
+            )
     if plan.total <= usable:
         return
     fitting = what_fits(model, training, usable)

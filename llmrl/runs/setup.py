@@ -101,6 +101,7 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         "cpu_threads": cfg.engine.cpu_threads,
         "seed": cfg.seed,
         "weight_transfer": _WEIGHT_TRANSFER[cfg.sync.transport],
+        "enable_sleep": cfg.engine_sleeps,
         "engine_args": {"tensor_parallel_size": cfg.engine.tensor_parallel_size},
     }
     if cfg.engine.use_ray:

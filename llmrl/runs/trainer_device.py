@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmrl.engines import AsyncVLLM, Engine
 from llmrl.engines.ray_cluster import connect
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.ranks import this_rank
@@ -46,6 +47,7 @@ class TrainerDevice:
 
     def __init__(self, cfg: ScriptConfig) -> None:
         self.name: str = cfg.train.device
+        self._engine_sleeps = cfg.engine_sleeps
         self._compute_dtype = autocast_dtype(cfg)
         self._reservations: list[ActorHandle] = []
         if cfg.train.cpu_threads is not None:
@@ -82,6 +84,11 @@ class TrainerDevice:
         """Spread a model over the ranks, where there are several: after its policy is made, before its optimizer."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             shard_model(model, compute_dtype=self._compute_dtype)
+
+    def claim(self, engine: Engine) -> None:
+        """Have an engine on the same GPU sleep until its next update, where `engine.sleep_while_training` says so."""
+        if self._engine_sleeps and isinstance(engine, AsyncVLLM):
+            engine.sleep()
 
 
 def local_gpu_index(gpu: str, visible: str | None) -> int:

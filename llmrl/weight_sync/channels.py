@@ -325,10 +325,15 @@ class StreamChannel(Channel):
         self._source, self._backend, self._rendezvous = source, backend, rendezvous
 
     def stage(self, version: int | None) -> int:
-        """Wait for the optimizer's step: vLLM reads the weights on streams of its own, which wait for no other."""
+        """Wait for the optimizer's step: vLLM reads the weights on streams of its own, which wait for no other.
+
+        An engine on the same GPU gets what the allocator keeps for later steps: it may have slept, and needs room.
+        """
         assert version is not None, "somebody has to take the stream"
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
+            if self._backend == "ipc":
+                torch.accelerator.empty_cache()
         return version
 
     def roll_back(self) -> None:

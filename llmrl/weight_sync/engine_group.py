@@ -38,6 +38,11 @@ class Member:
         self._is_updating = False
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it has weights to serve with: a mixture are none, and one that sleeps gave its own back."""
+        return not self.is_mixed and not getattr(self.engine, "lacks_weights", False)
+
+    @property
     def is_alive(self) -> bool:
         """Whether the engine serves; one that just failed is given a moment to notice its death."""
         for _ in range(20):
@@ -271,9 +276,9 @@ class EngineGroup:
 
     def held_weights(self, members: list[Member]) -> str:
         """Say which weights the engines hold after an update that failed."""
-        whole = [member.engine.policy_version for member in members if not member.is_mixed]
+        whole = [member.engine.policy_version for member in members if member.is_whole]
         if not whole:
-            return "The engines hold a mixture of weights and stay paused until an update succeeds."
+            return "The engines hold no whole weights and stay paused until an update succeeds."
         held = f"The engines hold the weights of version {min(whole)} as before; mend the cause and try again."
         if len(whole) < len(members):
             held += f" {len(members) - len(whole)} of them failed to load an earlier update and stay paused until then."
@@ -333,7 +338,7 @@ class EngineGroup:
             engine.shutdown()
 
     def _resume(self, members: list[Member]) -> None:
-        self.each([member for member in members if not member.is_mixed], lambda member: member.engine.resume())
+        self.each([member for member in members if member.is_whole], lambda member: member.engine.resume())
 
     def _reset_prefix_cache(self, engine: UpdatableEngine) -> None:
         reset = self._reset_running_requests

@@ -109,6 +109,7 @@ def main(cfg: ExpertIterationConfig) -> None:
             in_background=cfg.collect.in_background,
             needs_batch=lambda: best.is_learned,
         ):
+            device.claim(engine)
             best.extend(batch)
             reports = [
                 train_step(loss, best.sample(), optimizer, max_grad_norm=cfg.train.max_grad_norm)

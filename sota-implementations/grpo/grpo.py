@@ -105,6 +105,7 @@ def main(cfg: GRPOConfig) -> None:
         run.track(collector, engine, tokenizer=tokenizer, model=model, optimizer=optimizer, schedule=schedule)
         run.evaluate(0, evaluator)
         for step, batch in run.steps(cfg.train.num_steps, target_reward=cfg.train.target_reward):
+            device.claim(engine)
             if reference is not None:
                 reference(batch)
             updates = minibatches(

@@ -1,0 +1,70 @@
+"""Starting vLLM: its arguments, its process environment, and the loop on which this process talks to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl.engines.base import EngineError
+from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
+from llmrl.engines.load import LoadMeter
+from llmrl.engines.vllm_args import build_engine_args
+from llmrl.engines.vllm_private import start_llm
+
+if TYPE_CHECKING:
+    from llmrl.engines.vllm_private import AsyncLLM
+
+
+def start_vllm(
+    model: str,
+    *,
+    kv_cache_memory: int | None,
+    weight_transfer: bool | str,
+    enable_sleep: bool,
+    cpu_threads: int | None,
+    log_level: str,
+    options: Mapping[str, object],
+    engine_args: Mapping[str, object],
+) -> tuple[AsyncLLM, BackgroundLoop, LoadMeter]:
+    """Start an engine; see `AsyncVLLM.from_pretrained`. `options` are those that carry vLLM's own name.
+
+    Raises:
+        ImportError, TypeError, EngineError: see `AsyncVLLM.from_pretrained`.
+    """
+    logging.getLogger("vllm").setLevel(log_level)
+    with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
+        try:
+            from llmrl.engines.vllm_private import current_platform
+        except ImportError as error:
+            raise ImportError(
+                "AsyncVLLM needs vLLM: make setup in a checkout (CPU), or pip install 'llmrl[gpu]'."
+            ) from error
+
+    is_cpu = bool(current_platform.is_cpu())
+    is_eager = is_cpu if options["enforce_eager"] is None else bool(options["enforce_eager"])
+    options = {**options, "enforce_eager": is_eager}
+    if is_cpu and options["max_num_seqs"] is None:
+        options["max_num_seqs"] = 128
+    threads = (cpu_threads or available_cores()) if is_cpu else None
+    variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
+    background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
+    try:
+        with starting_environment(variables | transfer_variables(weight_transfer)):
+            arguments = build_engine_args(
+                model,
+                is_cpu=is_cpu,
+                kv_cache_memory=kv_cache_memory,
+                weight_transfer=weight_transfer,
+                enable_sleep=enable_sleep,
+                options=options,
+                engine_args=engine_args,
+            )
+            return background.run(start_llm(arguments, load)), background, load
+    except (TypeError, EngineError):
+        background.close()
+        raise
+    except Exception as error:
+        background.close()
+        raise EngineError(f"vLLM did not start with model {model!r}: {error}") from error
