@@ -7,38 +7,29 @@ types, and loading are vLLM's and ours.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import json
 import os
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from stream_worker import GlooCommunicator, HostTorch, WorkerModel
 from weight_sync_tools import FakeEngine, make_sender
 
-from llmrl.engines import AsyncVLLM, vllm_start
+from llmrl.engines import AsyncVLLM, EngineReplicas, vllm_private, vllm_start
 from llmrl.engines.base import EngineError
 from llmrl.engines.environment import transfer_variables
 from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError
+from llmrl.weight_sync.plugin import register
 
 pytest.importorskip("vllm")
-
-
-class WorkerModel(torch.nn.Module):
-    """Takes weights as vLLM's models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 2)
-
-    def load_weights(self, weights):
-        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-
-        parameters = dict(self.named_parameters())
-        for name, weight in weights:
-            getattr(parameters[name], "weight_loader", default_weight_loader)(parameters[name], weight)
 
 
 class WorkerEngine(FakeEngine):
@@ -49,8 +40,10 @@ class WorkerEngine(FakeEngine):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
         from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+        register()
         super().__init__(num_workers=num_workers, **options)
         self.weight_transfer_backend = backend
+        backend = {"nccl": "llmrl-nccl"}.get(backend, backend)
         self.models = [WorkerModel().requires_grad_(False) for _ in range(num_workers)]
         self._workers = []
         for rank, model in enumerate(self.models):
@@ -99,21 +92,44 @@ class StoreCommunicator:
         self._group = None
 
 
-class HostTorch:
-    """`torch` whose CUDA memory is the host's and whose streams have nothing to wait for."""
+class ProcessEngine(FakeEngine):
+    """An engine whose worker is a process (`stream_worker`), which signals may end."""
 
-    accelerator = SimpleNamespace(current_device_index=lambda: 0)
-    cuda = SimpleNamespace(
-        stream=lambda stream: contextlib.nullcontext(),
-        current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
-        get_device_properties=lambda index: SimpleNamespace(uuid="GPU-0"),
-    )
+    def __init__(self):
+        super().__init__()
+        command = [sys.executable, str(Path(__file__).with_name("stream_worker.py")), "work"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._lock = threading.Lock()
 
-    def empty(self, *size, device=None, **options):
-        return torch.empty(*size, **options)
+    @property
+    def is_alive(self):
+        return self._process.poll() is None
 
-    def __getattr__(self, name):
-        return getattr(torch, name)
+    def ask(self, name, given=None):
+        """What the worker answers."""
+        with self._lock:
+            try:
+                if name:
+                    self._process.stdin.write(json.dumps([name, given]) + "\n")
+                    self._process.stdin.flush()
+                line = self._process.stdout.readline()
+            except (OSError, ValueError):
+                line = ""
+        if not line:
+            raise EngineError("the engine's process is gone")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"vLLM refused: {answer['error']}")
+        return answer["is"]
+
+    def _call(self, name, *arguments):
+        self.calls.append((name, *arguments))
+        if name in ("init", "start", "update", "finish"):
+            self.ask(name, *arguments)
+
+    def shutdown(self):
+        self._process.kill()
+        self._process.wait()
 
 
 @pytest.fixture
@@ -125,7 +141,8 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", HostTorch.cuda.get_device_properties)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", StoreCommunicator)
@@ -180,11 +197,41 @@ def test_nccl_makes_one_group_of_trainer_and_all_workers_and_weights_arrive(stan
     sender.shutdown()
 
 
+@pytest.mark.timeout(120)
+def test_a_worker_that_is_killed_or_stands_still_in_a_broadcast_ends_it_and_the_others_get_the_weights(
+    stand_in, monkeypatch, own_programs
+):
+    from vllm.distributed.device_communicators import pynccl
+
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", GlooCommunicator)
+    info = functools.partial(vllm_private.NCCLTrainerInitInfo, packed_buffer_size_bytes=1)  # a weight a broadcast
+    monkeypatch.setattr(vllm_private, "NCCLTrainerInitInfo", info, raising=False)
+    survivor, victims, model = WorkerEngine(), [ProcessEngine(), ProcessEngine()], trained_model()
+    try:
+        assert [engine.ask(None) for engine in victims] == ["ready"] * 2
+        replicas = EngineReplicas([victims[0], survivor, victims[1]], hang_timeout_seconds=6.0)
+        sender = make_sender(VLLMWeightSyncScheme(), model, replicas)
+        for version, (victim, ends) in enumerate([(None, ""), (victims[0], "SIGSTOP"), (victims[1], "SIGKILL")], 1):
+            with torch.no_grad():
+                model["first"].weight.add_(1)
+            if victim is not None:
+                victim.ask("end_at", [2, ends])
+            assert sender.update_weights() == version == survivor.policy_version
+            assert [engine.is_alive for engine in victims] == [version < 2, version < 3]
+            assert_same(model, survivor)
+            assert survivor.names[-1] == "resume"
+        assert (replicas.num_hangs, replicas.num_deaths) == (1, 2)
+        sender.shutdown()
+    finally:
+        for engine in victims:
+            engine.shutdown()
+
+
 def test_weights_are_read_when_what_the_gpu_was_asked_before_is_done(stand_in, monkeypatch):
     engine, model = WorkerEngine(), trained_model()
     sender = make_sender(VLLMWeightSyncScheme(), model, engine)
     done, before = [], len(engine.names)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append(list(engine.names[before:])))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: done.append(list(engine.names[before:])))
     sender.update_weights()
     assert done[0] == [] and "update" in engine.names[before:]
     sender.shutdown()
@@ -233,22 +280,29 @@ def test_handles_of_ipc_are_refused_by_an_engine_that_was_started_without(stand_
     sender.shutdown()
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("ipc", "1"), ("nccl", None)])
-def test_only_engines_for_ipc_are_started_to_take_handles(monkeypatch, tiny_model_path, backend, expected):
+@pytest.mark.parametrize(("backend", "known_as", "expected"), [("ipc", "ipc", "1"), ("nccl", "llmrl-nccl", None)])
+def test_only_engines_for_ipc_take_handles_and_all_are_spawned(
+    monkeypatch, tiny_model_path, backend, known_as, expected
+):
     from vllm.platforms import current_platform
+    from vllm.utils.system_utils import get_mp_context
 
     seen = []
 
     async def start(arguments, stat_logger):
         seen.append((arguments.weight_transfer_config.backend, os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION")))
+        assert get_mp_context().get_start_method() == "spawn"
+        assert arguments.enable_sleep_mode
         raise RuntimeError("seen enough")
+
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     monkeypatch.setattr(vllm_start, "start_llm", start)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     with pytest.raises(EngineError, match="seen enough"):
-        AsyncVLLM.from_pretrained(tiny_model_path, weight_transfer=backend)
-    assert seen == [(backend, expected)]
+        AsyncVLLM.from_pretrained(tiny_model_path, weight_transfer=backend, enable_sleep=True)
+    assert seen == [(known_as, expected)]
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in os.environ
 
 

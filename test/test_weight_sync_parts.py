@@ -25,7 +25,7 @@ from llmrl.weight_sync import (
     get_model_metadata,
 )
 from llmrl.weight_sync.buffers import ALIGNMENT, PackedLayout, SharedBuffer, open_shared, read_tag, write_tag
-from llmrl.weight_sync.engine_group import Member
+from llmrl.weight_sync.member import Member
 from llmrl.weight_sync.source import ModelWeights, checkpoint_name, named_weights
 
 

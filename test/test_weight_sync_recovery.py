@@ -25,7 +25,7 @@ from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig
 from llmrl.engines.base import EngineError
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 from llmrl.weight_sync.double_buffer import DoubleBuffer
-from llmrl.weight_sync.engine_group import Member
+from llmrl.weight_sync.member import Member
 
 pytestmark = pytest.mark.usefixtures("real_vllm")
 

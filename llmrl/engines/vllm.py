@@ -25,7 +25,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import EngineLoad, LoadMeter
-from llmrl.engines.vllm_args import TorchRLOptions, in_own_words
+from llmrl.engines.vllm_args import NCCL_BACKEND, TorchRLOptions, in_own_words
 from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm_requests import generate_one, num_reported, sampling_params, unless_it_dies
 from llmrl.engines.vllm_start import start_vllm
@@ -172,7 +172,7 @@ class AsyncVLLM(KnownArguments):
             engine_args=engine_args or {},
         )
         config = llm.vllm_config.weight_transfer_config
-        backend = None if config is None else config.backend
+        backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
         return cls(
             llm,
             background,

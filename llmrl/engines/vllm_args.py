@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LLMRL_BACKEND = "llmrl"
 """The weight-transfer backend that llmrl registers in vLLM's workers: shared memory, gloo and files."""
+NCCL_BACKEND = "llmrl-nccl"
+"""As vLLM knows `nccl` where llmrl starts it: its own, with a deadline."""
 PLUGIN_NAME = "llmrl_weight_transfer"
 """Of the entry point by which vLLM's processes find it."""
 
@@ -51,7 +53,7 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
             f"weight_transfer={backend!r} moves weights between GPUs, and this vLLM runs on CPU; pass "
             f"weight_transfer=True, which is {LLMRL_BACKEND!r} here."
         )
-    if backend == LLMRL_BACKEND:
+    if backend in (LLMRL_BACKEND, "nccl"):
         installed = importlib.metadata.entry_points(group=PLUGIN_GROUP)
         if PLUGIN_NAME not in {point.name for point in installed}:
             raise EngineError(
@@ -154,7 +156,9 @@ def build_engine_args(
         raise EngineError(f"enable_sleep=True cannot be had: {why}.")
     arguments["enable_sleep_mode"] = enable_sleep
     if backend is not None:
-        arguments["weight_transfer_config"] = WeightTransferConfig(backend=backend)
+        arguments["weight_transfer_config"] = WeightTransferConfig(
+            backend=NCCL_BACKEND if backend == "nccl" else backend
+        )
     if kv_cache_memory is None and is_cpu and "gpu_memory_utilization" not in arguments:
         kv_cache_memory = default_kv_cache_memory()
     if kv_cache_memory is not None:

@@ -110,7 +110,7 @@ class EngineConfig:
     cpu_threads: int | None = None
     """Of an engine on CPU; null is all cores."""
     sleep_while_training: bool | None = None
-    """Give all of a GPU to the trainer while it trains; null: where the two share one (`sync.transport=ipc`) in turn."""
+    """Give the trainer all of a GPU that the two share (`sync.transport=ipc`); null: where they take turns."""
     use_ray: bool = False
     """Start engines in Ray actors."""
     ray_options: dict[str, Any] = field(default_factory=dict)
@@ -221,10 +221,16 @@ class TrainConfig:
     """What makes log-probs of hidden states; `liger` is faster on a GPU, and off by 0.01 to 0.02 nats per token."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, which saves their memory for a third of the speed."""
+    offload_activations: bool = False
+    """Keep what checkpointing keeps in the host's memory: long rows of deep models, slower."""
+    compile_layers: bool = False
+    """Compile the model's layers: faster steps after a first one that takes a minute."""
 
     def __post_init__(self) -> None:
         _check("train.schedule", self.schedule, ("constant", "linear", "cosine"))
         _check("train.head_kernel", self.head_kernel, ("torch", "liger"))
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError("train.offload_activations=true needs train.gradient_checkpointing=true.")
         if self.num_ranks < 1:
             raise ValueError(f"train.num_ranks must be at least 1, got {self.num_ranks}.")
         if self.num_ranks > 1 and self.device not in ("cpu", "cuda"):

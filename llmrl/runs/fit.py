@@ -20,11 +20,14 @@ def training_shape(cfg: ScriptConfig) -> TrainingShape:
     """Return what a configuration says of the trainer."""
     train = cfg.train
     longest = cfg.model.max_model_len or train.token_budget
+    answers = cfg.collect.max_turns * cfg.collect.max_new_tokens  # of a conversation, without what is answered
     return TrainingShape(
         num_ranks=train.num_ranks,
         token_budget=train.token_budget,
         bin_length=min(train.bin_length or longest, train.token_budget),
+        longest_row=cfg.model.max_model_len or answers,
         gradient_checkpointing=train.gradient_checkpointing,
+        offload_activations=train.offload_activations,
         is_bfloat16=cfg.model.dtype == "bfloat16",
         lora_rank=cfg.model.lora.rank,
         has_reference=isinstance(train, GRPOTrainConfig) and train.kl_to_ref_coeff is not None,

@@ -232,6 +232,8 @@ def _train(
             token_budget=cfg.train.token_budget,
             bin_length=cfg.train.bin_length,
             head_kernel=cfg.train.head_kernel,
+            compile_layers=cfg.train.compile_layers,
+            offload_activations=cfg.train.offload_activations,
             autocast_dtype=autocast_dtype(cfg),
         )
         device.shard(model)  # where there are several ranks

@@ -90,6 +90,8 @@ def packed_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+# A compiled layer goes around it: its kernels are compiled by themselves, and for masks that are objects.
+@functools.partial(torch.compiler.disable, recursive=False)
 def _fused_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger("llmrl")
+
+_NUM_COMPILED = 32
+"""Of what a layer is compiled for, at most."""
 
 
 class CausalModel:
@@ -89,6 +92,20 @@ class CausalModel:
                 f"Gradient checkpointing runs in training mode, where dropout would act: set {sorted(dropouts)} to 0."
             )
         self.model.train()
+
+    def compile_layers(self) -> None:
+        """Compile each layer of the decoder in place, once for rows of all lengths.
+
+        Raises:
+            TypeError: when the decoder has no list of layers.
+        """
+        layers = getattr(self.decoder, "layers", None)
+        if layers is None:
+            raise TypeError(f"{type(self.decoder).__name__} has no `layers` to compile one by one.")
+        # Kinds of layers, with and without gradient, one bin and several: each is compiled once.
+        options: dict[str, Any] = {"dynamic": True, "recompile_limit": _NUM_COMPILED}
+        for layer in layers:
+            layer.compile(**options)
 
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.

@@ -85,7 +85,11 @@ class TrainingShape:
     """Tokens of a micro-batch."""
     bin_length: int = 2048
     """Tokens that attend to each other: the longest row at least."""
+    longest_row: int = 0
+    """Tokens, as far as is known: a micro-batch holds one row at least."""
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    """What checkpointing keeps is in the host's memory."""
     is_bfloat16: bool = True
     """Computes in bfloat16 over float32 weights."""
     lora_rank: int | None = None
@@ -129,7 +133,8 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         >>> plan.lasting["optimizer"] == 8 * small.num_parameters // 2
         True
     """
-    ranks, tokens, size = training.num_ranks, training.token_budget, 2 if training.is_bfloat16 else 4
+    ranks, size = training.num_ranks, 2 if training.is_bfloat16 else 4
+    tokens = max(training.token_budget, training.longest_row)
     trained = model.num_parameters if training.lora_rank is None else model.adapter_parameters(training.lora_rank)
     lasting = {
         "weights": 4 * (model.num_parameters + (0 if training.lora_rank is None else trained)) // ranks,
@@ -146,7 +151,8 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
     )
     ends = 16 * tokens * hidden  # embedding, last norm, what the head reads
     if training.gradient_checkpointing:  # each layer's input, and one layer as it is computed again
-        activations = 4 * tokens * hidden * model.num_layers + layer + ends
+        num_held = 2 if training.offload_activations else model.num_layers  # one is fetched while one is used
+        activations = 4 * tokens * hidden * num_held + layer + ends
     else:
         activations = layer * model.num_layers + ends
     if ranks > 1:  # a layer, the next one that is fetched meanwhile, and the gradient before it is scattered
@@ -182,7 +188,8 @@ def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> lis
 
 def _changes(training: TrainingShape) -> Iterator[Iterator[tuple[str, TrainingShape]]]:
     """Return changes by kind, those of a kind from the least on."""
-    budgets = [training.token_budget >> halved for halved in range(1, 8) if training.token_budget >> halved >= 512]
+    least = max(512, training.longest_row)  # what is shorter than a row bounds nothing
+    budgets = [training.token_budget >> halved for halved in range(1, 8) if training.token_budget >> halved >= least]
     yield ((f"train.token_budget={budget}", replace(training, token_budget=budget)) for budget in budgets)
     smallest = replace(training, gradient_checkpointing=True)
     yield (
@@ -193,6 +200,8 @@ def _changes(training: TrainingShape) -> Iterator[Iterator[tuple[str, TrainingSh
     budget = min([training.token_budget, *budgets])
     smallest = replace(smallest, token_budget=budget)
     also = f" train.gradient_checkpointing=true train.token_budget={budget}"
+    if not training.offload_activations:
+        yield iter([(f"train.offload_activations=true{also}", replace(smallest, offload_activations=True))])
     yield (
         (f"train.num_ranks={ranks}{also}", replace(smallest, num_ranks=ranks))
         for ranks in (2, 4, 8, 16, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -62,12 +63,15 @@ class TransformersWrapper(LLMWrapperBase):
         head_kernel: what makes log-probs of hidden states: `torch`, everywhere, or `liger`, liger-kernel on a GPU,
             which the extra `gpu` installs and which, in bfloat16, rounds logits before their softmax: 0.01 to 0.02
             nats per token. Entropies, and log-probs of truncated distributions, are always made by `torch`.
+        compile_layers: compile the decoder's layers (`torch.compile`), for rows of any length; a first step takes a
+            minute. Attention over shared prefixes is compiled in any case.
+        offload_activations: keep what gradient checkpointing keeps, each layer's input, in the host's memory.
         options: see `LLMWrapperBase`. Of `generate_kwargs` the temperature counts when scoring, so that both speak of
             the same distribution; `pad_output` pads on the left.
 
     Raises:
-        ValueError: for an unknown kernel, a temperature of 0 when scoring, gradient checkpointing with dropout, or a
-            batch that has nothing to score; see `LLMWrapperBase`.
+        ValueError: for an unknown kernel, a temperature of 0 when scoring, gradient checkpointing with dropout,
+            offloading without checkpointing, or a batch that has nothing to score; see `LLMWrapperBase`.
         TypeError: when the model's head or mask is of a kind that is not known (see `CausalModel`).
 
     Example:
@@ -94,6 +98,8 @@ class TransformersWrapper(LLMWrapperBase):
         chunk_size: int | None = None,
         autocast_dtype: torch.dtype | Literal["auto"] | None = "auto",
         head_kernel: Literal["torch", "liger"] = "torch",
+        compile_layers: bool = False,
+        offload_activations: bool = False,
         **options: Unpack[WrapperOptions],
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
@@ -106,6 +112,7 @@ class TransformersWrapper(LLMWrapperBase):
         self.model = model
         self.temperature, self.token_budget, self.bin_length = self.sampling.temperature, token_budget, bin_length
         self.chunk_size, self.head_kernel = chunk_size, head_kernel
+        self.compile_layers, self.offload_activations = compile_layers, offload_activations
         weights_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if autocast_dtype == "auto":
             is_cast = weights_dtype == torch.float32 and self.device.type == "cuda"
@@ -129,6 +136,13 @@ class TransformersWrapper(LLMWrapperBase):
             raise ValueError(f"head_kernel must be 'torch' or 'liger', got {self.head_kernel!r}.")
         if self.head_kernel == "liger":
             check_fused_head(self._causal_model.transform)
+        if self.offload_activations and not self.model.is_gradient_checkpointing:
+            raise ValueError(
+                "offload_activations=True needs gradient checkpointing (model.gradient_checkpointing_enable()): "
+                "without it all that a layer computes, and its weights, would go to the host."
+            )
+        if self.compile_layers:
+            self._causal_model.compile_layers()
         self.train()
 
     @property
@@ -158,6 +172,11 @@ class TransformersWrapper(LLMWrapperBase):
         if dtype is None and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
         return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        if not self.offload_activations or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def pack(
         self,
@@ -196,7 +215,8 @@ class TransformersWrapper(LLMWrapperBase):
             nothing = torch.zeros(0, device=self.device)
             return nothing, nothing if return_entropy else None
         with self._autocast():
-            hidden = self._causal_model.hidden_states(packed)
+            with self._offloading():
+                hidden = self._causal_model.hidden_states(packed)
             weight = self._causal_model.head.weight(trained_model(self.model).sharded_dtype)
             predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
             states, targets, mask = hidden.flatten(0, 1)[predictors], packed.targets, packed.sampling_mask

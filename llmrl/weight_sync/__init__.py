@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, StreamChannel
+from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel
 from llmrl.weight_sync.engine_group import EngineGroup
 from llmrl.weight_sync.in_process import InProcessSyncScheme, default_scheme
 from llmrl.weight_sync.scheme import DoubleBufferReader, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 from llmrl.weight_sync.source import get_model_metadata
+from llmrl.weight_sync.stream import StreamChannel
 from llmrl.weight_sync.sync import WeightSync, WeightSyncError
 
 __all__ = [

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import logging
-import pickle
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,7 +14,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from llmrl.engines.base import EngineError, TransferInfo
-from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.buffers import HEADER_SIZE, UNREACHABLE, PackedLayout, SharedBuffer, write_tag
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
 from llmrl.weight_sync.gloo import broadcast, close_group, open_group
@@ -27,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 class Client(Protocol):
     """Who takes the weights: one engine, or several whose workers form one group."""
+
+    timeout_seconds: float
+    """Without progress, after which a streamed transfer is given up."""
 
     @property
     def num_workers(self) -> int:
@@ -300,100 +300,3 @@ def take_file(client: Client, folder: str, pointer: BufferPointer) -> None:
     """Let a client's workers read the file that `pointer` names, of a folder as they see it."""
     client.start_weight_update()
     client.update_weights({"folder": folder, "pointer": asdict(pointer)})
-
-
-class StreamChannel(Channel):
-    """Streams the weights between GPUs by vLLM's own transfers: half an update cannot be taken back.
-
-    Args:
-        backend: `nccl`, a packed broadcast to all engines at once, or `ipc`, CUDA's handles, for engines on the
-            trainer's own devices.
-        rendezvous: address and port where NCCL's group meets.
-
-    Raises:
-        ValueError: for another backend.
-    """
-
-    is_collective, can_roll_back, has_staged = True, False, False
-
-    def __init__(self, source: ModelWeights, backend: str | None, rendezvous: Callable[[], tuple[str, int]]) -> None:
-        if backend not in ("nccl", "ipc"):
-            raise ValueError(
-                f"the engine's weight-transfer backend is {backend!r}; VLLMWeightSyncScheme drives "
-                f"{LLMRL_BACKEND!r}, 'nccl' and 'ipc'."
-            )
-        self._source, self._backend, self._rendezvous = source, backend, rendezvous
-
-    def stage(self, version: int | None) -> int:
-        """Wait for the optimizer's step: vLLM reads the weights on streams of its own, which wait for no other.
-
-        An engine on the same GPU gets what the allocator keeps for later steps: it may have slept, and needs room.
-        """
-        assert version is not None, "somebody has to take the stream"
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-            if self._backend == "ipc":
-                torch.accelerator.empty_cache()
-        return version
-
-    def roll_back(self) -> None:
-        """Do nothing: nothing is held."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-    def connect(self, client: Client) -> Connection:
-        """Make one group of the trainer and all workers.
-
-        Raises:
-            ValueError: in a trainer without a GPU, or of several processes where the backend is `ipc`.
-        """
-        if not torch.accelerator.is_available():
-            raise ValueError(
-                f"the engine takes weights by {self._backend!r}, which moves them between GPUs, and this process has "
-                f"none; train on a GPU, or start the engine with weight_transfer={LLMRL_BACKEND!r} and send through "
-                "files (VLLMDoubleBufferSyncScheme)."
-            )
-        if self._backend == "nccl":
-            return self._open_nccl(client)
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise ValueError("the 'ipc' backend takes weights from a trainer of one process; use 'nccl'.")
-        return self._open_ipc(client)
-
-    def _open_nccl(self, client: Client) -> Connection:
-        from llmrl.engines.vllm_private import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
-
-        address, port = self._rendezvous()
-        info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
-        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
-
-    def _open_ipc(self, client: Client) -> Connection:
-        from llmrl.engines.vllm_private import (
-            DEFAULT_PACKED_BUFFER_SIZE_BYTES,
-            IPCTrainerInitInfo,
-            IPCTrainerWeightTransferEngine,
-        )
-
-        # Of the buffer that the workers map. Each weight must fit, the embedding of a large vocabulary too.
-        sizes = [meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._source.metadata()]
-        num_bytes = max([min(sum(sizes), DEFAULT_PACKED_BUFFER_SIZE_BYTES), *sizes])
-        info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=num_bytes)
-        return IPCTrainerWeightTransferEngine.trainer_init(info, client=_PicklingClient(client), source=self._source)
-
-
-class _PicklingClient:
-    """Makes plain types of CUDA's handles, which are Python objects: nothing else goes into an engine's process."""
-
-    def __init__(self, client: Client) -> None:
-        self.init_weight_transfer_engine = client.init_weight_transfer_engine
-        self.start_weight_update = client.start_weight_update
-        self._client = client
-
-    def update_weights(self, update_info: TransferInfo) -> None:
-        update_info = dict(update_info)
-        handles = pickle.dumps(update_info.pop("ipc_handles"))
-        update_info["ipc_handles_pickled"] = base64.b64encode(handles).decode("ascii")
-        self._client.update_weights(update_info)
-
-    def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """The engines are told to load by their group."""

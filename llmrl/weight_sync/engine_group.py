@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from llmrl.engines.base import EngineError, PauseMode, TransferInfo, UpdatableEngine
+from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS
 from llmrl.engines.replicas import EngineReplicas
+from llmrl.weight_sync.deadline import TRANSFER_SECONDS
+from llmrl.weight_sync.member import AllWorkers, Member
 
 if TYPE_CHECKING:
     import torch
@@ -23,83 +24,6 @@ logger = logging.getLogger(__name__)
 
 _END_SECONDS = 60.0
 """For the calls of an engine that was ended to fail."""
-_PROGRESS_SECONDS = 5.0
-"""For an engine to say how far it is."""
-
-
-class Member:
-    """One engine of a group, and how far it is with an update."""
-
-    def __init__(self, engine: UpdatableEngine) -> None:
-        self.engine = engine
-        self.connection: Connection | None = None
-        self.is_mixed = False
-        """Whether its weights may be neither the old nor the new ones."""
-        self._is_updating = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has weights to serve with: a mixture are none, and one that sleeps gave its own back."""
-        return not self.is_mixed and not getattr(self.engine, "lacks_weights", False)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine serves; one that just failed is given a moment to notice its death."""
-        for _ in range(20):
-            if not self.engine.is_alive:
-                return False
-            time.sleep(0.01)
-        return True
-
-    @property
-    def num_workers(self) -> int:
-        """Worker processes that take weights."""
-        return self.engine.num_workers
-
-    def progress(self) -> int | None:
-        """Return a number that changes with every token that comes; None where none is due."""
-        try:
-            return asyncio.run(asyncio.wait_for(self.engine.progress(), _PROGRESS_SECONDS))
-        except (EngineError, TimeoutError):
-            return None
-
-    def disconnect(self) -> None:
-        """Give up the way that weights take to the engine."""
-        if self.connection is not None:
-            self.connection.shutdown()
-        self.connection = None
-
-    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Open the engine's end."""
-        self.engine.init_weight_transfer_engine(init_info)
-
-    def start_weight_update(self) -> None:
-        """Begin; what an update before left open is ended first."""
-        self.abandon(can_discard=False)
-        self.engine.start_weight_update()
-        self._is_updating = True
-
-    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
-        """Let the engine take weights."""
-        try:
-            self.engine.update_weights(update_info)
-        except BaseException:
-            self._is_updating = False  # vLLM ends the update itself
-            raise
-
-    def commit(self, version: int) -> None:
-        """Put the taken weights to use."""
-        self.engine.finish_weight_update(version)
-        self._is_updating = False  # vLLM goes on with an update whose end failed: the next one ends it
-
-    def abandon(self, *, can_discard: bool) -> None:
-        """End an update that was begun, with the version of before; with `can_discard` what was taken is forgotten."""
-        if not self._is_updating:
-            return
-        if can_discard:
-            self.engine.update_weights({"is_discarded": True})
-        self._is_updating = False
-        self.engine.finish_weight_update(self.engine.policy_version)
 
 
 class EngineGroup:
@@ -205,7 +129,8 @@ class EngineGroup:
             self.each([member for member in members if member.connection is None], reach)
         elif self._shared is None or self._shared[0] != members:
             self.disconnect()
-            self._shared = members, channel.connect(_AllWorkers(members, self.each))
+            timeout = min(TRANSFER_SECONDS, (self._hang_timeout_seconds or math.inf) / 3)
+            self._shared = members, channel.connect(AllWorkers(members, self.each, timeout))
 
     def disconnect(self) -> None:
         """Give up what `connect` opened."""
@@ -233,12 +158,13 @@ class EngineGroup:
         Raises:
             EngineError: when an engine that lives refused.
         """
-        if self._shared is not None:
-            return self._shared[1].send_weights()
         try:
-            self.each(members, _take)
+            if self._shared is not None:
+                self._shared[1].send_weights()
+            else:
+                self.each(members, _take)
         except BaseException:
-            self.disconnect()  # a broadcast that broke leaves its group in an unknown state
+            self.disconnect()  # a transfer that broke leaves its group in an unknown state
             raise
 
     def commit(self, members: list[Member], version: int) -> None:
@@ -312,9 +238,13 @@ class EngineGroup:
         self.disconnect()
         self._pool.shutdown(wait=False)
 
+    @property
+    def _hang_timeout_seconds(self) -> float | None:
+        return DEFAULT_HANG_TIMEOUT_SECONDS if self._replicas is None else self._replicas.hang_timeout_seconds
+
     def _end_hanging(self, calls: dict[Future[object], Member]) -> dict[Member, EngineError]:
         """Wait for calls of engines; those that hang are ended, and their calls with them."""
-        timeout = DEFAULT_HANG_TIMEOUT_SECONDS if self._replicas is None else self._replicas.hang_timeout_seconds
+        timeout = self._hang_timeout_seconds
         running, hanging = set(calls), set()
         seen: dict[Member, int | None] = {}
         while running := wait(running, timeout).not_done:
@@ -344,41 +274,6 @@ class EngineGroup:
         reset = self._reset_running_requests
         if not engine.reset_prefix_cache(reset_running_requests=reset) and reset:
             raise EngineError("vLLM did not reset its prefix cache; key-value blocks of old weights may be used.")
-
-
-class _AllWorkers:
-    """The client of a channel that has one group of all workers; the end of an update is put off until `commit`."""
-
-    def __init__(
-        self, members: list[Member], each: Callable[[Sequence[Member], Callable[[Member], object]], None]
-    ) -> None:
-        self._members, self._each = members, each
-
-    @property
-    def num_workers(self) -> int:
-        """Worker processes that take weights, all engines together."""
-        return sum(member.num_workers for member in self._members)
-
-    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Open every engine's end; each engine's workers follow those of the one before."""
-        infos, offset = {}, init_info.get("rank_offset")
-        for member in self._members:
-            infos[member] = init_info
-            if isinstance(offset, int):
-                infos[member] = {**init_info, "rank_offset": offset}
-                offset += member.num_workers
-        self._each(self._members, lambda member: member.init_weight_transfer_engine(infos[member]))
-
-    def start_weight_update(self) -> None:
-        """Make every engine ready."""
-        self._each(self._members, lambda member: member.start_weight_update())
-
-    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
-        """Let every engine take the weights."""
-        self._each(self._members, lambda member: member.update_weights(update_info))
-
-    def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """Every engine has taken everything; the group commits them one by one."""
 
 
 def _take(member: Member) -> None:

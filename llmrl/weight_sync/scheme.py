@@ -9,11 +9,13 @@ from typing import ClassVar
 from llmrl._utils.arguments import KnownArguments
 from llmrl.engines.base import PauseMode, UpdatableEngine
 from llmrl.engines.vllm_args import LLMRL_BACKEND
-from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, StreamChannel, take_file
+from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, take_file
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
-from llmrl.weight_sync.engine_group import EngineGroup, Member
+from llmrl.weight_sync.engine_group import EngineGroup
 from llmrl.weight_sync.gloo import free_port, own_address
+from llmrl.weight_sync.member import Member
 from llmrl.weight_sync.source import ModelWeights
+from llmrl.weight_sync.stream import StreamChannel
 from llmrl.weight_sync.sync import WeightSync
 
 

@@ -80,9 +80,16 @@ class ModelWeights:
     @property
     def is_sharded(self) -> bool:
         """Whether weights lie in parts on several processes (FSDP2's `DTensor`)."""
+        return any(_is_sharded(tensor) for tensor in self._tensors())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self._tensors())).device
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
         model = self._model
-        tensors = model.parameters() if isinstance(model, torch.nn.Module) else model.values()
-        return any(_is_sharded(tensor) for tensor in tensors)
+        return model.parameters() if isinstance(model, torch.nn.Module) else model.values()
 
     def metadata(self) -> list[WeightMeta]:
         """Return what each weight is that an iteration yields, in its order; nothing is gathered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
@@ -16,9 +17,15 @@ from llmrl.weight_sync.channels import Channel
 from llmrl.weight_sync.engine_group import EngineGroup
 from llmrl.weight_sync.source import ModelMetadata, ModelWeights
 
+logger = logging.getLogger(__name__)
+
 
 class WeightSyncError(EngineError):
     """An update failed; the message says which weights the engine holds now. It may be tried again."""
+
+
+class ReplicaLostError(WeightSyncError):
+    """A replica died or hung in the midst of a transfer that all take part in; the others can be given it again."""
 
 
 class WeightSync:
@@ -135,7 +142,13 @@ class WeightSync:
             if self._source is None:
                 raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
             self._source.override = weights or {}
-            return self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
+            while True:
+                try:
+                    return (
+                        self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
+                    )
+                except ReplicaLostError as error:  # each time there is one less
+                    logger.warning("%s The update is repeated with the engines that are left.", error)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
         """Do what `update_weights` does, but return as soon as training may go on: the engines take a copy meanwhile.
@@ -237,8 +250,10 @@ class WeightSync:
                 group.take(members)
             except Exception as error:
                 channel.roll_back()
+                is_lost = not channel.can_roll_back and bool(group.engines) and any(not one.is_alive for one in members)
                 outcome = group.roll_back(members, are_mixed=not channel.can_roll_back)
-                raise WeightSyncError(f"The weight update failed: {_brief(error)} {outcome}") from error
+                kind = ReplicaLostError if is_lost else WeightSyncError
+                raise kind(f"The weight update failed: {_brief(error)} {outcome}") from error
             clock.lap("send_s")
             try:
                 group.commit(members, version)

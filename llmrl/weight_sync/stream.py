@@ -1,0 +1,185 @@
+"""`StreamChannel`: weights between GPUs, by vLLM's NCCL and CUDA IPC."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from llmrl.engines.base import TransferInfo
+from llmrl.engines.vllm_args import LLMRL_BACKEND
+from llmrl.weight_sync.channels import Channel, Client, Connection
+from llmrl.weight_sync.deadline import TimedCommunicator, TransferStalledError
+from llmrl.weight_sync.source import ModelWeights
+
+
+class StreamChannel(Channel):
+    """Streams the weights between GPUs by vLLM's own transfers: half an update cannot be taken back.
+
+    Args:
+        backend: `nccl`, a packed broadcast to all engines at once, or `ipc`, CUDA's handles, for engines on the
+            trainer's own devices.
+        rendezvous: address and port where NCCL's group meets.
+
+    Raises:
+        ValueError: for another backend.
+    """
+
+    is_collective, can_roll_back, has_staged = True, False, False
+
+    def __init__(self, source: ModelWeights, backend: str | None, rendezvous: Callable[[], tuple[str, int]]) -> None:
+        if backend not in ("nccl", "ipc"):
+            raise ValueError(
+                f"the engine's weight-transfer backend is {backend!r}; VLLMWeightSyncScheme drives "
+                f"{LLMRL_BACKEND!r}, 'nccl' and 'ipc'."
+            )
+        self._source, self._backend, self._rendezvous = source, backend, rendezvous
+
+    def stage(self, version: int | None) -> int:
+        """Wait for the optimizer's step: vLLM reads the weights on streams of its own, which wait for no other.
+
+        An engine on the same GPU gets what the allocator keeps for later steps: it may have slept, and needs room.
+        """
+        assert version is not None, "somebody has to take the stream"
+        if torch.accelerator.is_available():
+            # A thread's own device is the first one, whichever was set in another.
+            torch.accelerator.synchronize(self._source.device)
+            if self._backend == "ipc":
+                torch.accelerator.empty_cache()
+        return version
+
+    def roll_back(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def connect(self, client: Client) -> Connection:
+        """Make one group of the trainer and all workers.
+
+        Raises:
+            EngineError: when an engine did not come to the group.
+            ValueError: in a trainer without a GPU, or of several processes where the backend is `ipc`.
+        """
+        if not torch.accelerator.is_available():
+            raise ValueError(
+                f"the engine takes weights by {self._backend!r}, which moves them between GPUs, and this process has "
+                f"none; train on a GPU, or start the engine with weight_transfer={LLMRL_BACKEND!r} and send through "
+                "files (VLLMDoubleBufferSyncScheme)."
+            )
+        if self._backend == "nccl":
+            return _TimedNCCL(client, self._source, *self._rendezvous())
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ValueError("the 'ipc' backend takes weights from a trainer of one process; use 'nccl'.")
+        return _OnDevice(self._source.device, self._open_ipc(client))
+
+    def _open_ipc(self, client: Client) -> Connection:
+        from llmrl.engines.vllm_private import (
+            DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            IPCTrainerInitInfo,
+            IPCTrainerWeightTransferEngine,
+        )
+
+        # Of the buffer that the workers map. Each weight must fit, the embedding of a large vocabulary too.
+        sizes = [meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._source.metadata()]
+        num_bytes = max([min(sum(sizes), DEFAULT_PACKED_BUFFER_SIZE_BYTES), *sizes])
+        info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=num_bytes)
+        return IPCTrainerWeightTransferEngine.trainer_init(info, client=_PicklingClient(client), source=self._source)
+
+
+class _OnDevice:
+    """A connection that is used from any thread, with the trainer's device as the current one."""
+
+    def __init__(self, device: torch.device, connection: Connection) -> None:
+        self._device, self._connection = device, connection
+
+    def send_weights(self) -> None:
+        with torch.accelerator.device_index(self._device.index):
+            self._connection.send_weights()
+
+    def shutdown(self) -> None:
+        self._connection.shutdown()
+
+
+class _TimedNCCL:
+    """vLLM's trainer-side NCCL engine, whose transfers end although a worker died or stands still."""
+
+    def __init__(self, client: Client, source: ModelWeights, address: str, port: int) -> None:
+        from llmrl.engines.vllm_private import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        self._client, self._device = client, source.device
+        info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
+        opened: Future[Any] = Future()
+        self._workers_opened: Future[None] = Future()
+        self._workers_updated: Future[None] = Future()
+
+        def meet() -> None:
+            with torch.accelerator.device_index(self._device.index):
+                _run(opened, lambda: NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=source))
+
+        # NCCL waits for all for ever: where a worker does not come, the thread that waits is left behind.
+        threading.Thread(target=meet, daemon=True, name="llmrl-nccl").start()
+        self._workers_opened.result()
+        self._engine = opened.result()
+        self._group = TimedCommunicator(self._engine.model_update_group, client.timeout_seconds)
+        self._engine.model_update_group = self._group
+
+    def send_weights(self) -> None:
+        """Send them, and wait until every engine has answered, also where the transfer was ended."""
+        self._workers_updated = Future()
+        try:
+            with torch.accelerator.device_index(self._device.index), self._group.watched():
+                self._engine.send_weights()
+        except TransferStalledError:
+            self._workers_updated.result()  # an engine's own error says more
+            raise
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+    # What vLLM's engine asks of a client
+
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
+        info = {**init_info, "timeout_seconds": self._client.timeout_seconds}
+        _run(self._workers_opened, lambda: self._client.init_weight_transfer_engine(info))
+
+    def start_weight_update(self) -> None:
+        self._client.start_weight_update()
+
+    def update_weights(self, update_info: TransferInfo) -> None:
+        _run(self._workers_updated, lambda: self._client.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> None:
+        """The engines are told to load by their group."""
+
+
+class _PicklingClient:
+    """Makes plain types of CUDA's handles, which are Python objects: nothing else goes into an engine's process."""
+
+    def __init__(self, client: Client) -> None:
+        self.init_weight_transfer_engine = client.init_weight_transfer_engine
+        self.start_weight_update = client.start_weight_update
+        self._client = client
+
+    def update_weights(self, update_info: TransferInfo) -> None:
+        update_info = dict(update_info)
+        handles = pickle.dumps(update_info.pop("ipc_handles"))
+        update_info["ipc_handles_pickled"] = base64.b64encode(handles).decode("ascii")
+        self._client.update_weights(update_info)
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> None:
+        """The engines are told to load by their group."""
+
+
+def _run(future: Future[Any], function: Callable[[], object]) -> None:
+    """Call a function, whose result or error others wait for, too."""
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+        raise
