@@ -67,6 +67,12 @@ def autocast_dtype(cfg: ScriptConfig) -> torch.dtype | None:
     return None if cfg.model.dtype == "float32" else torch.bfloat16
 
 
+def scoring_options(cfg: ScriptConfig) -> dict[str, Any]:
+    """Return how the trainer's model is computed: arguments of `TransformersWrapper`."""
+    names = ("token_budget", "bin_length", "head_kernel", "compile_layers", "offload_activations")
+    return {"autocast_dtype": autocast_dtype(cfg)} | {name: getattr(cfg.train, name) for name in names}
+
+
 def clip_bounds(cfg: GRPOConfig) -> tuple[float, float]:
     """Return how far below and above 1 the ratio goes before it is clipped."""
     low, high = cfg.train.clip_epsilon, cfg.train.clip_epsilon_high

@@ -35,7 +35,7 @@ from llmrl.runs.config import (
 )
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
-from llmrl.runs.setup import autocast_dtype, clip_bounds, lora_config, model_folder, start_engine
+from llmrl.runs.setup import clip_bounds, lora_config, model_folder, scoring_options, start_engine
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_reference, minibatches, train_step
 
@@ -225,17 +225,7 @@ def _train(
             gradient_checkpointing=cfg.train.gradient_checkpointing,
             lora=lora_config(cfg),
         )
-        actor = TransformersWrapper(
-            model,
-            generate=False,
-            generate_kwargs=sampling,
-            token_budget=cfg.train.token_budget,
-            bin_length=cfg.train.bin_length,
-            head_kernel=cfg.train.head_kernel,
-            compile_layers=cfg.train.compile_layers,
-            offload_activations=cfg.train.offload_activations,
-            autocast_dtype=autocast_dtype(cfg),
-        )
+        actor = TransformersWrapper(model, generate=False, generate_kwargs=sampling, **scoring_options(cfg))
         device.shard(model)  # where there are several ranks
         loss = GRPOLoss(
             actor,

@@ -25,13 +25,13 @@ from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
 from llmrl.runs.launch import launch
 from llmrl.runs.setup import (
-    autocast_dtype,
     clip_bounds,
     lora_config,
     make_collector,
     make_env,
     make_eval_envs,
     model_folder,
+    scoring_options,
     start_engine,
     sync_scheme,
 )
@@ -59,17 +59,7 @@ def main(cfg: GRPOConfig) -> None:
             gradient_checkpointing=cfg.train.gradient_checkpointing,
             lora=lora_config(cfg),
         )
-        actor = TransformersWrapper(
-            model,
-            generate=False,
-            generate_kwargs=sampling,
-            token_budget=cfg.train.token_budget,
-            bin_length=cfg.train.bin_length,
-            head_kernel=cfg.train.head_kernel,
-            compile_layers=cfg.train.compile_layers,
-            offload_activations=cfg.train.offload_activations,
-            autocast_dtype=autocast_dtype(cfg),
-        )
+        actor = TransformersWrapper(model, generate=False, generate_kwargs=sampling, **scoring_options(cfg))
         device.shard(model)  # where there are several ranks
         # The ratio is to the trainer's own log-probs; what the engine computes otherwise is a truncated weight.
         loss = GRPOLoss(
