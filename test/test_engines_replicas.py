@@ -10,7 +10,8 @@ import time
 import pytest
 from waiting import wait_until
 
-from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig
+from llmrl.engines import AsyncVLLM, Engine, EngineError, EngineReplicas, SamplingConfig
+from llmrl.engines.launch import start_engines
 from llmrl.testing import ScriptedEngine
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
@@ -413,3 +414,16 @@ def test_a_thousand_requests_through_random_deaths_are_each_answered_once():
     assert engines.num_retried > 10
     assert engines.loads == (0, 0, 0, 0)
     engines.shutdown()
+
+
+def test_each_engine_samples_by_a_seed_of_its_own(monkeypatch):
+    seeds = []
+
+    def from_pretrained(model, *, seed, cpu_threads, hang_timeout_seconds):
+        seeds.append(seed)
+        return ScriptedEngine([[1]])
+
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", from_pretrained)
+    _, start = start_engines("model", 3, False, None, None, {"seed": 5})
+    start(1)
+    assert sorted(seeds[:3]) == [5, 6, 7] and seeds[3:] == [8]

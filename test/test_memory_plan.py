@@ -76,6 +76,30 @@ def test_what_would_fit_fits_and_comes_least_change_first() -> None:
     assert what_fits(shape("32B"), TRAINING, int(10e9)) == []
 
 
+def test_no_micro_batch_is_proposed_that_a_row_does_not_fit_in() -> None:
+    training = replace(TRAINING, gradient_checkpointing=False, token_budget=65_536, longest_row=40_000)
+    found = what_fits(shape("1.5B"), training, int(75e9))
+    assert found and all("token_budget=65536" in one for one in found)
+    rows = replace(TRAINING, token_budget=2048, longest_row=32_768)
+    assert plan_memory(shape("3B"), rows) == plan_memory(shape("3B"), replace(rows, token_budget=32_768))
+
+
+def test_offloading_keeps_two_layers_inputs_on_the_device() -> None:
+    plans = [plan_memory(shape("8B"), replace(TRAINING, offload_activations=offload)) for offload in (False, True)]
+    kept = plans[0].passing["activations"] - plans[1].passing["activations"]
+    assert kept == 4 * TRAINING.token_budget * 4096 * (36 - 2)
+
+
+def test_what_lasts_must_fit_beside_an_engine_that_sleeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrl.runs.fit._gpu_memory", lambda: 141 * 10**9)
+    entries = [f"model.path={folder}", "hardware=gpu1", "model.lora.rank=16", "train.token_budget=40960"]
+    check_fit(config("grpo", *entries))  # 31 GiB last and 38 pass: of 131 while the engine sleeps, of 72 beside it
+    with pytest.raises(ValueError, match=r"the trainer needs \d+"):
+        check_fit(config("grpo", *entries, "engine.sleep_while_training=false"))
+    with pytest.raises(ValueError, match=r"while the engine generates, 3\d\.\d GiB, does not fit beside it, in 24"):
+        check_fit(config("grpo", *entries, "engine.gpu_memory_utilization=0.8"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = {

@@ -220,6 +220,18 @@ def test_weights_travel_as_the_configuration_says(tmp_path):
     assert sync_scheme(config("grpo", "hardware=ray-cluster")).master_address is not None
 
 
+def test_an_engine_sleeps_where_it_shares_a_gpu_in_turn():
+    sleeps = {name: config(name, "hardware=gpu1").engine_sleeps for name in ALGORITHMS}
+    assert sleeps == {"grpo": True, "grpo-async": False, "expert-iteration": True, "expert-iteration-async": False}
+    assert not config("grpo", "hardware=gpu1", "engine.sleep_while_training=false").engine_sleeps
+    assert not config("grpo").engine_sleeps
+    for hardware, algorithm in (("gpu8", "grpo"), ("gpu1", "grpo-async"), ("gpu1", "expert-iteration-async")):
+        with pytest.raises(ValueError, match=r"sleep_while_training=true is for an engine that shares"):
+            config(algorithm, f"hardware={hardware}", "engine.sleep_while_training=true")
+    with pytest.raises(ValueError, match=r"offload_activations=true needs train\.gradient_checkpointing=true"):
+        config("grpo", "train.offload_activations=true")
+
+
 def test_adapters_and_clip_bounds_come_from_the_configuration():
     assert lora_config(config("grpo")) is None
     lora = lora_config(config("grpo", "model.lora.rank=4", "model.lora.target_modules=[q_proj,v_proj]"))

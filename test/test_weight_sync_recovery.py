@@ -235,6 +235,42 @@ def test_what_keep_means_for_a_request_in_flight(engine, model, is_kept):
     assert right < TOLERANCE < wrong / 2
 
 
+def test_an_engine_that_sleeps_goes_on_when_new_weights_are_there(sender, engine, model, monkeypatch):
+    """Scheduler and executor sleep; the worker of a CPU gives no memory back, which is why it is refused there."""
+    with pytest.raises(EngineError, match=r"cannot sleep; start it on a GPU with enable_sleep=True"):
+        engine.sleep()
+    monkeypatch.setattr(engine, "_can_sleep", True)
+    woken, wake_up, before = [], engine._llm.wake_up, engine.policy_version
+
+    def noted_wake_up(tags):
+        woken.append((tags, engine.policy_version))
+        return wake_up(tags)
+
+    monkeypatch.setattr(engine._llm, "wake_up", noted_wake_up)
+
+    async def run():
+        task = asyncio.create_task(engine.generate([1, 2, 3], SAMPLING.with_changes(max_new_tokens=400)))
+        await _until_tokens(engine, 50)
+        await asyncio.to_thread(engine.sleep)
+        await asyncio.to_thread(engine.sleep)  # of a batch that is learned from twice
+        assert await engine._background.wait(engine._llm.is_sleeping()) and await engine.progress() is None
+        for action in (engine.resume, lambda: engine.generate_batch([[1]], SAMPLING)):
+            with pytest.raises(EngineError, match=r"sleeps: .*after the next update"):
+                await asyncio.to_thread(action)
+        with pytest.raises(WeightSyncError, match="hold no whole weights and stay paused"):
+            await asyncio.to_thread(sender.update_weights, faulty(model, "shape"))
+        assert engine.lacks_weights and not task.done()
+        change_every_parameter(model, seed=6, size=0.3)
+        await asyncio.to_thread(sender.update_weights)
+        return await task
+
+    completion = asyncio.run(run())
+    assert set(completion.versions) == {before, before + 1} and len(completion.token_ids) == 400
+    assert woken[0] == (["weights"], before) and woken[-1] == (["kv_cache"], before + 1)
+    assert not engine._background.run(engine._llm.is_sleeping())
+    assert log_prob_difference(model, engine) < TOLERANCE
+
+
 @pytest.mark.parametrize("pause_mode", ["wait", "abort"])
 def test_requests_are_finished_first_or_end_with_what_they_have(engine, model, pause_mode):
     sender = make_sender(VLLMWeightSyncScheme(pause_mode=pause_mode), model, engine)
