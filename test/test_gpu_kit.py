@@ -97,6 +97,22 @@ def test_what_is_packed_is_what_the_kit_imports(kit: dict[str, ModuleType], tmp_
     assert not list(tmp_path.rglob("*.pyc"))
 
 
+def test_long_files_are_carried_in_parts(kit: dict[str, ModuleType], tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    contents = {"long.whl": bytes(range(256)) * 9, "short.whl": b"short"}
+    for name, content in contents.items():
+        (tmp_path / "wheels" / name).write_bytes(content)
+    kit["pack"].split(tmp_path, 1000)
+    assert max(path.stat().st_size for path in (tmp_path / "wheels").iterdir()) == 1000
+    joining = kit["pack"].START.partition("python3")[0].replace('"$(dirname "$0")"', str(tmp_path))
+    subprocess.run(["sh", "-c", joining], check=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "wheels").iterdir()} == contents
+
+
+def test_weights_that_were_staged_are_those_of_after_the_step(kit: dict[str, ModuleType]) -> None:
+    assert kit["stages"].stream(kit["sizes"].TINY, "cpu")["staged"] == {"stale_share": 0}
+
+
 def test_arguments_that_an_older_torch_does_not_know_are_left_out(
     kit: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:

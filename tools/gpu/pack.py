@@ -20,9 +20,13 @@ COPIED = ("llmrl", "tools/gpu", "test/causal_types.py", "pyproject.toml", "LICEN
 WHEELS = ("tensordict", "torchrl", "pyvers", "orjson", "importlib_metadata", "zipp", "cloudpickle", "packaging")
 """At the versions that are installed here; their dependencies are in the list or come with torch."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 24, 17)] + ["manylinux2014_x86_64", "any"]
+PART_BYTES = 60_000_000
 START = """#!/bin/sh
 # Installs the wheels beside what is there, and runs the kit.
 cd "$(dirname "$0")" || exit
+for first in wheels/*.part-000; do
+    [ -e "$first" ] && cat "${first%-000}"-* > "${first%.part-000}" && rm "${first%-000}"-*
+done
 python3 -m pip install --quiet --no-index --no-deps --upgrade --target site wheels/*.whl || exit
 PYTHONPATH="$PWD/site:$PWD${PYTHONPATH:+:$PYTHONPATH}" exec python3 tools/gpu/run.py "$@"
 """
@@ -52,13 +56,23 @@ def copy_sources(folder: Path) -> None:
     start.chmod(0o755)
 
 
-def download_wheels(folder: Path, python_version: str) -> None:
+def download_wheels(folder: Path, python_version: str, wanted: list[str], *options: str) -> None:
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
     subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--implementation",
-         "cp", "--python-version", python_version, *platforms, "--dest", str(folder / "wheels"), *requirements()],
+        [sys.executable, "-m", "pip", "download", "--quiet", *options, "--only-binary=:all:", "--implementation",
+         "cp", "--python-version", python_version, *platforms, "--dest", str(folder / "wheels"), *wanted],
         check=True,
     )  # fmt: skip
+
+
+def split(folder: Path, num_bytes: int = PART_BYTES) -> None:
+    """Put files that are longer into parts, which `start.sh` joins."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.stat().st_size > num_bytes:
+            with path.open("rb") as file:
+                for number, part in enumerate(iter(lambda file=file: file.read(num_bytes), b"")):
+                    path.with_name(f"{path.name}.part-{number:03}").write_bytes(part)
+            path.unlink()
 
 
 def main() -> None:
@@ -66,10 +80,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version of the machine's Python")
     parser.add_argument("--no-wheels", action="store_true", help="sources alone, for a machine that has the rest")
+    parser.add_argument("--vllm", action="store_true", help="vLLM too, with all that it needs")
     given = parser.parse_args()
     copy_sources(given.folder)
     if not given.no_wheels:
-        download_wheels(given.folder, given.python)
+        download_wheels(given.folder, given.python, requirements(), "--no-deps")
+    if given.vllm:
+        download_wheels(given.folder, given.python, [f"vllm=={version('vllm').partition('+')[0]}"])
+    split(given.folder)
     sizes = {path.name: path.stat().st_size for path in given.folder.rglob("*") if path.is_file()}
     print(json.dumps({"folder": str(given.folder), "num_files": len(sizes), "megabytes": sum(sizes.values()) / 1e6}))
 

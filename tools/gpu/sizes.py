@@ -28,6 +28,8 @@ class Sizes:
     models: tuple[str, ...] = ("0.5B", "1.5B")
     """That are trained."""
     sharded_model: str = "3B"
+    engine_model: str = "1.5B"
+    """That vLLM serves."""
     batches: tuple[Rows, ...] = ((16, 0, 1024), (4, 0, 16_384), (16, 4000, 200))
     token_budget: int = 16_384
     num_steps: int = 3
@@ -43,6 +45,7 @@ TINY = Sizes(
     chunk_sizes=(16, 64),
     models=("tiny",),
     sharded_model="tiny",
+    engine_model="served",
     batches=((4, 0, 40), (4, 60, 10)),
     token_budget=256,
     num_steps=1,
@@ -52,6 +55,8 @@ TINY = Sizes(
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "vocab_size": 64},
+    "served": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+               "num_key_value_heads": 2, "vocab_size": 512},
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151_936},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,

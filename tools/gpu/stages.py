@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_stages import engine, stream
 from sizes import MODELS, Rows, Sizes, flops_of, make_batch, make_model
 
 Result = dict[str, Any]
@@ -214,18 +215,22 @@ def train(sizes: Sizes, device: str) -> Result:
     results: Result = {}
     for name in sizes.models:
         for batch in sizes.batches:
-            for way in (_train_step, _padded_step):
+            for way in (_train_step, _compiled_step, _padded_step):
                 key = f"{name} {batch[0]} x ({batch[1]} + {batch[2]}) {way.__name__.strip('_')}"
                 results[key] = attempted(lambda name=name, batch=batch, way=way: way(sizes, device, name, batch))
     return results
 
 
-def _train_step(sizes: Sizes, device: str, name: str, batch: Rows) -> Result:
+def _compiled_step(sizes: Sizes, device: str, name: str, batch: Rows) -> Result:
+    return _train_step(sizes, device, name, batch, compile_layers=True)
+
+
+def _train_step(sizes: Sizes, device: str, name: str, batch: Rows, **options: bool) -> Result:
     from llmrl.objectives import GRPOLoss
     from llmrl.trainer import TransformersWrapper, make_optimizer, train_step
 
     model = make_model(name, device, gradient_checkpointing=True)
-    policy = TransformersWrapper(model, generate=False, token_budget=sizes.token_budget)
+    policy = TransformersWrapper(model, generate=False, token_budget=sizes.token_budget, **options)
     loss, rows = GRPOLoss(policy), make_batch(batch, MODELS[name]["vocab_size"])
     optimizer, _ = make_optimizer(model, learning_rate=1e-6)
     reports = []
@@ -380,7 +385,9 @@ STAGES: dict[str, tuple[Callable[[Sizes, str], Result], int]] = {
     "train": (train, 580),
     "sharded": (sharded, 300),
     "resume": (resume, 240),
+    "stream": (stream, 120),
     "ipc": (ipc, 240),
     "learning": (learning, 400),
+    "engine": (engine, 580),
 }
 """Each stage and the seconds after which it is ended."""
