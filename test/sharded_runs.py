@@ -42,7 +42,11 @@ from llmrl.trainer import TransformersWrapper, make_optimizer, shard_model, trai
 NUM_STEPS = 10
 ADAPTERS = {"lora": 4}
 REFERENCE = {"kl_to_ref_coeff": 0.05, "num_minibatches": 2, "gradient_checkpointing": True}
-LOSSES = {1: ["grpo", "gspo", "sft", "lora"], 2: ["gspo", "lora"], 4: ["grpo", "sft"]}
+LOSSES = {
+    1: ["grpo", "gspo", "sft", "lora", "float32", "bfloat16"],
+    2: ["gspo", "lora", "bfloat16"],
+    4: ["grpo", "sft"],
+}
 
 
 class Engine(ScriptedEngine):
@@ -147,9 +151,10 @@ def losses(folder, num_ranks):
             model = with_lora(model, ["q_proj", "down_proj"]) if name == "lora" else model
             if name == "sft":
                 model.gradient_checkpointing_enable()
-            policy = TransformersWrapper(model, generate=False, token_budget=24, bin_length=24)
+            dtype = torch.bfloat16 if name == "bfloat16" else None
+            policy = TransformersWrapper(model, generate=False, token_budget=24, bin_length=24, autocast_dtype=dtype)
             if num_ranks > 1:
-                shard_model(model)
+                shard_model(model, compute_dtype=dtype)
             loss = {"gspo": GSPOLoss, "sft": SFTLoss}.get(name, GRPOLoss)(policy)
             optimizer, schedule = make_optimizer(
                 model, learning_rate=1e-4, weight_decay=0.01, schedule="cosine", warmup_steps=3, num_steps=NUM_STEPS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -47,6 +48,16 @@ def test_ten_steps_of_several_ranks_end_with_the_weights_of_one(folder: Path, lo
     assert actual.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(actual[name], weight, atol=1e-6, rtol=0)
+
+
+def test_in_bfloat16_two_ranks_end_as_near_to_float32_as_one(folder: Path) -> None:
+    one, two = (torch.load(folder / f"losses-{count}.pt") for count in (1, 2))
+    exact = one["float32"]
+
+    def distance(weights: dict[str, torch.Tensor]) -> float:
+        return math.sqrt(sum(float((weights[name] - exact[name]).square().sum()) for name in exact))
+
+    assert 0 < distance(two["bfloat16"]) < 1.5 * distance(one["bfloat16"]) < distance(one["gspo"]) / 5
 
 
 @pytest.mark.parametrize("name", ["reference", "lora"])
