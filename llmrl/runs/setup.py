@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from tensordict import TensorDictBase
@@ -67,10 +67,27 @@ def autocast_dtype(cfg: ScriptConfig) -> torch.dtype | None:
     return None if cfg.model.dtype == "float32" else torch.bfloat16
 
 
-def scoring_options(cfg: ScriptConfig) -> dict[str, Any]:
-    """Return how the trainer's model is computed: arguments of `TransformersWrapper`."""
-    names = ("token_budget", "bin_length", "head_kernel", "compile_layers", "offload_activations")
-    return {"autocast_dtype": autocast_dtype(cfg)} | {name: getattr(cfg.train, name) for name in names}
+class ScoringOptions(TypedDict):
+    """How the trainer's model is computed: arguments of `TransformersWrapper`."""
+
+    autocast_dtype: torch.dtype | None
+    token_budget: int
+    bin_length: int | None
+    head_kernel: Literal["torch", "liger"]
+    compile_layers: bool
+    offload_activations: bool
+
+
+def scoring_options(cfg: ScriptConfig) -> ScoringOptions:
+    """Return how the trainer's model is computed, as `train` and `model` say."""
+    return {
+        "autocast_dtype": autocast_dtype(cfg),
+        "token_budget": cfg.train.token_budget,
+        "bin_length": cfg.train.bin_length,
+        "head_kernel": cfg.train.head_kernel,
+        "compile_layers": cfg.train.compile_layers,
+        "offload_activations": cfg.train.offload_activations,
+    }
 
 
 def clip_bounds(cfg: GRPOConfig) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -103,9 +103,8 @@ class CausalModel:
         if layers is None:
             raise TypeError(f"{type(self.decoder).__name__} has no `layers` to compile one by one.")
         # Kinds of layers, with and without gradient, one bin and several: each is compiled once.
-        options: dict[str, Any] = {"dynamic": True, "recompile_limit": _NUM_COMPILED}
         for layer in layers:
-            layer.compile(**options)
+            layer.compile(dynamic=True, recompile_limit=_NUM_COMPILED)
 
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.

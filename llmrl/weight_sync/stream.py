@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.channels import Channel, Client, Connection
 from llmrl.weight_sync.deadline import TimedCommunicator, TransferStalledError
 from llmrl.weight_sync.source import ModelWeights
+
+T = TypeVar("T")
 
 
 class StreamChannel(Channel):
@@ -114,7 +116,7 @@ class _TimedNCCL:
 
         self._client, self._device = client, source.device
         info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
-        opened: Future[Any] = Future()
+        opened: Future[NCCLTrainerWeightTransferEngine] = Future()
         self._workers_opened: Future[None] = Future()
         self._workers_updated: Future[None] = Future()
 
@@ -176,7 +178,7 @@ class _PicklingClient:
         """The engines are told to load by their group."""
 
 
-def _run(future: Future[Any], function: Callable[[], object]) -> None:
+def _run(future: Future[T], function: Callable[[], T]) -> None:
     """Call a function, whose result or error others wait for, too."""
     try:
         future.set_result(function())

@@ -378,7 +378,7 @@ def learning(sizes: Sizes, device: str) -> Result:
 
 
 STAGES: dict[str, tuple[Callable[[Sizes, str], Result], int]] = {
-    "fork": (fork, 60),
+    "fork": (fork, 120),
     "exactness": (exactness, 500),
     "attention": (attention, 400),
     "head": (head, 300),
