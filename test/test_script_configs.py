@@ -226,7 +226,7 @@ def test_an_engine_sleeps_where_it_shares_a_gpu_in_turn():
     assert not config("grpo", "hardware=gpu1", "engine.sleep_while_training=false").engine_sleeps
     assert not config("grpo").engine_sleeps
     for hardware, algorithm in (("gpu8", "grpo"), ("gpu1", "grpo-async"), ("gpu1", "expert-iteration-async")):
-        with pytest.raises(ValueError, match=r"sleep_while_training=true is for an engine that shares"):
+        with pytest.raises(ValueError, match=r"sleep_while_training=true needs an engine on the trainer's GPU"):
             config(algorithm, f"hardware={hardware}", "engine.sleep_while_training=true")
     with pytest.raises(ValueError, match=r"offload_activations=true needs train\.gradient_checkpointing=true"):
         config("grpo", "train.offload_activations=true")

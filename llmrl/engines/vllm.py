@@ -171,15 +171,10 @@ class AsyncVLLM(KnownArguments):
             },
             engine_args=engine_args or {},
         )
-        config = llm.vllm_config.weight_transfer_config
+        config, start_s = llm.vllm_config.weight_transfer_config, time.perf_counter() - start
         backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
         return cls(
-            llm,
-            background,
-            load,
-            weight_transfer=backend,
-            start_s=time.perf_counter() - start,
-            hang_timeout_seconds=hang_timeout_seconds,
+            llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout_seconds
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -228,8 +223,7 @@ class AsyncVLLM(KnownArguments):
             request_id = f"{self._id_prefix}-{next(self._id_counter)}"
         check_request(request_id, prompt_ids, self._in_flight)
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
-        self._check_alive()
-        self._check_awake()
+        self._check_alive(and_awake=True)
         num_log_probs = num_reported(sampling, self._llm.vllm_config.model_config)
         params = sampling_params(sampling, budget, num_log_probs=num_log_probs)
         self._in_flight.add(request_id)
@@ -278,12 +272,10 @@ class AsyncVLLM(KnownArguments):
         """Return how hard it worked since the last call."""
         return self._load.take()
 
-    def _check_alive(self) -> None:
+    def _check_alive(self, *, and_awake: bool = False) -> None:
         if not self.is_alive:
             raise EngineError(self._watch.why or "The vLLM engine is not running; start a new one.")
-
-    def _check_awake(self) -> None:
-        if self.lacks_weights:
+        if and_awake and self.lacks_weights:
             raise EngineError("The engine sleeps: it gave back its weights, and goes on after the next update.")
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -310,7 +302,7 @@ class AsyncVLLM(KnownArguments):
         Raises:
             EngineError: when it sleeps and has no weights.
         """
-        self._check_awake()
+        self._check_alive(and_awake=True)
         if self._is_asleep:
             self._control(self._llm.wake_up(["kv_cache"]))
         self._control(self._llm.resume_generation())

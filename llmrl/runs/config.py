@@ -185,8 +185,7 @@ class CollectConfig:
     @property
     def generate_kwargs(self) -> dict[str, float]:
         """What a policy samples by, and its trainer replays."""
-        names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -315,10 +314,10 @@ class ScriptConfig:
             )
         if self.sync.transport == "ipc" and (engine.use_ray or (engine.num_replicas or 1) > 1):
             raise ValueError("sync.transport=ipc is for one engine on the trainer's GPU; with several use direct.")
-        if engine.sleep_while_training and (self.sync.transport != "ipc" or self.is_collected_ahead):
+        if engine.sleep_while_training and not self.engine_sleeps:
+            needed = "sync.transport=ipc, collect.max_staleness=null and collect.in_background=false"
             raise ValueError(
-                "engine.sleep_while_training=true is for an engine that shares the trainer's GPU (sync.transport=ipc) "
-                "and generates in turn with it: collect.max_staleness=null, collect.in_background=false."
+                f"engine.sleep_while_training=true needs an engine on the trainer's GPU, in turn: {needed}."
             )
         if engine.use_ray and gpus and gpus != engine.tensor_parallel_size:
             raise ValueError(
@@ -327,15 +326,10 @@ class ScriptConfig:
             )
 
     @property
-    def is_collected_ahead(self) -> bool:
-        """Whether the engine generates while the trainer trains."""
-        return self.collect.max_staleness is not None or getattr(self.collect, "in_background", False)
-
-    @property
     def engine_sleeps(self) -> bool:
         """Whether the engine gives back the GPU's memory while the trainer trains."""
-        sleeps = self.engine.sleep_while_training
-        return (self.sync.transport == "ipc" and not self.is_collected_ahead) if sleeps is None else sleeps
+        is_ahead = self.collect.max_staleness is not None or getattr(self.collect, "in_background", False)
+        return self.sync.transport == "ipc" and not is_ahead and self.engine.sleep_while_training is not False
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -59,6 +60,7 @@ class CausalModel:
         """False where each row has a bin of its own, without a mask."""
         self.faults: dict[str, str] = {}
         """Ways of computing rows that would have been preferred, and what is wrong with each."""
+        self._is_offloading = False
         self._choose_computation(probe)
         self.attention_length = self._attention_length()
         """Tokens of a bin at which its attention costs as much as the rest of the model."""
@@ -93,6 +95,19 @@ class CausalModel:
             )
         self.model.train()
 
+    def offload_activations(self, *, offload: bool) -> None:
+        """Keep what gradient checkpointing keeps of layers in the host's memory, or not.
+
+        Raises:
+            ValueError: without gradient checkpointing.
+        """
+        if offload and not getattr(self.model, "is_gradient_checkpointing", False):
+            raise ValueError(
+                "offload_activations=True needs gradient checkpointing (model.gradient_checkpointing_enable()): "
+                "without it all that a layer computes, and its weights, would go to the host."
+            )
+        self._is_offloading = offload
+
     def compile_layers(self) -> None:
         """Compile each layer of the decoder in place, once for rows of all lengths.
 
@@ -123,7 +138,10 @@ class CausalModel:
                 "so that no log-prob is its own there: limit the length of rollouts, or set a rope_type that is "
                 "neither 'dynamic' nor 'longrope'."
             )
-        return decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
+        with contextlib.ExitStack() as context:
+            if self._is_offloading and torch.is_grad_enabled():
+                context.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.head.device.type == "cuda"))
+            return decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
 
     def _attention_length(self) -> float:
         """From operations per token: two for each weight, and in each layer four for each key and unit of width.

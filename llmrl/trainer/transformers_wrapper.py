@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -63,8 +62,7 @@ class TransformersWrapper(LLMWrapperBase):
         head_kernel: what makes log-probs of hidden states: `torch`, everywhere, or `liger`, liger-kernel on a GPU,
             which the extra `gpu` installs and which, in bfloat16, rounds logits before their softmax: 0.01 to 0.02
             nats per token. Entropies, and log-probs of truncated distributions, are always made by `torch`.
-        compile_layers: compile the decoder's layers (`torch.compile`), for rows of any length; a first step takes a
-            minute. Attention over shared prefixes is compiled in any case.
+        compile_layers: compile the decoder's layers (`torch.compile`); attention on CUDA is compiled in any case.
         offload_activations: keep what gradient checkpointing keeps, each layer's input, in the host's memory.
         options: see `LLMWrapperBase`. Of `generate_kwargs` the temperature counts when scoring, so that both speak of
             the same distribution; `pad_output` pads on the left.
@@ -136,11 +134,7 @@ class TransformersWrapper(LLMWrapperBase):
             raise ValueError(f"head_kernel must be 'torch' or 'liger', got {self.head_kernel!r}.")
         if self.head_kernel == "liger":
             check_fused_head(self._causal_model.transform)
-        if self.offload_activations and not self.model.is_gradient_checkpointing:
-            raise ValueError(
-                "offload_activations=True needs gradient checkpointing (model.gradient_checkpointing_enable()): "
-                "without it all that a layer computes, and its weights, would go to the host."
-            )
+        self._causal_model.offload_activations(offload=self.offload_activations)
         if self.compile_layers:
             self._causal_model.compile_layers()
         self.train()
@@ -172,11 +166,6 @@ class TransformersWrapper(LLMWrapperBase):
         if dtype is None and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
         return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-
-    def _offloading(self) -> contextlib.AbstractContextManager[object]:
-        if not self.offload_activations or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def pack(
         self,
@@ -215,27 +204,17 @@ class TransformersWrapper(LLMWrapperBase):
             nothing = torch.zeros(0, device=self.device)
             return nothing, nothing if return_entropy else None
         with self._autocast():
-            with self._offloading():
-                hidden = self._causal_model.hidden_states(packed)
+            hidden = self._causal_model.hidden_states(packed)
             weight = self._causal_model.head.weight(trained_model(self.model).sharded_dtype)
             predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
             states, targets, mask = hidden.flatten(0, 1)[predictors], packed.targets, packed.sampling_mask
             bias, transform = self._causal_model.head.bias(), self._causal_model.transform
+            head = {"positions": positions, "bias": bias, "transform": transform}
             if self.head_kernel == "liger" and mask is None and not return_entropy:
-                return fused_log_probs(
-                    states, weight, targets, positions=positions, bias=bias, transform=transform
-                ), None
+                return fused_log_probs(states, weight, targets, **head), None
             score = chunked_log_probs if mask is None else partial(truncated_log_probs, sampling_mask=mask)
-            return score(
-                states,
-                weight,
-                targets,
-                positions=positions,
-                bias=bias,
-                transform=transform,
-                chunk_size=self.chunk_size,
-                return_entropy=return_entropy,
-            )
+            size = self.chunk_size
+            return score(states, weight, targets, **head, chunk_size=size, return_entropy=return_entropy)
 
     def forward(
         self,
