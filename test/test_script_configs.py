@@ -178,6 +178,8 @@ def test_further_environments_are_evaluated_by_their_names():
     assert "+" in envs["hard"].reset()[0]["query"]
     with pytest.raises(ValueError, match=r"eval\.patience needs eval\.metric"):
         config("grpo", "eval.patience=2")
+    with pytest.raises(ValueError, match=r"eval\.every must be at least 1, got 0"):
+        config("grpo", "eval.every=0")
 
 
 def test_hardware_reaches_the_engine(monkeypatch):

@@ -270,6 +270,8 @@ class EvalConfig:
     """Evaluations in a row without a better one after which training ends; null: it goes on."""
 
     def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"eval.every must be at least 1, got {self.every}; null evaluates before and after alone.")
         if self.patience is not None and self.metric is None:
             raise ValueError("eval.patience needs eval.metric, by which an evaluation is better than another.")
 
