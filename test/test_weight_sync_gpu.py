@@ -227,6 +227,18 @@ def test_a_worker_that_is_killed_or_stands_still_in_a_broadcast_ends_it_and_the_
             engine.shutdown()
 
 
+def test_a_group_that_is_not_met_is_an_error_and_no_wait(stand_in, monkeypatch):
+    with pytest.raises(EngineError, match="init refused"):
+        make_sender(VLLMWeightSyncScheme(), trained_model(), WorkerEngine(fails_at="init"))
+
+    def refuse(info, *, client, source):
+        raise RuntimeError("no NCCL here")
+
+    monkeypatch.setattr(vllm_private._find("NCCLTrainerWeightTransferEngine"), "trainer_init", refuse)
+    with pytest.raises(RuntimeError, match="no NCCL here"):
+        make_sender(VLLMWeightSyncScheme(), trained_model(), WorkerEngine())
+
+
 def test_weights_are_read_when_what_the_gpu_was_asked_before_is_done(stand_in, monkeypatch):
     engine, model = WorkerEngine(), trained_model()
     sender = make_sender(VLLMWeightSyncScheme(), model, engine)

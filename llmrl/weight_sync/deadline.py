@@ -60,7 +60,7 @@ class TimedCommunicator:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch a transfer, to its last byte.
+        """Watch a transfer, from its first broadcast to its last byte.
 
         Raises:
             TransferStalledError: when it was ended.
@@ -83,9 +83,9 @@ class TimedCommunicator:
         self._communicator.destroy()
 
     def _watch(self, is_over: threading.Event) -> None:
-        num_seen, num_looks = self._num_events, 0
+        num_before, num_seen, num_looks = self._num_events, self._num_events, 0
         while not is_over.wait(self._timeout_seconds / _NUM_LOOKS):
-            num_looks = 0 if num_seen != self._num_events else num_looks + 1
+            num_looks = num_looks + 1 if num_before < num_seen == self._num_events else 0
             num_seen = self._num_events
             if num_looks >= _NUM_LOOKS:
                 self._is_aborted = True

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
 import torch
@@ -78,7 +79,9 @@ class StreamChannel(Channel):
             return _TimedNCCL(client, self._source, *self._rendezvous())
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError("the 'ipc' backend takes weights from a trainer of one process; use 'nccl'.")
-        return _OnDevice(self._source.device, self._open_ipc(client))
+        device = self._source.device
+        with torch.accelerator.device_index(device.index):
+            return _OnDevice(device, self._open_ipc(client))
 
     def _open_ipc(self, client: Client) -> Connection:
         from llmrl.engines.vllm_private import (
@@ -118,27 +121,30 @@ class _TimedNCCL:
         info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
         opened: Future[NCCLTrainerWeightTransferEngine] = Future()
         self._workers_opened: Future[None] = Future()
-        self._workers_updated: Future[None] = Future()
+        self._workers_updated: Future[None] | None = None
 
         def meet() -> None:
-            with torch.accelerator.device_index(self._device.index):
+            with torch.accelerator.device_index(self._device.index), contextlib.suppress(Exception):
                 _run(opened, lambda: NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=source))
 
         # NCCL waits for all for ever: where a worker does not come, the thread that waits is left behind.
         threading.Thread(target=meet, daemon=True, name="llmrl-nccl").start()
-        self._workers_opened.result()
+        wait([self._workers_opened, opened], return_when=FIRST_EXCEPTION)
+        if self._workers_opened.done():
+            self._workers_opened.result()
         self._engine = opened.result()
         self._group = TimedCommunicator(self._engine.model_update_group, client.timeout_seconds)
         self._engine.model_update_group = self._group
 
     def send_weights(self) -> None:
         """Send them, and wait until every engine has answered, also where the transfer was ended."""
-        self._workers_updated = Future()
+        self._workers_updated = None
         try:
             with torch.accelerator.device_index(self._device.index), self._group.watched():
                 self._engine.send_weights()
         except TransferStalledError:
-            self._workers_updated.result()  # an engine's own error says more
+            if self._workers_updated is not None:
+                self._workers_updated.result()  # an engine's own error says more
             raise
 
     def shutdown(self) -> None:
@@ -154,6 +160,7 @@ class _TimedNCCL:
         self._client.start_weight_update()
 
     def update_weights(self, update_info: TransferInfo) -> None:
+        self._workers_updated = Future()
         _run(self._workers_updated, lambda: self._client.update_weights(update_info))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> None:
