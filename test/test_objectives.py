@@ -241,6 +241,7 @@ def test_entropy_is_measured_whether_or_not_it_is_a_term_of_the_loss(name: str) 
     policy.head_kernel = "liger"
     assert not loss.measures_entropy and "entropy" not in loss.out_keys
     assert GRPOLoss(policy, entropy_bonus=True).measures_entropy
+    assert GRPOLoss(policy, entropy_coeff=1e-4).entropy_bonus and not GRPOLoss(policy).entropy_bonus
 
 
 def test_kl_estimators_agree_for_near_distributions_and_k3_is_never_negative() -> None:

@@ -38,8 +38,8 @@ from llmrl.objectives.ratios import (
 class GRPOLoss(LLMLoss):
     """The clipped importance-weighted loss of GRPO (arXiv:2402.03300, equation 3), over trained tokens only.
 
-    Names, keys and defaults are TorchRL's but for these: `entropy_bonus` is off (at a real vocabulary the bonus
-    outweighs the objective), `masking_strategy` is `rlhf` (rows always carry the loss mask), averages leave
+    Names, keys and defaults are TorchRL's but for these: `entropy_bonus` is off unless `entropy_coeff` is given (at a real vocabulary
+    the bonus outweighs the objective), `masking_strategy` is `rlhf` (rows always carry the loss mask), averages leave
     prompts and padding out, and the parameters of the policy are its own, not functional copies.
 
     By default the ratio is to the sampler's log-probs, as TorchRL's, so that the clip also cuts off tokens that trainer
@@ -59,7 +59,7 @@ class GRPOLoss(LLMLoss):
         aggregation: see `aggregation_weights`; sequences are rollouts, whatever number of rows they have. Tokens left
             out of the objective still count in the denominator, so that micro-batches stay exact.
         fixed_length: for `aggregation="fixed_length"`.
-        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`.
+        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`, 0.01 unless given; a coefficient asks for it.
         kl_to_ref_coeff: add the KL to the reference, whose log-probs are read from `ref_log_probs`, unless it is 0.
         kl_to_inference_coeff: add the KL to the sampler.
         kl_estimator: `k1`, `k2` or `k3`, see `kl_estimate`; `KLPenalty` puts the KL into the reward instead.
@@ -97,8 +97,8 @@ class GRPOLoss(LLMLoss):
         max_staleness: int | None = None,
         aggregation: Aggregation = "token_mean",
         fixed_length: int | None = None,
-        entropy_bonus: bool = False,
-        entropy_coeff: float = 0.01,
+        entropy_bonus: bool | None = None,
+        entropy_coeff: float | None = None,
         kl_to_ref_coeff: float | None = None,
         kl_to_inference_coeff: float | None = None,
         kl_estimator: KLEstimator = "k3",
@@ -135,8 +135,8 @@ class GRPOLoss(LLMLoss):
         self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)
         self.dual_clip, self.kl_mask_threshold, self.max_staleness = dual_clip, kl_mask_threshold, max_staleness
         self.aggregation, self.fixed_length = aggregation, fixed_length
-        self.entropy_bonus = self.needs_entropy = entropy_bonus
-        self.entropy_coeff = entropy_coeff
+        self.entropy_bonus = self.needs_entropy = entropy_coeff is not None if entropy_bonus is None else entropy_bonus
+        self.entropy_coeff = 0.01 if entropy_coeff is None else entropy_coeff
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff or None, kl_to_inference_coeff
         self.kl_estimator: KLEstimator = kl_estimator
         self.ratio, self.importance_cap, self.importance_floor = ratio, importance_cap, importance_floor
