@@ -38,9 +38,9 @@ from llmrl.objectives.ratios import (
 class GRPOLoss(LLMLoss):
     """The clipped importance-weighted loss of GRPO (arXiv:2402.03300, equation 3), over trained tokens only.
 
-    Names, keys and defaults are TorchRL's but for these: `entropy_bonus` is off unless `entropy_coeff` is given (at a real vocabulary
-    the bonus outweighs the objective), `masking_strategy` is `rlhf` (rows always carry the loss mask), averages leave
-    prompts and padding out, and the parameters of the policy are its own, not functional copies.
+    Names, keys and defaults are TorchRL's but for these: `entropy_bonus` is off unless `entropy_coeff` is given (at a
+    real vocabulary the bonus outweighs the objective), `masking_strategy` is `rlhf` (rows always carry the loss mask),
+    averages leave prompts and padding out, and the parameters of the policy are its own, not functional copies.
 
     By default the ratio is to the sampler's log-probs, as TorchRL's, so that the clip also cuts off tokens that trainer
     and engine only compute otherwise. With `importance_cap` it is to the trainer's own before the update, and what
