@@ -1,4 +1,4 @@
-"""Self-play: a tiny model that takes stones at random becomes better at Nim by playing both sides, in a minute."""
+"""Self-play: a tiny model that takes stones at random is trained at Nim, by playing both sides."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def main(engine: object = None, *, num_steps: int = 3, num_games: int = 40, seed
     playing = TransformersEngine(model, tokenizer=tokenizer, max_num_seqs=256, seed=seed)
     policy = LLMWrapperBase(playing, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 2})
     loss = GRPOLoss(TransformersWrapper(model, generate=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     env = GameEnv(lambda row: Nim(row["stones"]), ROWS, roles=ROLES, repeats=32, seed=seed)
     curve = [share_won(policy, num_games, seed)]
