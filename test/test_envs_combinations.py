@@ -27,16 +27,20 @@ from llmrl.envs import (
     CountdownEnv,
     DataLoadingPrimer,
     DatasetChatEnv,
+    GameEnv,
     GSM8KEnv,
     IFEvalEnv,
     MATHEnv,
     MessageChatEnv,
     MessageEnv,
     MessageStep,
+    ToolEnv,
     make_addition_env,
+    make_guess_env,
     make_search_env,
     make_sum_of_digits_env,
 )
+from llmrl.envs import game as rules
 from llmrl.transforms import AddThinkingPrompt, IncrementalTokenizer, PolicyVersion, RubricReward, TemplateTransform
 
 ROWS = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]
@@ -86,6 +90,38 @@ class Game(MessageEnv):
         return MessageStep([{"role": "user", "content": "And?"}], reward=1.0, is_done=self.num_turns >= 2)
 
 
+class Counter:
+    def reset(self, **row):
+        return None
+
+    def count(self, number: int) -> str:
+        """Count to a number.
+
+        Args:
+            number: the last.
+        """
+        return "1, ..."
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Pennies(rules.Game):
+    roles = ("even", "odd")
+
+    def __init__(self):
+        self.shown = []
+
+    def observe(self):
+        return self.roles[len(self.shown) % 2], "Five or six?"
+
+    def act(self, text):
+        self.shown.append(text)
+
+    def rewards(self):
+        return {"even": float(self.shown[-1] == "5"), "odd": 0.0} if len(self.shown) == 4 else None
+
+
 ENVIRONMENTS = {
     "chat": lambda **shape: ChatEnv(**shape).append_transform(DataLoadingPrimer(ROWS)),
     "dataset": lambda **shape: DatasetChatEnv(ROWS, **shape),
@@ -96,8 +132,13 @@ ENVIRONMENTS = {
     "gsm8k": lambda **shape: GSM8KEnv([{"question": "1 + 1?", "answer": "#### 2"}], max_steps=2, **shape),
     "ifeval": lambda **shape: IFEvalEnv(INSTRUCTIONS, **shape),
     "search": lambda **shape: make_search_env("train", **shape),
-    "message": lambda: MessageChatEnv(Game),  # of any shape
+    "guess": lambda **shape: make_guess_env("train", **shape),
+    # These are of any shape.
+    "message": lambda: MessageChatEnv(Game),
+    "tools": lambda: ToolEnv(Counter, ROWS),
+    "game": lambda: GameEnv(lambda row: Pennies(), roles=Pennies.roles, opponents={"odd": lambda messages: "5"}),
 }
+ANY_SHAPE = ("message", "tools", "game")
 
 
 def answer(tensordict):
@@ -111,7 +152,7 @@ def answer(tensordict):
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_torchrls_transforms_and_batches_of_environments_go_with_each(name):
-    make, shape = ENVIRONMENTS[name], () if name == "message" else (2,)
+    make, shape = ENVIRONMENTS[name], () if name in ANY_SHAPE else (2,)
     with set_list_to_stack(True):
         memory = TensorDictPrimer(Composite({"memory": Unbounded((*shape, 4))}, shape=shape))
         env = make(batch_size=shape) if shape else make()
@@ -122,7 +163,7 @@ def test_torchrls_transforms_and_batches_of_environments_go_with_each(name):
         reward, so_far = played["next", "reward"].flatten(), played["next", "episode_reward"].flatten()
         assert so_far[0] == reward[0] and len(so_far) == len(reward)
         # A step of TorchRL's pool numbers its environments in a batch of one dimension.
-        single = make if name in ("chat", "dataset", "message") else functools.partial(make, num_envs=None)
+        single = make if name in ("chat", "dataset", *ANY_SHAPE) else functools.partial(make, num_envs=None)
         for together in (SerialEnv(2, make), AsyncEnvPool([single, single], backend="threading")):
             try:
                 stepped = together.step(answer(together.reset()))

@@ -176,6 +176,21 @@ def test_turns_have_torchrls_advantages(trajectory_return: Any) -> None:
             torch.testing.assert_close(ours, [value.reshape(ours[0].shape) for value in theirs])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep_return_bounds": (0.1, 0.9)},
+        {"candidate_group_size": 4},
+        {"normalize_batch": True},
+        {"component_weights": {"exact": 1.0}},
+    ],
+)
+def test_what_compares_rollouts_is_refused_for_single_turns(options: dict[str, Any]) -> None:
+    turns = lazy_stack([*trajectory([0.0, 1.0]).unbind(0), *trajectory([1.0, 0.0]).unbind(0)])
+    with pytest.raises(ValueError, match=f"{next(iter(options))} compare returns of rollouts"):
+        MCAdvantage(grpo_size=2, **options)(turns)
+
+
 def test_the_group_of_turns_is_that_of_their_first() -> None:
     transform = MCAdvantage(2)
     for question in ("a", "b"):

@@ -9,12 +9,14 @@ import threading
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import wait_until
 from weight_sync_tools import FakeEngine, TakingEngine, make_sender
 
 from llmrl.engines import EngineReplicas
 from llmrl.engines.base import EngineError
 from llmrl.engines.vllm_args import require_vllm_version
+from llmrl.trainer import TransformersWrapper
 from llmrl.weight_sync import (
     EngineGroup,
     MemoryChannel,
@@ -320,6 +322,17 @@ def test_a_sender_says_what_it_lacks():
 def test_a_scheme_refuses_what_it_does_not_know(options):
     with pytest.raises((ValueError, TypeError)):
         VLLMWeightSyncScheme(**options)
+
+
+def test_a_policy_stands_for_its_model():
+    config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    policy = TransformersWrapper(model, generate=False)
+    names = {name for name, _ in model.named_parameters()}
+    assert get_model_metadata(policy).keys() == get_model_metadata(model).keys() == names
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(policy)
+    assert sender._model is model
 
 
 def test_metadata_of_another_model_is_refused():

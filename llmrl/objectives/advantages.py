@@ -256,8 +256,15 @@ class MCAdvantage(KnownArguments, GroupCounters):
 
     def _settle_turns(self, rows: list[TensorDictBase]) -> set[Hashable]:
         """Compare each turn's reward with all of its group's; returns the trajectories that stay."""
-        if self.normalize_batch or self.component_weights is not None:
-            raise ValueError("normalize_batch and component_weights compare rollouts: pass trajectory_return='sum'.")
+        of_rollouts = {
+            "normalize_batch": self.normalize_batch,
+            "component_weights": self.component_weights is not None,
+            "keep_return_bounds": self.keep_return_bounds is not None,
+            "candidate_group_size": self.candidate_group_size is not None,
+        }
+        if any(of_rollouts.values()):
+            given = " and ".join(name for name, is_given in of_rollouts.items() if is_given)
+            raise ValueError(f"{given} compare returns of rollouts, not single turns: pass trajectory_return='sum'.")
         rewards = [row.get(self.keys.rewards) for row in rows]
         values = torch.cat([reward.flatten() for reward in rewards])
         is_constant = self._is_constant([values.tolist()])

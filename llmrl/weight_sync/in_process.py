@@ -10,7 +10,7 @@ import torch
 
 from llmrl.trainer.trained_model import trained_model
 from llmrl.weight_sync.scheme import VLLMWeightSyncScheme
-from llmrl.weight_sync.source import named_weights
+from llmrl.weight_sync.source import model_of, named_weights
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class InProcessSender:
 
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Say whose weights to copy."""
-        self._model = model
+        self._model = model_of(model)
 
     def init_all_workers_group(self, model_metadata: object = None, engine: LoadsWeights | None = None) -> None:
         """Say which engine they are copied into."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from tensordict.nn import TensorDictModuleBase
 
 # Wrappers put these into names; a checkpoint has none of them.
 _WRAPPER_PARTS = re.compile(
@@ -34,7 +35,7 @@ def get_model_metadata(
     """Name to `(dtype, shape)` of each weight that an update sends; tied weights come once.
 
     Args:
-        model: the trainer's.
+        model: the trainer's, or the policy that it trains.
         dtype: that floating-point weights are sent in; their own when not given.
 
     Raises:
@@ -44,7 +45,22 @@ def get_model_metadata(
         >>> get_model_metadata(torch.nn.Linear(2, 1), dtype=torch.bfloat16)["weight"]
         (torch.bfloat16, torch.Size([1, 2]))
     """
-    return {name: (_sent_dtype(tensor, dtype), tensor.shape) for name, tensor in _named_weights(model)}
+    named = _named_weights(model_of(model))
+    return {name: (_sent_dtype(tensor, dtype), tensor.shape) for name, tensor in named}
+
+
+def model_of(
+    given: torch.nn.Module | Mapping[str, torch.Tensor],
+) -> torch.nn.Module | Mapping[str, torch.Tensor]:
+    """Return the model that a policy (`TransformersWrapper`) trains; of anything else, that itself.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> model_of(layer) is layer
+        True
+    """
+    model = getattr(given, "model", None) if isinstance(given, TensorDictModuleBase) else None
+    return model if isinstance(model, torch.nn.Module) else given
 
 
 def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

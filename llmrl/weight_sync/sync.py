@@ -15,7 +15,7 @@ from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.trainer.trained_model import TrainedModel, trained_model
 from llmrl.weight_sync.channels import Channel
 from llmrl.weight_sync.engine_group import EngineGroup
-from llmrl.weight_sync.source import ModelMetadata, ModelWeights
+from llmrl.weight_sync.source import ModelMetadata, ModelWeights, model_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,12 @@ class WeightSync:
         take and check), `load_s` (they put to use and empty their prefix caches), `resume_s`."""
 
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Say whose weights to send: a module, or a mapping of checkpoint names to tensors, read at each update.
+        """Say whose weights to send: a model, the policy that it is of, or a mapping of checkpoint names to tensors.
 
-        Adapters (peft's LoRA) are merged on the way; the model is left as it is.
+        They are read at each update. Adapters (peft's LoRA) are merged on the way; the model is left as it is.
         """
         with self._lock:
-            self._model = model
+            self._model = model_of(model)
             if self._source is not None:
                 self._open()
 
