@@ -228,7 +228,7 @@ class _Broadcast:
             try:
                 self._client.update_weights(described)
             except BaseException:
-                self.shutdown()  # ends the broadcast, which nobody waits for any more
+                self.shutdown()  # the broadcast itself ends with the worker that stands still
                 raise
             sending.result()
 
