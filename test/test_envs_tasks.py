@@ -113,7 +113,8 @@ def test_task_env_passes_check_env_specs(name):
     check_env_specs(ENVS[name]())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "ifeval-plain"])  # there any text is an answer
+# There any text is an answer, or one that cannot be read is asked for again.
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ifeval-plain", "guess")])
 @pytest.mark.parametrize(
     "text", ["", "no idea", "<answer>", "</answer><answer>", "<answer></answer>", "<think><answer>5</think>", "\x00<<"]
 )
@@ -130,7 +131,7 @@ def test_a_200_kb_completion_costs_little(name, piece, takes_long):
         started = time.process_time()
         data = answered(ENVS[name](), wrapped)
         assert time.process_time() - started < 3
-        assert data["reward"].item() < 0.11 and data["terminated"].item()
+        assert data["reward"].item() < 0.11 and data["terminated"].item() == (name != "guess")  # which goes on
 
 
 @pytest.mark.parametrize("make", [ChatEnv, lambda: MessageChatEnv(lambda item: GymnasiumTextEnv(Guess()))])

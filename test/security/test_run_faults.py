@@ -269,13 +269,13 @@ def test_wherever_a_row_of_the_table_is_cut_the_rows_before_it_count(tmp_path):
 def test_what_was_logged_in_part_is_logged_once(renderer, run_path, tmp_path, monkeypatch):
     log_metrics = RunFolder.log_metrics
 
-    def cut_short(self, step, metrics):
+    def cut_short(self, step, *logged):
         if step in (3, 4) and len(ended) < step - 2:
             ended.append(step)
             with self.rollouts_path.open("a") as file:
                 file.write('{"step": 3, "split": "train", "roll')
             raise OSError("the disk is full")
-        log_metrics(self, step, metrics)
+        log_metrics(self, step, *logged)
 
     monkeypatch.setattr(RunFolder, "log_metrics", cut_short)
     ended: list[int] = []
