@@ -8,8 +8,6 @@ only as far as the head's own gradient does.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import subprocess
 import sys
@@ -18,18 +16,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.peak_memory import begin_peak, read_peak
 from llmrl.trainer.log_probs import chunked_log_probs
 
 HIDDEN_SIZE = 256
 SIZES = [(2048, 16384), (4096, 16384), (8192, 16384), (2048, 32768), (2048, 65536)]
 """(num_tokens, vocab_size)."""
 GOAL = 1 / 3
-
-
-def resident_gib(name: str) -> float:
-    """`VmRSS`, or `VmHWM`, its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
 
 
 def _naive(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -51,13 +44,10 @@ def run_case(name: str, num_tokens: int, vocab_size: int) -> dict[str, float]:
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     # One small pass first: the libraries load their kernels.
     CASES[name](hidden[:2], weight[:8], targets[:2] % 8).sum().backward()
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    floor = resident_gib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    floor = begin_peak()
     log_probs = CASES[name](hidden, weight, targets)
     log_probs.mean().backward()
-    peak = resident_gib("VmHWM")
+    peak = read_peak()
     return {
         "above_floor_gib": peak - floor,
         "log_prob": float(log_probs.detach().mean()),

@@ -12,8 +12,6 @@ a way of training costs is its peak above that. One case: `python -m benchmarks.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib.util
 import json
 import statistics
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
+from benchmarks.peak_memory import begin_peak, read_peak
 from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
@@ -220,12 +219,6 @@ CASES = {
 }
 
 
-def _resident_gib(name: str) -> float:
-    """`VmRSS`, or `VmHWM`, its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
-
-
 def run_case(name: str) -> dict[str, Any]:
     """Seconds of each pass after one to warm up, and memory, of one case in this process."""
     model, tokenizer = _load()
@@ -237,10 +230,7 @@ def run_case(name: str) -> dict[str, Any]:
     step = CASES[name](model, tokenizer, batch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    floor = _resident_gib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    floor = begin_peak()
     seconds, processor_seconds, loss = [], [], 0.0
     for _ in range(1 + NUM_REPEATS):
         for parameter in model.parameters():
@@ -254,7 +244,7 @@ def run_case(name: str) -> dict[str, Any]:
         "seconds": seconds[1:],
         "processor_seconds": processor_seconds[1:],
         "floor_gib": floor,
-        "peak_gib": _resident_gib("VmHWM"),
+        "peak_gib": read_peak(),
         "loss": loss,
         "grad_norm": float(gradient),
     }

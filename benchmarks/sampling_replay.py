@@ -7,8 +7,6 @@ and their gradients take.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import statistics
 import subprocess
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.log_prob_memory import resident_gib
+from benchmarks.peak_memory import begin_peak, read_peak
 from llmrl.data.sampling_mask import SamplingMask
 from llmrl.trainer.log_probs import chunked_log_probs
 from llmrl.trainer.truncated import truncated_log_probs
@@ -50,16 +48,13 @@ def run_case(num_kept: int) -> dict[str, float]:
 
     step()
     hidden.grad = weight.grad = None
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    floor = resident_gib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    floor = begin_peak()
     seconds = []
     for _ in range(NUM_TIMES):
         started = time.process_time()
         step()
         seconds.append(time.process_time() - started)
-    return {"seconds": statistics.median(seconds), "gib": resident_gib("VmHWM") - floor}
+    return {"seconds": statistics.median(seconds), "gib": read_peak() - floor}
 
 
 def run() -> dict[str, Any]:

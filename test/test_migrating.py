@@ -98,29 +98,31 @@ def has(ours, name):
     return is_set or hasattr(ours, name) or any(name in inspect.get_annotations(base) for base in bases)
 
 
+def same_names():
+    """(name, theirs, ours) of everything public that has TorchRL's name."""
+    for namespace in NAMESPACES:
+        for name in importlib.import_module(namespace).__all__:
+            path = counterparts()[name]
+            if path is not None and path.rpartition(".")[2] == name:
+                yield name, resolved(f"{namespace}.{name}"), resolved(path)
+
+
 @functools.cache
 def missing():
     """(owner, entry) of everything that TorchRL takes and ours does not, where the name is the same."""
     found = set()
-    for namespace in NAMESPACES:
-        for name in importlib.import_module(namespace).__all__:
-            theirs, path = resolved(f"{namespace}.{name}"), counterparts()[name]
-            if path is None or path.rpartition(".")[2] != name:
-                continue
-            ours = resolved(path)
-            made = theirs.__init__ if isinstance(theirs, type) else theirs
-            found |= {(name, one) for one in taken(made) if one not in known(ours)}
-            for member, value in members(theirs) if isinstance(theirs, type) else ():
-                if not has(ours, member):
-                    found.add((name, f".{member}"))
-                elif not isinstance(value, property):
-                    method = getattr(ours, member)
-                    keywords = keywords_of(getattr(method, "__func__", method))
-                    if keywords is None:  # what else it takes goes to the constructor, or to a template
-                        keywords = {*taken(method), *known(ours)}
-                    found |= {
-                        (f"{name}.{member}", one) for one in taken(getattr(theirs, member)) if one not in keywords
-                    }
+    for name, theirs, ours in same_names():
+        made = theirs.__init__ if isinstance(theirs, type) else theirs
+        found |= {(name, one) for one in taken(made) if one not in known(ours)}
+        for member, value in members(theirs) if isinstance(theirs, type) else ():
+            if not has(ours, member):
+                found.add((name, f".{member}"))
+            elif not isinstance(value, property):
+                method = getattr(ours, member)
+                keywords = keywords_of(getattr(method, "__func__", method))
+                if keywords is None:  # what else it takes goes to the constructor, or to a template
+                    keywords = {*taken(method), *known(ours)}
+                found |= {(f"{name}.{member}", one) for one in taken(getattr(theirs, member)) if one not in keywords}
     return found
 
 
@@ -167,18 +169,13 @@ def differing(owner, theirs, ours):
 
 def test_defaults_that_differ_are_on_the_page_and_no_others():
     found = set()
-    for namespace in NAMESPACES:
-        for name in importlib.import_module(namespace).__all__:
-            theirs, path = resolved(f"{namespace}.{name}"), counterparts()[name]
-            if path is None or path.rpartition(".")[2] != name:
-                continue
-            ours = resolved(path)
-            made = theirs.__init__ if isinstance(theirs, type) else theirs
-            found.update(differing(name, defaults(made), our_defaults(ours)))
-            for member, value in members(theirs) if isinstance(theirs, type) else ():
-                if has(ours, member) and not isinstance(value, property) and callable(getattr(ours, member)):
-                    theirs_of, ours_of = defaults(getattr(theirs, member)), defaults(getattr(ours, member))
-                    found.update(differing(f"{name}.{member}", theirs_of, ours_of))
+    for name, theirs, ours in same_names():
+        made = theirs.__init__ if isinstance(theirs, type) else theirs
+        found.update(differing(name, defaults(made), our_defaults(ours)))
+        for member, value in members(theirs) if isinstance(theirs, type) else ():
+            if has(ours, member) and not isinstance(value, property) and callable(getattr(ours, member)):
+                theirs_of, ours_of = defaults(getattr(theirs, member)), defaults(getattr(ours, member))
+                found.update(differing(f"{name}.{member}", theirs_of, ours_of))
     rows = re.findall(
         r"^\| (`.*`) \| (`.*`) \| `(.+?)` \| (.+?) \| .+ \|$", section("Defaults that differ"), re.MULTILINE
     )

@@ -1,6 +1,5 @@
 """Sampling masks: engines say what top-k, top-p and min-p kept, and it stays with its tokens."""
 
-import asyncio
 import pickle
 from array import array
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
-from transformers import LlamaConfig, LlamaForCausalLM
+from truncated_sampling import CUTS, make_model, sampled
 
 from llmrl.collectors.completing import Completer
 from llmrl.data.sampling_mask import SamplingMask, read_sampling_masks
@@ -23,22 +22,6 @@ from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Conversation
 from llmrl.rendering.turn import TurnNode
 from llmrl.testing import ScriptedEngine
-
-VOCAB = 37
-CUTS = [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.9}]
-
-
-def make_model(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.6,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def kept_by_hand(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -54,13 +37,6 @@ def kept_by_hand(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
         order = order[before < top_p]
         probabilities = probabilities[: len(order)] / probabilities[: len(order)].sum()
     return {int(token) for token, p in zip(order, probabilities, strict=True) if p >= min_p * probabilities[0]}
-
-
-def sampled(engine, prompts, sampling):
-    async def all_of_them():
-        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
-
-    return asyncio.run(all_of_them())
 
 
 # Engines

@@ -1,6 +1,5 @@
 """Sampling replay: with what truncation kept, the ratio is 1 on-policy, and gradients are those of the equations."""
 
-import asyncio
 from array import array
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
-from transformers import LlamaConfig, LlamaForCausalLM
+from truncated_sampling import CUTS, VOCAB, make_model, sampled
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import TokenColumns
@@ -22,29 +21,6 @@ from llmrl.trainer import TransformersWrapper, train_step
 from llmrl.trainer.log_probs import LogitTransform
 from llmrl.trainer.scoring import write_log_probs
 from llmrl.trainer.truncated import truncated_log_probs
-
-VOCAB = 37
-CUTS = [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.9}]
-
-
-def make_model(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.6,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def sampled(engine, prompts, sampling):
-    async def all_of_them():
-        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
-
-    return asyncio.run(all_of_them())
 
 
 def row_of(turns):

@@ -78,7 +78,7 @@ class SamplingMask:
 
 def sampling_mask_entry(kept: Sequence[array[int] | None]) -> dict[str, TensorDictBase]:
     """Return the entry of a row or a turn of these tokens, by its key; nothing where nothing was cut."""
-    if not any(ids is not None for ids in kept):
+    if kept.count(None) == len(kept):  # asked at every turn, of all of its tokens
         return {}
     mask = SamplingMask.of(kept)
     return {SAMPLING_MASK_KEY: tensordict_of({"token_ids": mask.token_ids, "counts": mask.counts})}
