@@ -24,6 +24,7 @@ from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import as_dry_run, plan_of, with_differing_rewards
+from llmrl.runs.imitation_config import SFTConfig
 from llmrl.runs.launch import _hints, prepared, register_schemas
 from llmrl.runs.run import NothingLearned
 from llmrl.runs.setup import (
@@ -44,7 +45,8 @@ pytestmark = pytest.mark.usefixtures("takes_long")  # hydra composes configurati
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "sota-implementations"
 FOLDER = SCRIPTS / "config"
-ALGORITHMS = ("grpo", "grpo-async", "expert-iteration", "expert-iteration-async")
+ALGORITHMS = ("grpo", "grpo-async", "expert-iteration", "expert-iteration-async", "sft")
+CONFIGS = {"grpo": GRPOConfig, "expert-iteration": ExpertIterationConfig, "sft": SFTConfig}
 TASKS = sorted(path.stem for path in FOLDER.glob("task/*.yaml"))
 HARDWARE = sorted(path.stem for path in FOLDER.glob("hardware/*.yaml"))
 # Every algorithm, task and hardware at least once, but for the number of ranks, which a dry run has one of.
@@ -56,6 +58,7 @@ DRY_RUNS = (
     ("grpo", "reasoning-gym", "cpu"),
     ("expert-iteration", "guess", "cpu"),
     ("grpo-async", "search", "gpu1"),
+    ("sft", "reasoned-addition", "gpu1"),
 )
 
 
@@ -67,7 +70,7 @@ def composed(algorithm, *overrides):
 
 def config(algorithm, *overrides):
     """As a script gets it."""
-    return prepared(composed(algorithm, *overrides), GRPOConfig if "grpo" in algorithm else ExpertIterationConfig)
+    return prepared(composed(algorithm, *overrides), CONFIGS[algorithm.removesuffix("-async")])
 
 
 def script_of(algorithm, monkeypatch):
@@ -82,7 +85,7 @@ def test_every_script_and_configuration_is_known_here():
     scripts = {path.stem for path in SCRIPTS.glob("*/*.py")}
     assert scripts == {
         *("grpo", "grpo-sync", "grpo-async", "best_answers"),
-        *("expert_iteration", "expert-iteration-sync", "expert-iteration-async"),
+        *("expert_iteration", "expert-iteration-sync", "expert-iteration-async", "sft"),
     }
     assert {task for _, task, _ in DRY_RUNS} | {"addition"} == set(TASKS)
     assert {hardware for _, _, hardware in DRY_RUNS} == {one for one in HARDWARE if not one.endswith("ranks")}
@@ -224,7 +227,13 @@ def test_weights_travel_as_the_configuration_says(tmp_path):
 
 def test_an_engine_sleeps_where_it_shares_a_gpu_in_turn():
     sleeps = {name: config(name, "hardware=gpu1").engine_sleeps for name in ALGORITHMS}
-    assert sleeps == {"grpo": True, "grpo-async": False, "expert-iteration": True, "expert-iteration-async": False}
+    assert sleeps == {
+        "grpo": True,
+        "grpo-async": False,
+        "expert-iteration": True,
+        "expert-iteration-async": False,
+        "sft": True,
+    }
     assert not config("grpo", "hardware=gpu1", "engine.sleep_while_training=false").engine_sleeps
     assert not config("grpo").engine_sleeps
     for hardware, algorithm in (("gpu8", "grpo"), ("gpu1", "grpo-async"), ("gpu1", "expert-iteration-async")):
@@ -375,7 +384,9 @@ def test_every_configuration_runs_dry(algorithm, task, hardware, tiny_engine, ru
     assert len(changed) == len(made["before"]), "something was trained"
     folder = Path(cfg.run.path)
     assert (folder / "model/config.json").exists() and (folder / "checkpoint.safetensors").exists()
-    assert [row["step"] for row in metrics_of(folder)] == [1, 2] and tiny_engine.policy_version == version + 2
+    assert [row["step"] for row in metrics_of(folder)] == [1, 2]
+    # What learns from a file sends its weights to be evaluated only.
+    assert tiny_engine.policy_version == version + (1 if algorithm == "sft" else 2)
     assert capsys.readouterr().out.endswith("dry run: two steps done\n")
     assert tiny_engine.is_alive and kept["path"] == folder
 

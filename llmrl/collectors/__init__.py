@@ -2,6 +2,7 @@
 
 from llmrl._utils.spans import stop_spans, trace_spans
 from llmrl.collectors.collector import LLMCollector
+from llmrl.collectors.demonstrations import Demonstrations
 from llmrl.collectors.groups import CollectionStalled, DropReason, GroupRules, NoSignal
 from llmrl.collectors.ray_collector import RayLLMCollector
 from llmrl.collectors.report import CollectionReport
@@ -11,6 +12,7 @@ from llmrl.collectors.rows import batch_rows, rollout_rows
 __all__ = [
     "CollectionReport",
     "CollectionStalled",
+    "Demonstrations",
     "DropReason",
     "GroupRules",
     "LLMCollector",

@@ -7,6 +7,7 @@ from llmrl.data.content_marks import RenderingError
 from llmrl.rendering.backend import PackageRenderer, make_renderer
 from llmrl.rendering.base import Renderer
 from llmrl.rendering.conversation import Conversation
+from llmrl.rendering.demonstration import demonstrate
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
 from llmrl.rendering.rows import Reconciliation, Row, reconcile
 from llmrl.rendering.template import TemplateRenderer
@@ -27,6 +28,7 @@ __all__ = [
     "TurnNode",
     "classify",
     "common_prefix_length",
+    "demonstrate",
     "make_renderer",
     "reconcile",
     "register_tool_call_parser",

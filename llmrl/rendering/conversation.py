@@ -180,7 +180,7 @@ class Conversation:
         if end is None or not text.startswith(lead):
             return False
         answer = renderer.parse([*renderer.encode(text[len(lead) :]), shown[end]], tools=self.tools)
-        return _reading(answer.message) == _reading(last.message)
+        return reading_of(answer.message) == reading_of(last.message)
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
         """Return the conversation with its next prompt as ids, `[num_prompt_tokens]`, compared with the held ones.
@@ -266,6 +266,10 @@ class Conversation:
             last=parsed,
             messages=self.messages if parsed is None else (*self.messages, parsed.message),
         )
+
+    def with_messages(self, messages: Sequence[Message]) -> Conversation:
+        """Return the conversation with its tokens standing for these messages, which say the same as its own."""
+        return self._with(messages=tuple(messages))
 
     # What it holds
 
@@ -358,7 +362,7 @@ def _starts_with(messages: tuple[Message, ...], held: tuple[Message, ...]) -> bo
     return all(a is b or _meaning(a) == _meaning(b) for a, b in zip(messages, held, strict=False))
 
 
-def _reading(message: Message) -> tuple[str, str, list[ToolCall]]:
+def reading_of(message: Message) -> tuple[str, str, list[ToolCall]]:
     """Return what a message says, thinks and calls, however it is laid out."""
     content, reasoning = ((message.get(key) or "").strip() for key in ("content", "reasoning_content"))
     return content, reasoning, [call["function"] for call in message.get("tool_calls") or ()]

@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TypedDict
+from typing import Any, Protocol, TypedDict
 
 from tensordict import TensorDict, TensorDictBase
 
 from llmrl._utils.types import JSON, StateDict
-from llmrl.collectors import LLMCollector
+from llmrl.collectors import CollectionReport
+from llmrl.data import Rollout
 from llmrl.runs.read_ahead import ReadAhead
 from llmrl.runs.rollout_metrics import metrics_by_env, rollout_metrics
 from llmrl.runs.run_folder import random_states, restore_random_states
+
+
+class BatchMaker(Protocol):
+    """What a run asks of an `LLMCollector`, or of what stands for one."""
+
+    report: CollectionReport | None
+    rollouts: list[Rollout]
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        """Draw batch after batch."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that what is drawn next is played with."""
+        ...
+
+    def update_policy_weights_(self, model: Any = None) -> int:
+        """Send the trainer's weights to the engines."""
+        ...
+
+    def state_dict(self) -> StateDict:
+        """Return its place in the data."""
+        ...
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Go on from a place in the data."""
+        ...
 
 
 class Collected(TypedDict):
@@ -42,7 +71,7 @@ class BatchSource:
 
     def __init__(
         self,
-        collector: LLMCollector,
+        collector: BatchMaker,
         *,
         in_background: bool,
         needs_batch: Callable[[], bool],
@@ -95,7 +124,7 @@ class BatchSource:
             self._ahead.close()
 
 
-def restore(collector: LLMCollector, collected: Collected | StateDict) -> None:
+def restore(collector: BatchMaker, collected: Collected | StateDict) -> None:
     """Put collector and random number generators into the state after a saved batch, or of a checkpoint."""
     collector.load_state_dict(collected["collector"])
     restore_random_states(collected["random"])

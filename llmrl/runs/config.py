@@ -259,7 +259,7 @@ class EvalConfig:
     every: int | None = None
     """Steps between evaluations; null evaluates before and after training alone."""
     num_problems: int | None = None
-    """Held-out problems that are used, of each environment; null is all."""
+    """Held-out problems that are used, of each environment; null is all, 0 evaluates in none."""
     num_samples: int = 1
     """Answers to each of them."""
     envs: dict[str, EvalEnvConfig] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
+import json
 import shutil
 import tempfile
 from dataclasses import replace
@@ -16,6 +17,7 @@ from tensordict import TensorDictBase
 from llmrl._utils.types import Row
 from llmrl.runs.config import EngineConfig, RayConfig, RunConfig, ScriptConfig
 from llmrl.runs.fit import GIB, lines_of, shape_of, training_shape
+from llmrl.runs.imitation_config import SFTConfig
 from llmrl.trainer.memory_plan import plan_memory
 
 Config = TypeVar("Config", bound=ScriptConfig)
@@ -48,6 +50,8 @@ def as_dry_run(cfg: Config) -> Config:
         env.data = _ROWS.get(env.name)
     cfg.engine, cfg.ray = EngineConfig(cpu_threads=1), RayConfig()
     cfg.sync = replace(cfg.sync, transport="direct")
+    if isinstance(cfg, SFTConfig):
+        cfg.conversations = replace(cfg.conversations, path=_conversations(), held_out=_conversations())
     cfg.collect = replace(cfg.collect, groups_per_batch=2, max_new_tokens=8, num_collectors=None)
     warmup_steps = min(cfg.train.warmup_steps, 1)
     cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
@@ -90,6 +94,14 @@ def _memory(cfg: ScriptConfig) -> str:
         f"{model.num_parameters / 1e9:.2f} B parameters: the trainer about {plan.total / GIB:.1f} GiB on each device "
         f"({', '.join(lines_of(plan))}), an engine {served / GIB:.1f} GiB before its key-value cache"
     )
+
+
+@functools.cache
+def _conversations() -> str:
+    path = _temporary_folder() / "conversations.jsonl"
+    said = [{"role": "user", "content": "Say A."}, {"role": "assistant", "content": "A"}]
+    path.write_text(json.dumps({"messages": said}))
+    return str(path)
 
 
 @functools.cache

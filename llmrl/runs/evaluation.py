@@ -141,7 +141,7 @@ class Evaluator:
         num_problems: int | None = None,
         max_concurrent_rollouts: int | None = None,
     ) -> None:
-        if num_problems is not None and num_problems < 1:
+        if envs and num_problems is not None and num_problems < 1:
             raise ValueError(f"num_problems must be at least 1, got {num_problems}.")
         self.policy = policy
         self.num_rollouts: dict[str, int] = {}
@@ -215,7 +215,7 @@ class BestEvaluation:
     What is seen twice, as by a run that was killed and resumed, counts once.
 
     Args:
-        metric: such as `eval/addition/pass@1`; higher is better.
+        metric: such as `eval/addition/pass@1`; higher is better, but of `eval/loss`.
         patience: evaluations in a row without a better one, after which training should stop; None is never.
 
     Example:
@@ -244,7 +244,8 @@ class BestEvaluation:
         if self.metric not in metrics:
             raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")
         value = metrics[self.metric]
-        self.values[step] = -math.inf if math.isnan(value) else value
+        # A loss is better where it is lower.
+        self.values[step] = -math.inf if math.isnan(value) else -value if self.metric.endswith("loss") else value
         return self.step == step
 
     @property

@@ -16,8 +16,8 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.types import Tokenizer
-from llmrl.collectors import LLMCollector
 from llmrl.engines import Completion, Engine, EngineError, SamplingConfig
+from llmrl.runs.batch_source import BatchMaker
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.ranks import handed_on, join_ranks
@@ -70,7 +70,7 @@ class FollowingRun:
         """Enter a context manager that is left at the end of the run."""
         return self._exit.enter_context(part)
 
-    def track(self, collector: LLMCollector, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
+    def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Name what a checkpoint holds; of a resumed run, restore it, and take part in sending the weights."""
         self._tokenizer, self._tracked = tokenizer, dict(objects)
         if not self.cfg.resume:
@@ -116,18 +116,18 @@ class FollowingRun:
 
     is_due = staticmethod(Run.is_due)
 
-    def evaluate(self, step: int, evaluator: Evaluator) -> dict[str, float]:
+    def evaluate(self, step: int, evaluator: Evaluator, **measured: float) -> dict[str, float]:
         """Take part in saving the best model, where the first rank finds that it is one."""
-        if evaluator.num_rollouts and self.cfg.eval.metric is not None and handed_on(False):
+        if (evaluator.num_rollouts or measured) and self.cfg.eval.metric is not None and handed_on(False):
             save_model(self._tracked["model"], self._tokenizer, Path(self.cfg.run.path))
         return {}
 
-    def finish(self, evaluator: Evaluator | None = None) -> None:
+    def finish(self, evaluator: Evaluator | None = None, **measured: float) -> None:
         """Take part in saving the model."""
         if self._is_in_step:  # the loop was left in the midst of a step
             self._end()
         if evaluator is not None:
-            self.evaluate(self._step, evaluator)
+            self.evaluate(self._step, evaluator, **measured)
         save_model(self._tracked["model"], self._tokenizer, Path(self.cfg.run.path))
 
     def __enter__(self) -> FollowingRun:

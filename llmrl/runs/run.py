@@ -19,9 +19,9 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.terminal import printable
 from llmrl._utils.types import Tokenizer
-from llmrl.collectors import LLMCollector, NoSignal
+from llmrl.collectors import NoSignal
 from llmrl.engines import Engine
-from llmrl.runs.batch_source import BatchSource, Collected, restore
+from llmrl.runs.batch_source import BatchMaker, BatchSource, Collected, restore
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
 from llmrl.runs.health import HealthJudge
@@ -99,7 +99,7 @@ class Run:
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
         self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
         self._tracked: dict[str, Any] = {}
-        self._collector: LLMCollector | None = None
+        self._collector: BatchMaker | None = None
         self._engine: Engine | None = None
         self._tokenizer: Tokenizer  # of `track`
         self._num_steps = 0
@@ -120,11 +120,11 @@ class Run:
         """Enter a context manager that is left at the end of the run, those entered last first."""
         return self._exit.enter_context(part)
 
-    def track(self, collector: LLMCollector, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
+    def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Name what a checkpoint holds; of a resumed run, restore it, and give the engine the weights.
 
         Args:
-            collector: what is drawn from; its place in the data is saved with every batch.
+            collector: an `LLMCollector` or `Demonstrations`; its place in the data is saved with every batch.
             engine: whose versions count on from where they were.
             tokenizer: is saved, for whoever looks at the run, and beside its model.
             objects: `model`, which the engine's weights are of, and whatever else of the loop has a `state_dict`:
@@ -313,14 +313,14 @@ class Run:
 
     # Evaluation
 
-    def evaluate(self, step: int, evaluator: Evaluator) -> dict[str, float]:
-        """Evaluate after a step (0: before training) and record it; gives its metrics, such as `eval/sums/pass@1`.
+    def evaluate(self, step: int, evaluator: Evaluator, **measured: float) -> dict[str, float]:
+        """Evaluate after a step (0: before training); record its metrics, and what is `measured`, as `eval/NAME`.
 
         It changes nothing of the training, random numbers included. A step that was evaluated before a kill is not
         evaluated again. With `eval.metric` the best model is kept in `model-best`, and with `eval.patience` the loop
         ends where none is better for so many evaluations.
         """
-        if not evaluator.num_rollouts:
+        if not evaluator.num_rollouts and not measured:
             return {}
         self._wait_for_engines()
         metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith("eval/")}
@@ -331,7 +331,7 @@ class Run:
                 self._view.doing("evaluate")
             reports = evaluator.evaluate()
             restore_random_states(states)
-            metrics = metrics_of_evaluation(reports)
+            metrics = metrics_of_evaluation(reports) | {f"eval/{name}": value for name, value in measured.items()}
         is_best = self._best is not None and self._best.see(step, metrics) and is_new and step > 0
         if self._best is not None and handed_on(is_best):
             save_model(self._tracked["model"], self._tokenizer, self.folder.path / "model-best")
@@ -350,7 +350,7 @@ class Run:
 
     # The end
 
-    def finish(self, evaluator: Evaluator | None = None) -> None:
+    def finish(self, evaluator: Evaluator | None = None, **measured: float) -> None:
         """Evaluate, save the model in Hugging Face format, draw the curve, and say what there is and how to go on.
 
         Raises:
@@ -361,12 +361,12 @@ class Run:
             self.why_stopped = self.why_stopped or f"the loop was left at step {self._step}"
         self._wait_for_engines()
         if evaluator is not None:
-            self.evaluate(self._step, evaluator)
+            self.evaluate(self._step, evaluator, **measured)
         self._writes.wait()
         save_model(self._tracked["model"], self._tokenizer, self.folder.model_path)
         metrics = self.folder.read_metrics()
         plot_curve(metrics, self.folder.curve_path)
-        if "after" in self.summary:
+        if self.summary.get("after"):
             self.console.print(before_after_table(self.summary.get("before", {}), self.summary["after"]))
         if self._num_steps and all(row.get("is_skipped", 1.0) for row in metrics):
             why = f"no step changed the weights; {self.why_stopped}"

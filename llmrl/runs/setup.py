@@ -46,9 +46,13 @@ def make_env(cfg: ScriptConfig) -> EnvBase:
 def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
     """Make what is evaluated, by name: the task's held-out problems, and `eval.envs`, `eval.num_samples` answers each.
 
+    Nothing where `eval.num_problems` is 0.
+
     Raises:
         ValueError, TypeError: see `make_task_env`.
     """
+    if cfg.eval.num_problems == 0:
+        return {}
     held_out = {"name": cfg.env.name, "data": cfg.env.data, "split": cfg.env.eval_split, "options": cfg.env.options}
     envs = {cfg.env.name: EvalEnvConfig(**held_out), **cfg.eval.envs}
     samples = {"repeats": cfg.eval.num_samples, "seed": cfg.seed}

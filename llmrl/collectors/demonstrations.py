@@ -1,0 +1,207 @@
+"""`Demonstrations`: conversations of a data set as batches of training rows, where nothing is played."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase, lazy_stack
+
+from llmrl._utils.types import Row, StateDict
+from llmrl.collectors.report import CollectionReport
+from llmrl.collectors.rows import rollout_rows
+from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
+from llmrl.data import Rollout, RolloutStatus
+from llmrl.envs import EndOfData
+from llmrl.envs.sampler import Drawn, PromptSampler
+from llmrl.envs.sources import Source, load_rows
+from llmrl.rendering import Renderer, demonstrate
+
+_NUM_NAMED = 8
+
+
+class Demonstrations:
+    """Batches of training rows from conversations that somebody else has had; iterate it, for `SFTLoss`.
+
+    A row of the data set has `messages` and, where their prompts show some, `tools`; a call's arguments are a dict, or
+    JSON in a string. What is trained is what the assistant says, see `llmrl.rendering.demonstrate`. All conversations
+    are rendered once at the beginning, so that what is wrong with one is told before anything is trained. One that is
+    longer than `max_tokens` is left out, and told: cut, it would teach to end nowhere.
+
+    It stands for a collector in a `Run`: its place in the data is saved, and a resumed run goes on from there.
+
+    Args:
+        dataset: as `load_rows` takes it, such as a file of JSON lines.
+        renderer: of the model.
+        conversations_per_batch: of the last batch of an epoch some are of the next one.
+        max_tokens: of a training row; any number by default.
+        shuffle: whether each epoch has its own order.
+        seed: of the order.
+        num_epochs: after which iteration ends; None never ends.
+
+    Raises:
+        FileNotFoundError: see `load_rows`.
+        ValueError: naming the row, where messages are malformed, have nothing to train or cannot be rendered as they
+            would be sampled; where all are longer than `max_tokens`; and see `load_rows`.
+
+    Example:
+        >>> said = [{"messages": [{"role": "user", "content": "1 + 2 ="}, {"role": "assistant", "content": "3"}]}]
+        >>> batch = next(iter(Demonstrations(said, renderer, conversations_per_batch=8)))     # doctest: +SKIP
+        >>> SFTLoss(actor, reduction="token_mean")(batch).loss_sft.backward()                 # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        dataset: Source,
+        renderer: Renderer,
+        *,
+        conversations_per_batch: int,
+        max_tokens: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_epochs: int | None = None,
+    ) -> None:
+        if conversations_per_batch < 1:
+            raise ValueError(f"conversations_per_batch must be at least 1, got {conversations_per_batch}.")
+        self._renderer, self._size = renderer, conversations_per_batch
+        kept = _that_fit(load_rows(dataset, columns=["messages"]), renderer, max_tokens)
+        self.prompts = PromptSampler(kept, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name="demonstrations")
+        """The order of the conversations."""
+        self.engine: object = None
+        """What weights are sent to, to be evaluated."""
+        self._weight_senders: WeightSenders | None = None
+        self.rollouts: list[Rollout] = []
+        """Empty: nothing was played."""
+        self.report: CollectionReport | None = None
+        """Of the last batch."""
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        while True:
+            started = time.perf_counter()
+            try:
+                drawn = self.prompts.draw_many(self._size)
+            except EndOfData as end:
+                if not end.num_left:
+                    return
+                drawn = self.prompts.draw_many(end.num_left)
+            shown = [_rollout(one, self._renderer) for one in drawn]
+            batch = lazy_stack([row for rollout in shown for row in rollout_rows(rollout)])
+            self.report = CollectionReport.of(shown, seconds=time.perf_counter() - started)
+            yield batch
+
+    def all_rows(self) -> TensorDictBase:
+        """Return the training rows of all conversations, in the order of the data set; nothing is drawn."""
+        items = self.prompts.items
+        rollouts = [_rollout((items[place], f"held-out/{place}", 0), self._renderer) for place in range(len(items))]
+        return lazy_stack([row for rollout in rollouts for row in rollout_rows(rollout)])
+
+    def connect(self, engine: object, weight_sync_schemes: Mapping[str, WeightScheme] | None = None) -> None:
+        """Have the trainer's weights sent to an engine from now on, see `LLMCollector`."""
+        self.engine, self._weight_senders = engine, WeightSenders(weight_sync_schemes or {}, self)
+
+    def update_policy_weights_(self, model: Weights | None = None) -> int:
+        """Send the trainer's weights to the engine, where there is one, and return the policy version."""
+        if self._weight_senders is None:
+            return 0
+        return max(sender.update_weights() for sender in self._weight_senders.connected(model))
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the engine's weights; 0 without an engine."""
+        return getattr(self.engine, "policy_version", 0)
+
+    def state_dict(self) -> StateDict:
+        """Return the place in the data."""
+        return {"prompts": self.prompts.state_dict()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Go on from a saved place.
+
+        Raises:
+            ValueError: when it is one in other data, or in another order, see `PromptSampler`.
+        """
+        self.prompts.load_state_dict(state["prompts"])
+
+    def shutdown(self) -> None:
+        """End the senders of weights; the engine stays."""
+        if self._weight_senders is not None:
+            self._weight_senders.shutdown()
+
+    def __enter__(self) -> Demonstrations:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+def _that_fit(rows: Sequence[Row], renderer: Renderer, max_tokens: int | None) -> Sequence[Row]:
+    """Return the rows whose conversations are not too long, when all of them have been rendered."""
+    lengths: list[int] = []
+    for index in range(len(rows)):
+        try:
+            turns = _rollout((rows[index], "", 0), renderer).conversation.turns
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {index} of the conversations cannot be trained on: {error}") from error
+        lengths.append(max(turn.num_tokens for turn in turns))
+    too_long = [] if max_tokens is None else [index for index, length in enumerate(lengths) if length > max_tokens]
+    if not too_long:
+        return rows
+    named = ", ".join(map(str, too_long[:_NUM_NAMED])) + (", ..." if len(too_long) > _NUM_NAMED else "")
+    what = f"longer than max_tokens={max_tokens} (the longest has {max(lengths)})"
+    if len(too_long) == len(rows):
+        raise ValueError(f"all {len(rows)} conversations are {what}: raise model.max_model_len, or shorten them.")
+    warnings.warn(
+        f"{len(too_long)} of {len(rows)} conversations are {what} and left out: rows {named}.",
+        stacklevel=3,
+    )
+    left_out = set(too_long)
+    return [rows[index] for index in range(len(rows)) if index not in left_out]
+
+
+def _rollout(drawn: Drawn, renderer: Renderer) -> Rollout:
+    """Return a conversation of the data set as a rollout that was not scored."""
+    row, group_id, sample_index = drawn
+    messages = row["messages"]
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
+        messages = [_with_read_arguments(message) for message in messages]
+    conversation = demonstrate(renderer, messages, tools=row.get("tools"))
+    counts = conversation.count_turns()
+    return Rollout(
+        rollout_id=f"{group_id}/{sample_index}",
+        group_id=group_id,
+        sample_index=sample_index,
+        group_size=1,
+        conversation=conversation,
+        messages=tuple(messages),
+        status=RolloutStatus.COMPLETED,
+        num_turns=conversation.num_turns,
+        num_completion_tokens=conversation.num_completion_tokens,
+        num_forks=counts["num_forked_turns"],
+        num_realigned_tokens=counts["num_realigned_tokens"],
+    )
+
+
+def _with_read_arguments(message: Any) -> Any:
+    """Return a message whose calls have their arguments as a dict, not as JSON in a string."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _with_arguments(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a tool call must be {{'function': {{'name', 'arguments'}}}}, got {call!r:.200}.")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of a call of {function['name']!r} are no JSON: {error}.") from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of a call of {function['name']!r} must be a dict, got {arguments!r:.200}.")
+    return {**call, "type": "function", "function": {**function, "arguments": dict(arguments)}}

@@ -1,0 +1,101 @@
+"""Conversations that somebody else has had, as if the policy had: what supervised training learns from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import takewhile
+
+from llmrl.data import Message, ToolSchema, check_messages
+from llmrl.data.columns import CONTEXT_VERSION
+from llmrl.data.content_marks import RenderingError
+from llmrl.rendering.base import Renderer
+from llmrl.rendering.conversation import Conversation, Mode, reading_of
+from llmrl.rendering.reconciler import common_prefix_length
+from llmrl.rendering.results import name_results
+
+_FOLLOWING: Message = {"role": "user", "content": "a"}
+
+
+def demonstrate(
+    renderer: Renderer, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, mode: Mode = "auto"
+) -> Conversation:
+    """Return the conversation in which the policy says what the assistant says here: its rows are those of a rollout.
+
+    Each of the assistant's messages is a turn: what the template writes for it after its prompt, to the token that ends
+    the turn, is trained, and nothing else is. A message with `"weight": 0` is context. Where a template shows earlier
+    turns otherwise, each turn is trained as it would be sampled, in a row of its own. Nobody sampled the tokens: their
+    log-probs are NaN and their version is -1.
+
+    Args:
+        renderer: of the model.
+        messages: of the conversation.
+        tools: that its prompts show.
+        mode: see `Conversation`.
+
+    Raises:
+        TypeError, ValueError: when a message is malformed, or none is there to be trained.
+        RenderingError: when the template refuses the messages; or when what it writes for one is not what a model that
+            says it samples, or does not read back as that message.
+
+    Example:
+        >>> conversation = demonstrate(renderer, [                                     # doctest: +SKIP
+        ...     {"role": "user", "content": "1 + 2 ="}, {"role": "assistant", "content": "3"}])
+        >>> renderer.decode(conversation.turns[0].completion_ids)                      # doctest: +SKIP
+        '3<|im_end|>'
+    """
+    messages = check_messages(messages)
+    conversation = Conversation.start(renderer, mode=mode)
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant" or message.get("weight") == 0:
+            continue
+        prompted = conversation.with_prompt(messages[:place], tools=tools)
+        ids = _completion_ids(renderer, messages, place, prompted.prompt_ids, tools)
+        conversation = prompted.with_completion(
+            ids, log_probs=[math.nan] * len(ids), versions=[CONTEXT_VERSION] * len(ids)
+        )
+        assert conversation.last is not None
+        if reading_of(conversation.last.message) != reading_of(message):
+            raise RenderingError(
+                f"messages[{place}] is not what is read from what the chat template writes for it: "
+                f"{conversation.last.message!r:.300} is, in place of {message!r:.300}."
+            )
+        conversation = conversation.with_messages(messages[: place + 1])
+    if not conversation.num_turns:
+        raise ValueError("messages have nothing to train: none is the assistant's, with a 'weight' other than 0.")
+    return conversation
+
+
+def _completion_ids(
+    renderer: Renderer,
+    messages: Sequence[Message],
+    place: int,
+    prompt_ids: Sequence[int],
+    tools: Sequence[ToolSchema] | None,
+) -> list[int]:
+    """Return what a model samples that says `messages[place]`, as the template writes it after its prompt."""
+    prompt = renderer.render(messages[:place], tools=tools, add_generation_prompt=True)
+    written = renderer.render(messages[: place + 1], tools=tools)
+    num_equal = common_prefix_length(prompt, written)
+    answer = written[num_equal:]
+    if num_equal < len(prompt):  # the end of the prompt and the answer's beginning may be one token
+        lead, text = renderer.decode(prompt[num_equal:]), renderer.decode(answer)
+        if not text.startswith(lead):
+            raise RenderingError(
+                f"the chat template asks for messages[{place}] with a prompt that ends with {lead!r}, and writes it as "
+                f"{text!r:.300}: what was said after that prompt cannot be known."
+            )
+        answer = renderer.encode(text.removeprefix(lead))
+    end = _end_of_turn(renderer, answer)
+    if end is None:  # what opens the next role's turn ends it, and is sampled, too
+        new = list(takewhile(lambda message: message["role"] != "assistant", messages[place + 1 :])) or [_FOLLOWING]
+        named = name_results([messages[place], *new])[1:]
+        answer += renderer.bridge([*prompt_ids, *answer], named, tools=tools)
+        end = _end_of_turn(renderer, answer)
+    if end is None:
+        raise RenderingError(f"the chat template does not end messages[{place}] with a token that is sampled.")
+    return answer[:end]
+
+
+def _end_of_turn(renderer: Renderer, token_ids: Sequence[int]) -> int | None:
+    return next((place + 1 for place, token in enumerate(token_ids) if token in renderer.stop_token_ids), None)

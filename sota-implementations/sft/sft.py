@@ -1,0 +1,108 @@
+"""SFT: learn to answer as the conversations of a file do, as a cold start for what cannot be reinforced yet.
+
+python sota-implementations/sft/sft.py                                       # sums with thoughts in tags, on two cores
+python sota-implementations/sft/sft.py conversations.path=mine.jsonl conversations.held_out=others.jsonl
+python sota-implementations/sft/sft.py task=gsm8k hardware=gpu1 conversations.path=mine.jsonl train.num_steps=200
+python sota-implementations/sft/sft.py run.path=runs/mine resume=true
+python sota-implementations/grpo/grpo-sync.py task=reasoned-addition model.path=runs/mine/model     # and on from there
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch: idle threads that spin would take the engine's cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+import torch
+from transformers import AutoTokenizer
+
+from llmrl.collectors import Demonstrations, RolloutLimits
+from llmrl.objectives import SFTLoss
+from llmrl.policies import vLLMWrapper
+from llmrl.rendering import make_renderer
+from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.following import AbsentEngine, open_run
+from llmrl.runs.imitation_config import SFTConfig
+from llmrl.runs.launch import launch
+from llmrl.runs.setup import lora_config, make_eval_envs, model_folder, scoring_options, start_engine, sync_scheme
+from llmrl.runs.trainer_device import TrainerDevice
+from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, train_step, write_log_probs
+
+
+def main(cfg: SFTConfig) -> None:
+    """Train by supervised fine-tuning."""
+    with open_run(cfg) as run:
+        # What is learned: rendered as it would be sampled, what the assistant says is trained.
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(cfg))
+        renderer = make_renderer(tokenizer)
+        conversations = run.enter(
+            Demonstrations(
+                cfg.conversations.path,
+                renderer,
+                conversations_per_batch=cfg.collect.groups_per_batch,
+                max_tokens=cfg.model.max_model_len,
+                seed=cfg.seed,
+            )
+        )
+        held_out = None
+        if cfg.conversations.held_out is not None:
+            others = Demonstrations(
+                cfg.conversations.held_out, renderer, conversations_per_batch=1, max_tokens=cfg.model.max_model_len
+            )
+            held_out = others.all_rows()
+
+        # What answers the task's held-out problems, if they are to be evaluated.
+        eval_envs = make_eval_envs(cfg)
+        device = TrainerDevice(cfg)
+        engine = run.enter(start_engine(cfg)) if eval_envs else AbsentEngine(model_folder(cfg))
+        policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=cfg.collect.generate_kwargs)
+        if eval_envs:
+            conversations.connect(engine, {"policy": sync_scheme(cfg)})
+
+        # What learns: float32 weights, computing in the engine's dtype.
+        model = load_model(
+            model_folder(cfg),
+            device=device.name,
+            gradient_checkpointing=cfg.train.gradient_checkpointing,
+            lora=lora_config(cfg),
+        )
+        actor = TransformersWrapper(model, generate=False, **scoring_options(cfg))
+        device.shard(model)  # where there are several ranks
+        loss = SFTLoss(actor, reduction="token_mean")
+        optimizer, schedule = make_optimizer(
+            model,
+            learning_rate=cfg.train.learning_rate,
+            weight_decay=cfg.train.weight_decay,
+            schedule=cfg.train.schedule,
+            warmup_steps=cfg.train.warmup_steps,
+            num_steps=cfg.train.num_steps,
+        )
+
+        limits = RolloutLimits(max_turns=cfg.collect.max_turns)
+        evaluator = run.enter(Evaluator(eval_envs, policy, limits=limits, num_problems=cfg.eval.num_problems))
+
+        def held_out_loss() -> dict[str, float]:
+            """Return the mean negative log-likelihood of the held-out conversations' trained tokens."""
+            if held_out is None:
+                return {}
+            scored = write_log_probs(actor, held_out, ("log_probs", "full"))
+            each = [row["log_probs", "full"][row["masks", "all_assistant_mask"]] for row in scored.unbind(0)]
+            return {"loss": -float(torch.cat(each).mean())}
+
+        run.track(conversations, engine, tokenizer=tokenizer, model=model, optimizer=optimizer, schedule=schedule)
+        run.evaluate(0, evaluator, **held_out_loss())
+        for step, batch in run.steps(cfg.train.num_steps):
+            device.claim(engine)
+            report = train_step(loss, batch, optimizer, max_grad_norm=cfg.train.max_grad_norm)
+            schedule.step()
+            run.log(step, report, version=step)
+            if run.is_due(step, cfg.eval.every):
+                conversations.update_policy_weights_(model)
+                run.evaluate(step, evaluator, **held_out_loss())
+        conversations.update_policy_weights_(model)
+        run.finish(evaluator, **held_out_loss())
+
+
+if __name__ == "__main__":
+    launch(main, SFTConfig, "../config/sft.yaml")
