@@ -6,7 +6,6 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 
@@ -14,7 +13,7 @@ from llmrl._utils.types import Row, StateDict
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rows import rollout_rows
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
-from llmrl.data import Rollout, RolloutStatus
+from llmrl.data import Message, Rollout, RolloutStatus
 from llmrl.envs import EndOfData
 from llmrl.envs.sampler import Drawn, PromptSampler
 from llmrl.envs.sources import Source, load_rows
@@ -184,17 +183,15 @@ def _rollout(drawn: Drawn, renderer: Renderer) -> Rollout:
     )
 
 
-def _with_read_arguments(message: Any) -> Any:
+def _with_read_arguments(message: Message) -> Message:
     """Return a message whose calls have their arguments as a dict, not as JSON in a string."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    if not calls:
-        return message
-    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+    return {**message, "tool_calls": [_with_arguments(call) for call in calls]} if calls else message
 
 
-def _with_arguments(call: Any) -> dict[str, Any]:
+def _with_arguments(call: object) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call must be {{'function': {{'name', 'arguments'}}}}, got {call!r:.200}.")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 
 from llmrl._utils.types import JSON, StateDict
@@ -31,7 +32,7 @@ class BatchMaker(Protocol):
         """Version of the weights that what is drawn next is played with."""
         ...
 
-    def update_policy_weights_(self, model: Any = None) -> int:
+    def update_policy_weights_(self, model: torch.nn.Module, /) -> int:
         """Send the trainer's weights to the engines."""
         ...
 
