@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+import json
+from collections import Counter, deque
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.collectors.mixed_source import MixedSource
 from llmrl.envs import DatasetChatEnv, MixedEnv, PromptSampler
 from llmrl.envs.mixed import MixedPrompts
 from llmrl.policies import LLMWrapperBase
@@ -49,6 +52,70 @@ def test_every_environment_has_its_share_of_any_number_of_draws(weights, num_dra
     for name, weight in zip(names, weights, strict=True):
         assert abs(drawn[name] - num_draws * weight / sum(weights)) <= len(weights) - 1  # of one or two: below one
         assert weight or not drawn[name]
+
+
+def plain_order(num_rows, weights, num_groups):
+    """Ids of groups as one loop would draw them, group by group; of an environment with one epoch, it ends."""
+    credits, num_drawn, ended, ids = dict.fromkeys(num_rows, 0.0), Counter(), set(), []
+    while len(ids) < num_groups and len(ended) < len(num_rows):
+        left = [name for name in num_rows if name not in ended]
+        for name in left:
+            credits[name] += weights[name] / sum(weights[one] for one in left)
+        name = max(left, key=credits.get)
+        credits[name] -= 1.0
+        epoch, index = divmod(num_drawn[name], num_rows[name])
+        if epoch and name in "ab":
+            ended.add(name)
+        else:
+            num_drawn[name] += 1
+            ids.append(f"{name}/{epoch}/{index}")
+    return ids
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    st.lists(st.tuples(st.integers(1, 7), st.integers(0, 3)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_groups_drawn_at_once_have_the_order_of_a_plain_loop_through_any_number_of_kills(
+    num_rows, shares, draws, are_single
+):
+    num_rows = dict(zip("abcd", num_rows, strict=False))
+    weights = dict(zip(num_rows, shares, strict=False))
+    expected = deque(plain_order(num_rows, weights, 100))
+
+    def make(state=None):
+        mixed = MixedEnv(
+            {name: env(name, num_rows=num, num_epochs=1 if name in "ab" else None) for name, num in num_rows.items()},
+            weights=weights,
+        )
+        if state is not None:
+            mixed.prompts.load_state_dict(json.loads(json.dumps(state)))
+        return MixedSource(mixed, policy(), in_groups=not are_single, limits=RolloutLimits())
+
+    async def drawn(source, num_groups):
+        if are_single:
+            jobs = await source.open_rollouts(2 * num_groups)
+            return [jobs[start : start + 2] for start in range(0, len(jobs), 2)]
+        return await source.open(num_groups)
+
+    source = make()
+    for num_groups, num_lost in draws:
+        groups = asyncio.run(drawn(source, num_groups))
+        ids = [group[0].records[0].group_id for group in groups]
+        assert all([job.records[0].sample_index for job in group] == [0, 1] for group in groups)
+        assert all(job.records[0].group_id == one for group, one in zip(groups, ids, strict=True) for job in group)
+        assert ids == [expected.popleft() for _ in range(min(num_groups, len(expected)))]
+        lost = groups[len(groups) - min(num_lost, len(groups)) :]  # killed before these were delivered
+        state = source.dataset_env.prompts.state_dict(
+            unfinished=[p for group in lost for job in group for p in job.positions]
+        )
+        expected.extendleft(reversed(ids[len(groups) - len(lost) :]))
+        source.shutdown()
+        source = make(state)
+    source.shutdown()
 
 
 def test_each_environment_has_its_own_reward_and_its_progress(renderer):

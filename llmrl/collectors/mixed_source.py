@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.scheduler import RolloutTask
@@ -77,27 +79,48 @@ class MixedSource:
         Raises:
             ValueError: when a function gives weights that are no shares.
         """
-        groups: list[list[RolloutTask]] = []
-        while len(groups) < num_groups and (chosen := self._prompts.choose(self.group_size)) is not None:
-            name, positions = chosen
-            source = self._sources[name]
-            drawn = [await source.open_at(positions)] if positions else await source.open(1)
-            groups += [self._named(name, jobs) for jobs in drawn]
-            if not drawn:
-                self._prompts.end(name)
-        return groups
+        return await self._drawn(num_groups, self.group_size, lambda source, count: source.open(count))
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw so many rollouts, each of the environment whose turn it is; fewer where all data ends."""
-        jobs: list[RolloutTask] = []
-        while len(jobs) < count and (chosen := self._prompts.choose(1)) is not None:
-            name, positions = chosen
-            source = self._sources[name]
-            drawn = await (source.open_at(positions) if positions else source.open_rollouts(1))
-            jobs += self._named(name, drawn)
-            if not drawn:
-                self._prompts.end(name)
-        return jobs
+        """Draw so many rollouts, group by group, of which the last may be cut; fewer where all data ends."""
+        size = self._prompts.num_samples
+
+        async def draw(source: EnvSource, num_groups: int) -> list[list[RolloutTask]]:
+            return _in_groups(await source.open_rollouts(num_groups * size), size)
+
+        async def draw_rest(source: EnvSource, num_groups: int) -> list[list[RolloutTask]]:
+            return _in_groups(await source.open_rollouts(count % size), size)
+
+        groups = await self._drawn(count // size, size, draw)
+        groups += await self._drawn(int(count % size > 0), count % size, draw_rest)
+        return [job for group in groups for job in group]
+
+    async def _drawn(
+        self, num_groups: int, size: int, draw: Callable[[EnvSource, int], Awaitable[list[list[RolloutTask]]]]
+    ) -> list[list[RolloutTask]]:
+        """Draw groups in the order of the mixture, all of an environment at once: each asks its thread, which costs."""
+        groups: list[list[RolloutTask]] = []
+        while len(groups) < num_groups and (chosen := self._prompts.choose_many(num_groups - len(groups), size)):
+            drawn = {name: deque(await self._drawn_of(name, chosen, draw)) for name in dict(chosen)}
+            for name, _ in chosen:
+                if drawn[name]:
+                    groups.append(self._named(name, drawn[name].popleft()))
+                else:
+                    self._prompts.end(name)
+        return groups
+
+    async def _drawn_of(
+        self,
+        name: str,
+        chosen: Sequence[tuple[str, list[int]]],
+        draw: Callable[[EnvSource, int], Awaitable[list[list[RolloutTask]]]],
+    ) -> list[list[RolloutTask]]:
+        source, groups = self._sources[name], [positions for one, positions in chosen if one == name]
+        again = [positions for positions in groups if positions]
+        jobs = iter(await source.open_at([place for positions in again for place in positions]) if again else ())
+        drawn = [list(itertools.islice(jobs, len(positions))) for positions in again]
+        num_new = len(groups) - len(again)
+        return drawn + (await draw(source, num_new) if num_new else [])
 
     def _named(self, name: str, jobs: list[RolloutTask]) -> list[RolloutTask]:
         for job in jobs:
@@ -122,3 +145,7 @@ class MixedSource:
         """End the environments' threads."""
         for source in self._sources.values():
             source.shutdown()
+
+
+def _in_groups(jobs: list[RolloutTask], size: int) -> list[list[RolloutTask]]:
+    return [jobs[start : start + size] for start in range(0, len(jobs), size)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +90,24 @@ class MixedPrompts:
         self._credits[chosen] -= 1.0
         self.progress[chosen].num_groups += 1
         return chosen, []
+
+    def choose_many(self, count: int, group_size: int) -> list[tuple[str, list[int]]]:
+        """Choose for up to so many groups, as `choose`; of the last alone it may be that its data has ended.
+
+        Example:
+            >>> samplers = {name: PromptSampler([{}], num_epochs=1) for name in ("a", "b")}
+            >>> [name for name, _ in MixedPrompts(samplers).choose_many(9, 1)]
+            ['a', 'b', 'a']
+        """
+        chosen: list[tuple[str, list[int]]] = []
+        num_new = Counter[str]()
+        while len(chosen) < count and (choice := self.choose(group_size)) is not None:
+            chosen.append(choice)
+            name, again = choice
+            num_new[name] += 0 if again else group_size
+            if num_new[name] > self._samplers[name].num_surely_left:
+                break
+        return chosen
 
     def end(self, name: str) -> None:
         """Leave out an environment whose data has ended, so that it could not be drawn; the others share its draws."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -97,6 +98,15 @@ class PromptSampler:
         if self.num_epochs is not None:
             stop = min(stop, (self._first_epoch + self.num_epochs) * len(self.items) * self.num_samples)
         return again + list(range(self._position, stop))
+
+    @property
+    def num_surely_left(self) -> float:
+        """How many draws there are before the data ends; 0 where only reading on would say."""
+        if isinstance(self.items, StreamedRows):
+            return 0
+        if self.num_epochs is None:
+            return math.inf
+        return (self._first_epoch + self.num_epochs) * len(self.items) * self.num_samples - self._position
 
     def draw(self) -> Drawn:
         """Return the next item, its group id and its index in the group.
