@@ -1,24 +1,28 @@
-"""Self-play: a tiny model that takes stones at random is trained at Nim, by playing both sides."""
+"""Self-play: a tiny model that takes stones at random learns to win at Nim, by playing both sides."""
 
 from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmrl import GRPOLoss, LLMCollector, MCAdvantage, TransformersEngine, TransformersWrapper, train_step
+from llmrl.data import Message
 from llmrl.envs import Game, GameEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.testing import make_tiny_model
 
+RULES = "You take 1 or 2."  # in words that the player has
 ROLES = ("first", "second")
 ROWS = [{"stones": stones} for stones in (4, 5, 7, 8)]  # of 3, 6, ... whoever begins has lost
 
 
 class Nim(Game):
-    """Take one or two of the stones; who takes the last one wins."""
+    """Say how many stones there are, then whether you take one or two, as "52"; who takes the last one wins."""
 
     roles = ROLES
 
@@ -29,10 +33,10 @@ class Nim(Game):
         return ROLES[self.turn], str(self.stones)
 
     def act(self, text: str) -> None:
-        taken = int(text) if text in ("1", "2") else self.stones + 1  # what is no move has lost
-        self.stones -= taken
-        if self.stones <= 0:
-            self.winner = ROLES[self.turn if self.stones == 0 else 1 - self.turn]
+        is_move = text[1:] in ("1", "2")
+        self.stones -= int(text[1:]) if is_move else 0  # two of one are one
+        if not is_move or self.stones <= 0:  # what is no move has lost
+            self.winner = ROLES[self.turn if is_move else 1 - self.turn]
         self.turn = 1 - self.turn
 
     def rewards(self) -> dict[str, float] | None:
@@ -42,62 +46,97 @@ class Nim(Game):
         return {one: float(one != role) for one in ROLES}
 
 
-def teach_the_moves(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_steps: int = 40) -> None:
-    """Teach a random model to answer 1 or 2, each as often, whatever it is told."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    moves = torch.tensor([tokenizer.encode(move)[0] for move in "12"])
+def move_at_random(messages: Sequence[Message]) -> str:
+    """Take one or two, each as often."""
+    return f"{messages[-1]['content']}{random.choice('12')}"
+
+
+def move_perfectly(messages: Sequence[Message]) -> str:
+    """Leave the other one a multiple of three where that is possible."""
+    stones = int(messages[-1]["content"])
+    return f"{stones}{stones % 3 or 1}"
+
+
+def make_player(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a random model of one layer, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(folder))
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "initializer_range": 0.1}
+    config = AutoConfig.from_pretrained(folder, vocab_size=10_240, **shape)  # the game has no tokens beyond
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
+
+
+def teach_to_move(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_steps: int) -> None:
+    """Teach a random model to say the number that it is told, and then 1 or 2, each as often.
+
+    A model that did not read the number would learn which move is better on the whole, and make no other ever after.
+    """
+    texts = []
+    for stones in [*"12345678"] * 32:
+        chat: list[Message] = [{"role": "system", "content": RULES}]
+        for told in (stones, random.choice("12345678")):
+            chat.append({"role": "user", "content": told})
+            chat.append({"role": "assistant", "content": move_at_random(chat)})
+        texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
+    ids = tokenizer(texts, return_tensors="pt").input_ids
+    opening = torch.tensor(tokenizer.encode("<|im_start|>assistant\n"))
+    starts = (ids[0].unfold(0, len(opening), 1) == opening).all(-1).nonzero()
+    places = (starts + len(opening) - 1 + torch.arange(3)).flatten()  # before the number, the move, the end of the turn
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(num_steps):
-        texts = []
-        for _ in range(8):
-            chat = []
-            for _ in range(2):
-                chat += [{"role": "user", "content": random.choice("345678")}]
-                chat += [{"role": "assistant", "content": random.choice("12")}]
-            texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
-        ids = tokenizer(texts, return_tensors="pt").input_ids
-        is_move = torch.isin(ids, moves)
-        is_learnt = is_move | is_move.roll(1, dims=1)  # moves, and the end of the turn after them
+        rows = ids[torch.randint(len(ids), (16,))]
         optimizer.zero_grad()
-        model(input_ids=ids, labels=ids.where(is_learnt, -100)).loss.backward()
+        logits = model.lm_head(model.model(input_ids=rows).last_hidden_state[:, places])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, places + 1].flatten()).backward()
         optimizer.step()
 
 
-def share_won(policy: LLMWrapperBase, num_games: int, seed: int) -> float:
-    """Return the share of games that are won against random moves, half of them as the side that begins."""
-    dice = random.Random(seed)
-    won = []
-    for role, other in zip(ROLES, reversed(ROLES), strict=True):
-        env = GameEnv(
-            lambda row: Nim(row["stones"]), ROWS, roles=ROLES, opponents={other: lambda messages: dice.choice("12")}
-        )
+def share_won(
+    policy: LLMWrapperBase, opponent: Callable[[Sequence[Message]], str], roles: Sequence[str], num_games: int
+) -> float:
+    """Return the share of games that the policy wins, in each of these roles as often."""
+    rewards: list[float] = []
+    for role in roles:
+        opponents = {other: opponent for other in ROLES if other != role}
+        env = make_env(opponents=opponents)
         with LLMCollector(env, policy=policy, yield_completed_trajectories=True) as collector:
-            won += [rollout.reward for rollout in collector.play(num_games // 2) if rollout.role == role]
-    return sum(won) / len(won)
+            rewards += [rollout.reward for rollout in collector.play(num_games // len(roles))]
+    return sum(rewards) / len(rewards)
 
 
-def main(engine: object = None, *, num_steps: int = 3, num_games: int = 40, seed: int = 0) -> list[float]:
-    """Train, and return the share of games won against random moves every ten steps."""
+def make_env(**options: Any) -> GameEnv:
+    """Return the game; both sides are the policy's, unless opponents are given."""
+    return GameEnv(lambda row: Nim(row["stones"]), ROWS, roles=ROLES, system_prompt=RULES, **options)
+
+
+def main(
+    engine: object = None, *, num_steps: int = 1, num_games: int = 8, num_lessons: int = 60, seed: int = 0
+) -> list[tuple[float, float]]:
+    """Train; return the shares of games won against random moves and, beginning, against perfect ones, as they grow."""
     torch.manual_seed(seed)
     random.seed(seed)
     with tempfile.TemporaryDirectory() as folder:
-        model = AutoModelForCausalLM.from_pretrained(make_tiny_model(folder), dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    teach_the_moves(model, tokenizer)
+        model, tokenizer = make_player(folder)
+    teach_to_move(model, tokenizer, num_lessons)
     playing = TransformersEngine(model, tokenizer=tokenizer, max_num_seqs=256, seed=seed)
-    policy = LLMWrapperBase(playing, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 2})
+    policy = LLMWrapperBase(playing, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4})
     loss = GRPOLoss(TransformersWrapper(model, generate=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    curve: list[tuple[float, float]] = []
 
-    env = GameEnv(lambda row: Nim(row["stones"]), ROWS, roles=ROLES, repeats=32, seed=seed)
-    curve = [share_won(policy, num_games, seed)]
+    def measure(step: int) -> None:
+        against_random = share_won(policy, move_at_random, ROLES, num_games)
+        curve.append((against_random, share_won(policy, move_perfectly, ROLES[:1], num_games)))
+        print("step {}: {:.2f} of the games won, {:.2f} against perfect moves".format(step, *curve[-1]), flush=True)
+
+    measure(0)
+    env = make_env(repeats=32, seed=seed)
     with LLMCollector(env, policy=policy, groups_per_batch=4, postproc=MCAdvantage(by="role")) as collector:
         for step, batch in zip(range(1, num_steps + 1), collector, strict=False):
             train_step(loss, batch, optimizer)
             if step % 10 == 0 or step == num_steps:
-                curve.append(share_won(policy, num_games, seed))
-                print(f"step {step}: {curve[-1]:.2f} of the games against random moves are won, {curve[0]:.2f} before")
+                measure(step)
     return curve
 
 
 if __name__ == "__main__":
-    main(num_steps=60, num_games=200)
+    main(num_steps=40, num_games=100, num_lessons=150)
