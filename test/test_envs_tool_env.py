@@ -117,6 +117,42 @@ def test_messages_a_system_prompt_and_a_factory_with_arguments(renderer):
     assert quiet.reset()["history"].prompt.content == ["Short.", "Hm."]
 
 
+class Increment:
+    """Sets its own task, as the first example of TRL's page on environments does, and its tool returns a number."""
+
+    def reset(self, **kwargs):
+        self.counter, self.target = 0, 4
+        return f"Increment the counter by {self.target}."
+
+    def get_reward(self):
+        return float(self.counter == self.target)
+
+    def guess(self, number: int) -> int:
+        """Increment the counter.
+
+        Args:
+            number: what to add.
+        """
+        self.counter += number
+        return self.counter
+
+
+def test_without_a_dataset_the_class_sets_the_task(renderer):
+    class Silent(Increment):
+        def reset(self, **kwargs):
+            super().reset()
+
+    rollouts = play(renderer, ToolEnv(Increment, repeats=2), 4, guesses=(1, 3))
+    assert [one.reward for one in rollouts] == [1.0] * 4
+    assert [message["content"] for message in rollouts[3].messages if message["role"] in ("user", "tool")] == [
+        "Increment the counter by 4.", "1", "4"
+    ]  # fmt: skip
+    [silent] = play(renderer, ToolEnv(Silent, system_prompt="Play."), 1)
+    assert silent.status is RolloutStatus.COMPLETED  # a system prompt is a prompt
+    [silent] = play(renderer, ToolEnv(Silent), 1)
+    assert silent.status is RolloutStatus.ERROR and "a text where there is no prompt" in silent.error
+
+
 def test_a_rubric_scores_in_its_place(renderer):
     def closeness(guessing_game, secret):
         return guessing_game.reward / 2 + (secret == 4) / 4

@@ -36,7 +36,8 @@ class ToolEnv(KnownArguments, TransformedEnv):
 
     Args:
         factory: the class, or a `functools.partial` of it.
-        dataset: the rows, see `DatasetChatEnv`; the column `prompt`, or `query`, is a text or messages.
+        dataset: the rows, see `DatasetChatEnv`; the column `prompt`, or `query`, is a text or messages. Without one
+            `reset` says what the task is.
         rubric: scores in place of `get_reward`.
         system_prompt: what the model is told first, if anything.
         timeout: seconds that one call of a tool may take.
@@ -65,7 +66,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
     def __init__(
         self,
         factory: Callable[[], object],
-        dataset: str | Path | Iterable[Row],
+        dataset: str | Path | Iterable[Row] | None = None,
         *,
         rubric: Rubric | None = None,
         system_prompt: str | None = None,
@@ -79,7 +80,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
         cls = factory.func if isinstance(factory, functools.partial) else factory
         if not isinstance(cls, type):
             raise TypeError(f"factory must be a class, or a functools.partial of one, got {factory!r:.80}.")
-        rows = load_rows(dataset, split=None)
+        rows = [{"prompt": []}] if dataset is None else load_rows(dataset, split=None)
         column = next((column for column in ("prompt", "query") if column in rows[0]), None)
         if column is None:
             raise ValueError(f"the rows have neither 'prompt' nor 'query', only {sorted(rows[0])}.")
@@ -123,10 +124,11 @@ class _Opening(MessageEnv):
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         instance, said = await self._instances.open(self.session.id, self._row)
         self.session.states[self._instances.state_name] = instance
-        if said is None:
+        if said is None and messages:
             return messages
         if not isinstance(said, str):
-            raise TypeError(f"reset must return a text or None, got {type(said).__name__}.")
+            wanted = "a text or None" if messages else "a text where there is no prompt"
+            raise TypeError(f"reset must return {wanted}, got {type(said).__name__}.")
         last = max((index for index, one in enumerate(messages) if one["role"] == "user"), default=None)
         if last is None:
             return [*messages, {"role": "user", "content": said}]
