@@ -103,7 +103,10 @@ def test_every_sampling_parameter_is_sent(engine, server):
         "stop_reason": "END",
         "token_ids": [7],
         # Of the tokens that are left, each as likely: what the engine asks first of a server.
-        "logprobs": {"token_logprobs": [-math.log(body["top_k"])], "top_logprobs": [{"token_id:7": 0.0}]},
+        "logprobs": {
+            "token_logprobs": [-math.log(body["top_k"])],
+            "top_logprobs": [{f"token_id:{7 + i}": -math.log(body["top_k"]) for i in range(body["top_k"])}],
+        },
     }
     sampling = SamplingConfig(
         max_new_tokens=400,
@@ -290,10 +293,13 @@ def test_log_probs_of_another_distribution_are_refused_whatever_the_first_prompt
         processed = distribution(probabilities, body)
         token = place if processed[place].isfinite() else 0
         log_probs = processed if is_processed else distribution(probabilities, {"top_k": 0, "temperature": 1.0})
+        assert 0 <= body["temperature"] <= 2, "vLLM takes no other"
+        written = [max(float(value), -9999.0) for value in log_probs]
+        top = {f"token_id:{index}": value for index, value in enumerate(written)}
         return {
             "finish_reason": "length",
             "token_ids": [token],
-            "logprobs": {"token_logprobs": [float(log_probs[token])]},
+            "logprobs": {"token_logprobs": [written[token]], "top_logprobs": [top]},
         }
 
     server.answer = lambda body: answer(body, False)

@@ -61,6 +61,10 @@ def doctor(
         Path | None,
         typer.Option(metavar="MODEL", help="Print what training this model takes of a GPU's memory."),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Look at a server instead: what it can do as an engine."),
+    ] = None,
     entries: Annotated[
         list[str] | None,
         typer.Argument(help="Of --plan: hardware=FILE, train.token_budget=8192, … as a script has them."),
@@ -70,7 +74,7 @@ def doctor(
 
     Exits with 1 when something that llmrl cannot do without is wrong.
     """
-    from llmrl.cli.doctor import examine, print_findings, print_plan
+    from llmrl.cli.doctor import examine, examine_server, print_findings, print_plan
 
     if plan is not None:
         try:
@@ -78,7 +82,7 @@ def doctor(
         except (ValueError, OSError) as error:
             raise _fail(error) from None
         return
-    findings = examine()
+    findings = examine() if engine is None else examine_server(engine)
     print_findings(findings, console)
     raise typer.Exit(any(finding.state == "wrong" for finding in findings))
 

@@ -198,6 +198,36 @@ def _isolation() -> Finding:
         service.close()
 
 
+def examine_server(url: str) -> list[Finding]:
+    """Ask a server what it can do as a `ServerEngine`: be reached, sample exactly, take weights, and by which ways."""
+    from llmrl.engines import EngineError, ServerEngine
+    from llmrl.engines.server_updates import WAYS
+    from llmrl.engines.vllm_private import VLLM_VERSION
+
+    try:
+        with ServerEngine(url) as engine:
+            findings = [Finding("server", "good", f"{url} serves {engine.model}, {engine.max_model_len} tokens")]
+            version = engine.server_version()
+    except (EngineError, ValueError) as error:
+        return [Finding("server", "wrong", str(error), "start it, or give the address under which it is reached")]
+    is_tested = version is not None and version.startswith(f"{VLLM_VERSION}.")
+    found = version or "it does not say that it is vLLM: its weights are its owner's affair"
+    mend = "" if is_tested else f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
+    findings.append(Finding("vLLM", "good" if is_tested else "note", found, mend))
+    try:
+        with ServerEngine(url, weight_sync=True) as engine:
+            assert engine.info is not None
+            ways = WAYS.get(engine.info.backend, f"taken by {engine.info.backend!r}, which llmrl does not drive")
+            findings.append(Finding("weights", "good", f"version {engine.policy_version}, {ways}"))
+            if not engine.info.has_processed_log_probs:
+                mend = "vllm serve --logprobs-mode processed_logprobs, or sample at temperature 1, untruncated"
+                findings.append(Finding("log-probs", "note", "from before temperature and truncation", mend))
+    except (EngineError, ValueError) as error:
+        why, _, mend = str(error).partition(". Start it with ")
+        findings.append(Finding("weights", "note", why, f"start it with {mend}"))
+    return findings
+
+
 def print_plan(folder: Path, entries: list[str], console: Console) -> None:
     """Print what a trainer of a model holds on each device, by parts, and which changes would fit which device.
 

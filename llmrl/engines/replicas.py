@@ -53,11 +53,9 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         >>> import asyncio
         >>> from llmrl.testing import ScriptedEngine
         >>> engines = EngineReplicas([ScriptedEngine([[1]]), ScriptedEngine([[2]])])
-        >>> asyncio.run(engines.generate([5], SamplingConfig(), routing_key="group")).token_ids
-        [1]
-        >>> engines[0].shutdown()
-        >>> asyncio.run(engines.generate([5], SamplingConfig(), routing_key="group")).token_ids
-        [2]
+        >>> ask = lambda: asyncio.run(engines.generate([5], SamplingConfig(), routing_key="group")).token_ids
+        >>> ask(), engines[0].shutdown(), ask()
+        ([1], None, [2])
     """
 
     def __init__(
@@ -100,9 +98,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         self._waiters = Waiters()
         self._ids = itertools.count()
         self._lock = threading.RLock()
-        self.hang_timeout_seconds = hang_timeout_seconds
-        self.is_shut_down = False
-        """Whether `shutdown` was called."""
+        self.hang_timeout_seconds, self.is_shut_down = hang_timeout_seconds, False
         self._watch = None if hang_timeout_seconds is None else HangDetector(hang_timeout_seconds)
         self._watching: asyncio.Task[None] | None = None
 
@@ -150,8 +146,6 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
     def policy_version(self) -> int:
         """Version that all living replicas have reached."""
         self.refresh()
-        if self._are_all_open:
-            return self._version
         return min((engine.policy_version for engine in self._living()), default=self._version)
 
     @policy_version.setter
@@ -249,8 +243,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
                 if index not in self._dead and not engine.is_alive:
                     self._mark_dead(index)
                 elif index in self._dead and index not in self._recovering and engine.is_alive:
-                    self._dead.discard(index)  # a server that is back
-                    self._unproven.add(index)
+                    self._recover_by(self._bring_back, index, engine)  # a server that is back
             versions = {i: e.policy_version for i, e in enumerate(self._engines) if i not in self._dead}
             proven = [version for index, version in versions.items() if index not in self._unproven]
             version = max(proven, default=self._version)
@@ -358,16 +351,19 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         _LOGGER.warning("Engine replica %d died with %d requests.", index, self._router.loads[index])
         # One that hangs is to be ended, so that its requests fail and are tried elsewhere.
         if is_hanging or self._may_restart(index):
-            thread = threading.Thread(target=self._recover, args=(index,), name=f"llmrl-recover-{index}", daemon=True)
-            self._recovering[index] = thread
-            thread.start()
+            self._recover_by(self._recover, index)
+
+    def _recover_by(self, function: Callable[..., None], index: int, *arguments: EngineT) -> None:
+        name = f"llmrl-recover-{index}"
+        self._recovering[index] = threading.Thread(target=function, args=(index, *arguments), name=name, daemon=True)
+        self._recovering[index].start()
 
     def _may_restart(self, index: int) -> bool:
-        is_wanted = self._restart is not None and not self.is_shut_down
-        return is_wanted and self._restarts_in_a_row[index] < self._max_restarts
+        has_tries = self._restarts_in_a_row[index] < self._max_restarts
+        return has_tries and self._restart is not None and not self.is_shut_down
 
     def _recover(self, index: int) -> None:
-        """Start an engine in a dead one's place and bring it to the current weights; runs in its own thread."""
+        """Start an engine in a dead one's place; runs in its own thread."""
         with contextlib.suppress(Exception):  # it is dead; this only takes away what is left of it
             self._engines[index].shutdown()
         engine = None
@@ -377,22 +373,27 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
                 engine = self._restart(index)
             except Exception:
                 _LOGGER.exception("Engine replica %d could not be restarted.", index)
-        if engine is not None:
+        with self._lock:
+            if engine is None:
+                self._recovering.pop(index)
+                return self.refresh()
             self.num_restarts += 1
-            with self._lock:
-                self._engines[index] = engine
-            for hook in list(self.before_serving):
-                try:
-                    hook(engine)
-                except Exception:
-                    _LOGGER.exception("Engine replica %d was restarted without the current weights.", index)
+            self._engines[index] = engine
+        self._bring_back(index, engine)
+
+    def _bring_back(self, index: int, engine: EngineT) -> None:
+        """Bring an engine that is there again to the current weights, after which it may serve."""
+        for hook in list(self.before_serving):
+            try:
+                hook(engine)
+            except Exception:
+                _LOGGER.exception("Engine replica %d is back without the current weights.", index)
         with self._lock:
             del self._recovering[index]
-            if engine is not None:
-                self._dead.discard(index)
-                self._unproven.add(index)
-                if self.is_shut_down:
-                    engine.shutdown()
+            self._dead.discard(index)
+            self._unproven.add(index)
+            if self.is_shut_down:
+                engine.shutdown()
         self.refresh()
 
 

@@ -1,4 +1,4 @@
-"""What goes to an OpenAI-compatible server and what comes back, exact or refused."""
+"""What goes to an OpenAI-compatible server, or to vLLM's route for token ids, and what comes back, or is refused."""
 
 from __future__ import annotations
 
@@ -47,10 +47,26 @@ def check_sampling(sampling: SamplingConfig) -> None:
 
 def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int) -> dict[str, object]:
     """Return the body of a `/v1/completions` request, which says every parameter: a default would be a silent one."""
-    check_sampling(sampling)
     return {
         "model": model,
         "prompt": prompt_ids,
+        **_parameters(sampling, budget),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def generate_request(
+    model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int, request_id: str
+) -> dict[str, object]:
+    """Return the body of a request to vLLM's `/inference/v1/generate`, without text but for stop strings."""
+    parameters = {**_parameters(sampling, budget), "detokenize": bool(sampling.stop)}
+    return {"model": model, "token_ids": prompt_ids, "sampling_params": parameters, "request_id": request_id}
+
+
+def _parameters(sampling: SamplingConfig, budget: int) -> dict[str, object]:
+    check_sampling(sampling)
+    return {
         "max_tokens": budget,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -65,8 +81,6 @@ def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConf
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": False,
         "logprobs": sampling.top_k + 1 if sampling.needs_sampling_mask else 1,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
     }
 
 
@@ -98,6 +112,99 @@ def read_response(
         >>> completion.token_ids, completion.log_probs, completion.versions
         ([7], [-0.5], [3])
     """
+    choice, columns = _only_choice(response, server)
+    token_ids = choice.get("token_ids")
+    if token_ids is None:
+        token_ids = _ids_of(columns.get("tokens"), server)
+    num_tokens = len(token_ids) if isinstance(token_ids, list) else 0
+    mask = None
+    if top_k is not None and num_tokens:
+        reported = []
+        for entries in _list(columns.get("top_logprobs")):
+            if not isinstance(entries, dict):
+                raise EngineError(f"{server} returned top_logprobs of a token as {entries!r:.100}; want an object.")
+            kept = [token for token, value in entries.items() if _is_kept(value)]
+            reported.append(_ids_of(kept, server))
+        mask = _sampling_mask(reported, top_k, server)
+    log_probs = columns.get("token_logprobs") or []
+    return _completion(choice, token_ids, log_probs, [version] * num_tokens, mask, server, budget, vocab_size)
+
+
+def likeliest_distance(response: object, server: str) -> float:
+    """Return by how much the first token's likeliest alternative is above the next one.
+
+    Raises:
+        EngineError: when the answer does not name two.
+
+    Example:
+        >>> logprobs = {"top_logprobs": [{"a": -3.0, "b": -1.0, "c": -9999.0}]}
+        >>> likeliest_distance({"choices": [{"logprobs": logprobs}]}, "http://host")
+        2.0
+    """
+    _, columns = _only_choice(response, server)
+    reported = _list(columns.get("top_logprobs"))[:1]
+    values = [value for entries in reported if isinstance(entries, dict) for value in entries.values()]
+    likeliest = sorted((float(value) for value in values if _is_kept(value)), reverse=True)
+    if len(likeliest) < 2:
+        raise EngineError(f"{server} does not say which tokens were likeliest (top_logprobs): {str(reported)[:200]}")
+    return likeliest[0] - likeliest[1]
+
+
+class LostWeightsError(EngineError):
+    """The server holds other weights than it was sent: it was started again."""
+
+
+def read_generated(
+    response: object, *, server: str, budget: int, vocab_size: int | None = None, top_k: int | None = None
+) -> Completion:
+    """Read the answer of vLLM's `/inference/v1/generate`, in which each token says which weights sampled it.
+
+    Args:
+        response, server, budget, vocab_size, top_k: as for `read_response`.
+
+    Raises:
+        LostWeightsError: when tokens are of weights that nobody numbered.
+        EngineError: when ids, log-probs or versions are missing, short, or none that a model can have given.
+
+    Example:
+        >>> choice = {"finish_reason": "length", "token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}
+        >>> choice["weight_versions"] = [{"version": "3", "start": 0, "end": 1}]
+        >>> read_generated({"choices": [choice]}, server="http://host", budget=1).versions
+        [3]
+    """
+    try:
+        return _read_generated(response, server, budget, vocab_size, top_k)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"{server} gave a wrong answer: {type(error).__name__} {error}") from error
+
+
+def _read_generated(
+    response: object, server: str, budget: int, vocab_size: int | None, top_k: int | None
+) -> Completion:
+    choice, columns = _only_choice(response, server)
+    token_ids = choice.get("token_ids") or []
+    content = [entry if isinstance(entry, dict) else {} for entry in _list(columns.get("content"))]
+    mask = None
+    if top_k is not None and token_ids:
+        if choice.get("sampling_mask") is not None:  # vLLM was told to say it by itself
+            mask = [array("i", ids) for ids in choice["sampling_mask"]]
+        else:
+            kept = [[one for one in _list(entry.get("top_logprobs")) if _is_kept(one["logprob"])] for entry in content]
+            mask = _sampling_mask([[one["token_id"] for one in entries] for entries in kept], top_k, server)
+    versions: list[int] = []
+    for span in _list(choice.get("weight_versions")):
+        label, num_tokens = str(span["version"]), span["end"] - len(versions)
+        if not label.isdecimal():
+            raise LostWeightsError(f"{server} was started again, and has not got the current weights: {label!r}.")
+        if span["start"] != len(versions) or num_tokens < 1:
+            raise EngineError(f"{server} returned versions with gaps: {choice['weight_versions']!r:.200}")
+        versions += [int(label)] * num_tokens
+    log_probs = [entry.get("logprob") for entry in content]
+    return _completion(choice, token_ids, log_probs, versions, mask, server, budget, vocab_size)
+
+
+def _only_choice(response: object, server: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the one choice of an answer, and its log-probs."""
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise EngineError(f"{server} answered without one choice: {str(response)[:200]}")
@@ -105,21 +212,28 @@ def read_response(
     columns = choice.get("logprobs") or {}
     if not isinstance(columns, dict):
         raise EngineError(f"{server} returned logprobs as {type(columns).__name__}; an object is expected.")
-    token_ids = choice.get("token_ids")
-    if token_ids is None:
-        token_ids = _ids_of(columns.get("tokens"), server)
+    return choice, columns
+
+
+def _completion(
+    choice: Mapping[str, Any],
+    token_ids: Any,
+    log_probs: Any,
+    versions: list[int],
+    mask: list[array[int]] | None,
+    server: str,
+    budget: int,
+    vocab_size: int | None,
+) -> Completion:
     finish_reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
     if finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{server} ended the request with {finish_reason!r}; try again.")
     if not token_ids and finish_reason != "abort":
         raise EngineError(f"{server} ended with {finish_reason!r} and no token; what was sampled is not all there.")
-    log_probs = columns.get("token_logprobs") or []
     if isinstance(log_probs, list):  # JSON may write a whole number without a point
         log_probs = [float(value) if type(value) is int and abs(value) < 2**53 else value for value in log_probs]
-    num_tokens = len(token_ids) if isinstance(token_ids, list) else 0
     stop_string = stop_reason if isinstance(stop_reason, str) else None
-    mask = None if top_k is None or not num_tokens else _sampling_mask(columns.get("top_logprobs"), top_k, server)
-    completion = Completion(token_ids, log_probs, [version] * num_tokens, finish_reason, stop_string, mask)
+    completion = Completion(token_ids, log_probs, versions, finish_reason, stop_string, mask)
     try:
         check_completion(completion, budget=budget, vocab_size=vocab_size)
     except EngineError as error:
@@ -127,23 +241,20 @@ def read_response(
     return completion
 
 
-def _sampling_mask(reported: object, top_k: int, server: str) -> list[array[int]]:
+def _is_kept(log_prob: object) -> bool:
+    return isinstance(log_prob, (int, float)) and log_prob > _CUT
+
+
+def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[array[int]]:
     """Return the ids that are reported with a log-prob, of `top_k` and one that were asked for.
 
     Raises:
-        EngineError: when they are not all there, or all were kept, so that others may have been, too.
+        EngineError: when all were kept, so that others may have been, too.
     """
-    mask = []
-    for entries in _list(reported):
-        if not isinstance(entries, dict):
-            raise EngineError(f"{server} returned top_logprobs of a token as {entries!r:.100}; an object is expected.")
-        kept = [token for token, value in entries.items() if isinstance(value, (int, float)) and value > _CUT]
-        if len(kept) > top_k:
-            raise EngineError(
-                f"{server} kept {len(kept)} tokens, and others may tie with the last: take another top_k."
-            )
-        mask.append(array("i", _ids_of(kept, server)))
-    return mask
+    for ids in kept_ids:
+        if len(ids) > top_k:
+            raise EngineError(f"{server} kept {len(ids)} tokens, and others may tie with the last: take another top_k.")
+    return [array("i", ids) for ids in kept_ids]
 
 
 def _ids_of(tokens: object, server: str) -> list[int]:

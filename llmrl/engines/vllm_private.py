@@ -32,6 +32,8 @@ PLUGIN_GROUP = "vllm.general_plugins"
 """Entry points that vLLM calls in each of its processes."""
 EXECUTOR = f"{__name__}.InStepExecutor"
 """As vLLM is told which executor to use."""
+RELOAD_METHOD = "reload_weights"
+"""Of vLLM's workers: reads the weights of a folder."""
 
 # Module of vLLM -> its names that llmrl uses.
 _NAMES = {

@@ -102,12 +102,18 @@ class EngineGroup:
 
     def member_of(self, engine: UpdatableEngine) -> Member:
         """Return the member that is one engine, which may be new."""
-        if id(engine) not in self._members:
+        member = self._members.get(id(engine))
+        if member is None or member.num_restarts != getattr(engine, "num_restarts", 0):
             if not isinstance(engine, UpdatableEngine):
-                raise ValueError(f"engine must be one that takes weights (AsyncVLLM, RayEngine), not {engine!r}.")
+                raise ValueError(
+                    "engine must be one that takes weights (AsyncVLLM, RayEngine, ServerEngine with weight_sync=True), "
+                    f"not {engine!r}."
+                )
+            if member is not None:
+                member.disconnect()
             # A member holds its engine, so that no other one can have its id.
-            self._members[id(engine)] = Member(engine)
-        return self._members[id(engine)]
+            member = self._members[id(engine)] = Member(engine)
+        return member
 
     def call_before_serving(self, hook: Callable[[UpdatableEngine], None]) -> None:
         """Have `EngineReplicas` call `hook` with each engine that it starts in a dead one's place."""

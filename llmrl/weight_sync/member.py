@@ -26,6 +26,8 @@ class Member:
         self.is_mixed = False
         """Whether its weights may be neither the old nor the new ones."""
         self._is_updating = False
+        self.num_restarts: int = getattr(engine, "num_restarts", 0)
+        """Of a server: one that was started again knows nothing of what was opened and begun before."""
 
     @property
     def is_whole(self) -> bool:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl.engines.base import PauseMode, UpdatableEngine
+from llmrl.engines.server_updates import FILES_BACKEND
 from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, take_file
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
@@ -113,7 +114,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
         return self.remote_addr if self.local_addr is None else self.local_addr
 
     def _open_channel(self, source: ModelWeights, backend: str | None) -> Channel:
-        if backend not in (None, LLMRL_BACKEND):
+        if backend not in (None, LLMRL_BACKEND, FILES_BACKEND):
             raise ValueError(
                 f"{type(self).__name__} needs engines started with weight_transfer={LLMRL_BACKEND!r}; "
                 f"theirs is {backend!r}."

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from tensordict.nn import TensorDictModuleBase
 
 # Wrappers put these into names; a checkpoint has none of them.
 _WRAPPER_PARTS = re.compile(
@@ -59,6 +58,8 @@ def model_of(
         >>> model_of(layer) is layer
         True
     """
+    from tensordict.nn import TensorDictModuleBase  # an engine's process, which reads files, may not have it
+
     model = getattr(given, "model", None) if isinstance(given, TensorDictModuleBase) else None
     return model if isinstance(model, torch.nn.Module) else given
 

@@ -39,7 +39,7 @@ class StreamChannel(Channel):
         if backend not in ("nccl", "ipc"):
             raise ValueError(
                 f"the engine's weight-transfer backend is {backend!r}; VLLMWeightSyncScheme drives "
-                f"{LLMRL_BACKEND!r}, 'nccl' and 'ipc'."
+                f"{LLMRL_BACKEND!r}, 'nccl' and 'ipc', and VLLMDoubleBufferSyncScheme a server of 'files'."
             )
         self._source, self._backend, self._rendezvous = source, backend, rendezvous
 
