@@ -67,7 +67,6 @@ def test_conversations_go_on_while_a_server_takes_weights_by_memory_gloo_and_fil
     original, seeds = weights_of(model), {}
     engine = ServerEngine(url, weight_sync=True, start_timeout_seconds=240, vocab_size=512)
     assert (engine.weight_transfer_backend, engine.num_workers, engine.policy_version) == ("llmrl", 1, 0)
-    assert log_prob_difference(model, engine) < MEAN_TOLERANCE
 
     async def converse(index):
         prompt_ids, turns = [1, 493, 198, 148 + index, 314], []

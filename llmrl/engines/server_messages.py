@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from llmrl.engines.base import Completion, EngineError, SamplingConfig
 from llmrl.engines.border import check_completion
+
+JsonObject: TypeAlias = dict[str, Any]
 
 _CUT = -9999.0
 """What vLLM's server writes for minus infinity, which JSON has not."""
@@ -199,11 +201,11 @@ def _read_generated(
         if span["start"] != len(versions) or num_tokens < 1:
             raise EngineError(f"{server} returned versions with gaps: {choice['weight_versions']!r:.200}")
         versions += [int(label)] * num_tokens
-    log_probs = [entry.get("logprob") for entry in content]
+    log_probs: list[Any] = [entry.get("logprob") for entry in content]
     return _completion(choice, token_ids, log_probs, versions, mask, server, budget, vocab_size)
 
 
-def _only_choice(response: object, server: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _only_choice(response: object, server: str) -> tuple[JsonObject, JsonObject]:
     """Return the one choice of an answer, and its log-probs."""
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -216,9 +218,9 @@ def _only_choice(response: object, server: str) -> tuple[dict[str, Any], dict[st
 
 
 def _completion(
-    choice: Mapping[str, Any],
-    token_ids: Any,
-    log_probs: Any,
+    choice: JsonObject,
+    token_ids: list[int],
+    log_probs: list[float],
     versions: list[int],
     mask: list[array[int]] | None,
     server: str,
@@ -230,7 +232,7 @@ def _completion(
         raise EngineError(f"{server} ended the request with {finish_reason!r}; try again.")
     if not token_ids and finish_reason != "abort":
         raise EngineError(f"{server} ended with {finish_reason!r} and no token; what was sampled is not all there.")
-    if isinstance(log_probs, list):  # JSON may write a whole number without a point
+    if type(log_probs) is list:  # JSON may write a whole number without a point
         log_probs = [float(value) if type(value) is int and abs(value) < 2**53 else value for value in log_probs]
     stop_string = stop_reason if isinstance(stop_reason, str) else None
     completion = Completion(token_ids, log_probs, versions, finish_reason, stop_string, mask)
