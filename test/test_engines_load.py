@@ -29,8 +29,8 @@ class Engine:
         self.meter = LoadMeter()
         record(self.meter, steps)
 
-    def take_load(self):
-        return self.meter.take()
+    def take_load(self, reader="metrics"):
+        return self.meter.take(reader)
 
 
 @given(STEPS, STEPS)
@@ -47,3 +47,15 @@ def test_a_load_is_told_once(steps):
     engine = Engine(steps)
     take_load(engine)
     assert engine.take_load() == EngineLoad()
+
+
+@given(STEPS, STEPS)
+def test_each_reader_is_told_all_since_its_own_last_call(first, second):
+    engine = Engine([])
+    assert take_load(engine, "other") == EngineLoad()
+    record(engine.meter, first)
+    of_first = take_load(engine, "other")
+    record(engine.meter, second)
+    assert of_first == Engine(first).take_load()
+    assert take_load(engine, "other") == Engine(second).take_load()
+    assert take_load(engine) == Engine(first + second).take_load()

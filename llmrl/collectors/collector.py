@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
@@ -14,6 +15,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl.collectors.admission import Gate
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer, TakesBatches, TakesItems
+from llmrl.collectors.concurrency import FIRST_LIMIT, READER, ConcurrencyLimit, CountsTurns, follow_load
 from llmrl.collectors.groups import GroupRules
 from llmrl.collectors.mixed_source import MixedSource
 from llmrl.collectors.report import CollectionReport
@@ -24,6 +26,7 @@ from llmrl.collectors.source import EnvSource
 from llmrl.collectors.staleness import LatePolicy
 from llmrl.collectors.weights import WeightScheme
 from llmrl.data import Rollout
+from llmrl.engines.load import take_load
 from llmrl.envs import EndOfData, MixedEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
@@ -55,7 +58,8 @@ class LLMCollector(KnownArguments, BatchCollector):
         replay_buffer: is extended with each batch instead; iteration then yields None.
         queue: takes the elements of each batch one by one instead, and is waited for where it is full.
         max_concurrent_rollouts: conversations in flight; by default all of a batch, and of those ahead. Turns,
-            trajectories and last steps are collected ahead when it is given.
+            trajectories and last steps are collected ahead when a number is given. `"auto"` finds, up to the default,
+            how many the engine's memory bears (`ConcurrencyLimit`); the engine must tell its load, as vLLM does.
         max_staleness: versions that a group may be old when it is delivered; None collects on demand.
         late_groups: `wait` for groups that would be too old in the next batch, or `drop` those that are.
         num_extra_groups: groups started beyond the need; the slowest are dropped when the batch is full.
@@ -93,7 +97,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         replay_buffer: TakesBatches | None = None,
         queue: TakesItems | None = None,
-        max_concurrent_rollouts: int | None = None,
+        max_concurrent_rollouts: int | Literal["auto"] | None = None,
         max_staleness: int | None = None,
         late_groups: LatePolicy = "wait",
         num_extra_groups: int = 0,
@@ -126,8 +130,12 @@ class LLMCollector(KnownArguments, BatchCollector):
         )
         if (policy is None) == (policy_factory is None):
             raise ValueError("exactly one of policy and policy_factory is needed.")
-        if max_concurrent_rollouts is not None and max_concurrent_rollouts < 1:
-            raise ValueError(f"max_concurrent_rollouts must be at least 1, got {max_concurrent_rollouts}.")
+        is_limit_found = max_concurrent_rollouts == "auto"
+        num_given = max_concurrent_rollouts if isinstance(max_concurrent_rollouts, int) else None
+        if not is_limit_found and max_concurrent_rollouts is not num_given:
+            raise TypeError(f"max_concurrent_rollouts is a number, 'auto' or None, got {max_concurrent_rollouts!r}.")
+        if num_given is not None and num_given < 1:
+            raise ValueError(f"max_concurrent_rollouts must be at least 1, got {num_given}.")
         if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
             raise ValueError("num_extra_groups needs groups_per_batch, and no max_staleness: those groups would wait.")
         if reset_at_each_iter and max_staleness is not None:
@@ -144,31 +152,37 @@ class LLMCollector(KnownArguments, BatchCollector):
             track_policy_version=track_policy_version,
         )
         in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
-        self.max_concurrent_rollouts = max_concurrent_rollouts or in_flight
-        """Conversations in flight."""
-        if self.max_concurrent_rollouts < source.num_players:
+        if (num_given or in_flight) < source.num_players:
             raise ValueError(
                 f"max_concurrent_rollouts must be at least {source.num_players}, the players of a game, who wait for "
-                f"each other; got {max_concurrent_rollouts}."
+                f"each other; got {num_given or in_flight}."
             )
         self.yield_only_last_steps = shape.kind == "last_steps"
         self.yield_completed_trajectories = self.yield_only_last_steps or shape.kind == "trajectories"
         self.reset_at_each_iter, self.async_envs, self.flatten_data = reset_at_each_iter, True, True
-        self._play_concurrency = max_concurrent_rollouts
+        self._play_concurrency = num_given
+        limit = None
+        if is_limit_found:
+            if not isinstance(source, CountsTurns) or take_load(source.engine, READER) is None:
+                raise ValueError(
+                    "max_concurrent_rollouts='auto' needs a collector in this process and an engine that tells its "
+                    f"load, such as AsyncVLLM; {type(self).__name__} has {type(source.engine).__name__}: give a number."
+                )
+            limit = ConcurrencyLimit(FIRST_LIMIT, least=source.num_players, most=in_flight)
         gate: Gate
         if max_staleness is not None:
             gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
         else:
             gate = shape.demand_gate(
                 num_extra_groups=num_extra_groups,
-                num_ahead=0 if shape.is_grouped or reset_at_each_iter else max_concurrent_rollouts or 0,
+                num_ahead=0 if shape.is_grouped or reset_at_each_iter else num_given or 0,
                 reset_each_batch=reset_at_each_iter,
             )
         scheduler = RolloutScheduler(
             source,
             gate,
             rules=group_rules or GroupRules(drop_failed_groups=source.is_group_scored),
-            max_concurrent_rollouts=self.max_concurrent_rollouts,
+            max_concurrent_rollouts=limit.value if limit is not None else num_given or in_flight,
             units=shape.units,
             patience=max(1, shape.size if shape.kind == "groups" else 8),
             is_open=source.is_open,
@@ -184,6 +198,14 @@ class LLMCollector(KnownArguments, BatchCollector):
             weight_sync_schemes=weight_sync_schemes,
             verbose=verbose,
         )
+        if limit is not None:
+            assert isinstance(source, CountsTurns)
+            self._background.submit(follow_load(source, scheduler, limit))
+
+    @property
+    def max_concurrent_rollouts(self) -> int:
+        """Conversations in flight, at most; with `"auto"`, as many as now seem right."""
+        return self._scheduler.max_concurrent_rollouts
 
     def _make_source(
         self,

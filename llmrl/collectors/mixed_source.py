@@ -7,6 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.source import EnvSource
@@ -72,6 +73,13 @@ class MixedSource:
     def policy_version(self) -> int:
         """The engine's count of weight updates."""
         return self._first.policy_version
+
+    def take_turn_counts(self) -> TurnCounts:
+        """Return what the turns since the last call found of their contexts in the engine's cache."""
+        counts = TurnCounts()
+        for source in self._sources.values():
+            counts.add(source.take_turn_counts())
+        return counts
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Draw the next groups; fewer where all data ends.

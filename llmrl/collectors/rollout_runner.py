@@ -15,6 +15,7 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.spans import here, span
 from llmrl.collectors.agents import AgentEndpoint
 from llmrl.collectors.completing import Completer
+from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.stepper import EnvStepper, Opening
 from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
 from llmrl.data.tensordicts import dataset_columns, non_tensor, plain
@@ -88,6 +89,8 @@ class RolloutRunner:
     ) -> None:
         self.stepper, self.policy, self.limits = stepper, policy, limits
         self.completer = Completer(policy, num_retries=limits.num_engine_retries, is_open=is_open)
+        self.turn_counts = TurnCounts()
+        """Of turns since whoever reads it put another one in its place."""
         self.judge_loop = ReplaceableLoop("llmrl-judges")
         """Where judges run."""
         rubric_reward = find_rubric_reward(stepper.env)
@@ -226,6 +229,7 @@ class RolloutRunner:
         if conversation.num_tokens > self.max_prompt_tokens:
             return self._end(rollout, StopReason.PROMPT_TOO_LONG)
         completion = await self._complete(conversation.prompt_ids, rollout)
+        self.turn_counts.count(completion, conversation.num_kept_tokens if rollout.num_turns else None)
         conversation = answered(conversation, completion)
         self.policy.write_turn(element, conversation, completion, is_read=self.stepper.are_turns_read)
         if self.stepper.keep_steps:

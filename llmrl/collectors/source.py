@@ -10,6 +10,7 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.failure import as_exception, describe
 from llmrl._utils.numbers import location_of
+from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner, as_scored
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.stepper import EnvStepper
@@ -77,6 +78,11 @@ class EnvSource:
     def policy_version(self) -> int:
         """The engine's count of weight updates."""
         return self.engine.policy_version
+
+    def take_turn_counts(self) -> TurnCounts:
+        """Return what the turns since the last call found of their contexts in the engine's cache."""
+        counts, self.runner.turn_counts = self.runner.turn_counts, TurnCounts()
+        return counts
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Reset the environment for each rollout of the next groups; fewer where the data ends.

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from llmrl.engines.vllm_private import IterationStats, SchedulerStats
 
+METRICS = "metrics"
+"""The reader that logs what the load was; others read for themselves, and each is told everything."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
@@ -61,23 +64,23 @@ class EngineLoad:
 class ReportsLoad(Protocol):
     """An engine that can tell how hard it works."""
 
-    def take_load(self) -> EngineLoad | None:
-        """Return the load since the last call; None where it is not known. Blocks, but not for long."""
+    def take_load(self, reader: str = METRICS) -> EngineLoad | None:
+        """Return the load since this reader's last call; None where it is not known. Blocks, but not for long."""
         ...
 
 
-def take_load(engine: object) -> EngineLoad | None:
-    """Return the load of an engine, or of several, since the last call; None where none of them tells it.
+def take_load(engine: object, reader: str = METRICS) -> EngineLoad | None:
+    """Return the load of an engine, or of several, since this reader's last call; None where none of them tells it.
 
     Example:
         >>> print(take_load("an engine that tells nothing"))
         None
     """
     if isinstance(engine, ReportsLoad):
-        return engine.take_load()
+        return engine.take_load(reader)
     total: EngineLoad | None = None
     for one in engine if isinstance(engine, Sequence) and not isinstance(engine, str) else ():
-        if one.is_alive and (load := take_load(one)) is not None:
+        if one.is_alive and (load := take_load(one, reader)) is not None:
             total = load if total is None else total.joined(load)
     return total
 
@@ -86,29 +89,30 @@ class LoadMeter:
     """Adds up what vLLM tells of each of its steps; has the methods of its `StatLoggerBase`."""
 
     def __init__(self) -> None:
-        self._load = EngineLoad()
+        self._loads = {METRICS: EngineLoad()}
 
-    def take(self) -> EngineLoad:
-        """Return the load since the last call."""
-        load, self._load = self._load, EngineLoad()
+    def take(self, reader: str = METRICS) -> EngineLoad:
+        """Return the load since this reader's last call; its first begins to count, except for metrics."""
+        load = self._loads.get(reader, EngineLoad())
+        self._loads[reader] = EngineLoad()
         return load
 
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *_: object, **__: object
     ) -> None:
         """Add a step."""
-        if scheduler_stats is not None:
-            cache = scheduler_stats.prefix_cache_stats
-            self._load = self._load.joined(
-                EngineLoad(
-                    scheduler_stats.kv_cache_usage,
-                    scheduler_stats.num_waiting_reqs,
-                    num_prompt_tokens=cache.queries,
-                    num_cached_tokens=cache.hits,
-                )
-            )
-        if iteration_stats is not None and iteration_stats.num_preempted_reqs:
-            self._load = self._load.joined(EngineLoad(num_preemptions=iteration_stats.num_preempted_reqs))
+        if scheduler_stats is None:
+            return
+        cache = scheduler_stats.prefix_cache_stats
+        step = EngineLoad(
+            scheduler_stats.kv_cache_usage,
+            scheduler_stats.num_waiting_reqs,
+            0 if iteration_stats is None else iteration_stats.num_preempted_reqs,
+            cache.queries,
+            cache.hits,
+        )
+        for reader, load in self._loads.items():
+            self._loads[reader] = load.joined(step)
 
     def log_engine_initialized(self) -> None:
         """Say nothing."""

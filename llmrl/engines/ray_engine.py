@@ -25,7 +25,7 @@ from llmrl.engines.base import (
     UpdatableEngine,
     check_request,
 )
-from llmrl.engines.load import EngineLoad, take_load
+from llmrl.engines.load import METRICS, EngineLoad, take_load
 from llmrl.engines.ray_cluster import connect
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ class EngineActor:
         """Return the engine's progress, if it has one."""
         return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
 
-    async def take_load(self) -> EngineLoad | None:
+    async def take_load(self, reader: str) -> EngineLoad | None:
         """Return the engine's load, if it tells one."""
-        return take_load(self._engine)
+        return take_load(self._engine, reader)
 
     async def call(self, method: str, *arguments: object, **options: object) -> tuple[object, int]:
         """Call a blocking method of the engine; return its result, and the version that the engine has afterwards."""
@@ -276,11 +276,11 @@ class RayEngine:
         except Exception as error:
             raise self._translated(error) from error
 
-    def take_load(self) -> EngineLoad | None:
+    def take_load(self, reader: str = METRICS) -> EngineLoad | None:
         """Return what `AsyncVLLM.take_load` does; None where the engine tells none, or the actor does not answer."""
         ray = require("ray", extra="ray")
         try:
-            return ray.get(self._actor.take_load.remote(), timeout=_LOAD_SECONDS)
+            return ray.get(self._actor.take_load.remote(reader), timeout=_LOAD_SECONDS)
         except ray.exceptions.RayError:
             return None
 

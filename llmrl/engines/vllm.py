@@ -24,7 +24,7 @@ from llmrl.engines.base import (
     completion_budget,
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
-from llmrl.engines.load import EngineLoad, LoadMeter
+from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
 from llmrl.engines.vllm_args import NCCL_BACKEND, TorchRLOptions, in_own_words
 from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm_requests import generate_one, num_reported, sampling_params, unless_it_dies
@@ -268,9 +268,9 @@ class AsyncVLLM(KnownArguments):
             return None
         return self._num_tokens + num_unfinished_tokens(self._llm)
 
-    def take_load(self) -> EngineLoad:
-        """Return how hard it worked since the last call."""
-        return self._load.take()
+    def take_load(self, reader: str = METRICS) -> EngineLoad:
+        """Return how hard it worked since this reader's last call."""
+        return self._load.take(reader)
 
     def _check_alive(self, *, and_awake: bool = False) -> None:
         if not self.is_alive:

@@ -284,6 +284,11 @@ class Conversation:
         return self._num_tokens
 
     @property
+    def num_kept_tokens(self) -> int:
+        """Tokens of the prompt that the turn before held."""
+        return self._num_kept
+
+    @property
     def num_turns(self) -> int:
         """Completions so far."""
         return 0 if self.node is None else sum(1 for _ in self.node.ancestors())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -32,6 +33,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the seconds slept so far."""
         return self._clock.now_s
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[..., Result], *args: object
+    ) -> asyncio.Future[Result]:
+        """Call a function at once, on this thread: another thread's seconds are not this clock's."""
+        future: asyncio.Future[Result] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def run_in_virtual_time(coroutine: Coroutine[None, None, Result]) -> Result:
