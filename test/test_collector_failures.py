@@ -236,7 +236,7 @@ def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy):
         return 1.0
 
     env = DatasetChatEnv(PROMPTS[:4]).append_transform(Blocking()).append_transform(RubricReward(judge))
-    latency_s = iter([0.1, 0.0, 0.0, 0.0])
+    latency_s = iter([1.0, 0.0, 0.0, 0.0])  # the others are with the judge by then
     policy = make_policy(latency_s=lambda prompt, answer: next(latency_s))
     with LLMCollector(env, policy=policy, groups_per_batch=1, step_timeout_seconds=1.0) as collector:
         blocked, *others = ends(lambda: collector.play(4))

@@ -409,7 +409,7 @@ def test_what_a_rollout_kept_is_released_however_it_ends(play, ending):
         "failure": fail_later,
         "timeout": [note, say("sleep", '{"seconds": 30}')],
     }[ending]
-    limits = RolloutLimits(max_turns=3, rollout_timeout_seconds=1.0 if ending == "timeout" else None)
+    limits = RolloutLimits(max_turns=3, rollout_timeout_seconds=4.0 if ending == "timeout" else None)
     _, (rollout,) = play(transform, answers, limits=limits)
     assert (rollout.status is RolloutStatus.COMPLETED) == (ending == "completed")
     assert Notes.closed and all(lines for lines in Notes.closed)
