@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import fmean, stdev
 
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from torchrl.envs import Transform
 
 from llmrl.collectors import GroupRules, LLMCollector
 from llmrl.collectors.rows import batch_rows
@@ -89,6 +91,82 @@ def test_each_token_has_the_advantage_of_the_turn_that_sampled_it(gamma, normali
                 assert advantage == pytest.approx(of_turns[token // 100 - 1] if is_trained else 0.0, abs=1e-5)
                 seen.add(token // 100)
         assert len(seen) > 3
+
+
+@pytest.mark.parametrize("normalization", ["std", "mean", "leave_one_out", "none"])
+@pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
+def test_of_a_dense_reward_a_token_is_credited_with_what_follows_it(gamma, normalization):
+    rng = random.Random(f"{gamma} {normalization}")
+    seen = 0
+    for _ in range(8):
+        group = [played(rng, "a", name, rng.randint(1, 4)) for name in range(4)]
+        for rollout in group:
+            answers = [turn.completion_ids for turn in rollout.conversation.turns]
+            for place in rng.sample(range(len(answers)), rng.randint(0, len(answers))):
+                dense = [rng.choice((0.0, 0.5, -0.25)) for _ in answers[place]]
+                rollout.token_rewards[place] = dense
+                rollout.turn_rewards[place] = sum(dense)
+            rollout.reward = sum(rollout.turn_rewards)
+        by_turn = expected({"a": {one.sample_index: one.turn_rewards for one in group}}, gamma, normalization)
+        returns = {
+            one.sample_index: [
+                sum(gamma**later * reward for later, reward in enumerate(one.turn_rewards[turn:]))
+                for turn in range(one.num_turns)
+            ]
+            for one in group
+        }
+        rewards = {one.sample_index: one.token_rewards for one in group}
+        batch = MCAdvantage(gamma=gamma, normalization=normalization, drop_constant_groups=False)(batch_rows([group]))
+        for row in batch.unbind(0):
+            name = int(row["rollout", "sample_index"])
+            for token, is_trained, advantage in zip(
+                row["tokens", "full"].tolist(), row["masks", "all_assistant_mask"].tolist(), row["advantage"].tolist(),
+                strict=True,
+            ):  # fmt: skip
+                turn, index = token // 100 - 1, token % 100
+                if not is_trained:
+                    assert advantage == 0.0
+                    continue
+                others = [one[turn] for one in returns.values() if len(one) > turn]
+                before = sum(rewards[name].get(turn, [])[:index])
+                if normalization == "std":
+                    before /= stdev(others) if len(set(others)) > 1 else math.inf
+                elif normalization != "none" and len(set(others)) < 2:
+                    before = 0.0
+                assert advantage == pytest.approx(by_turn["a", name][turn] - before, abs=1e-5)
+                seen += before != 0.0
+    assert seen > 10
+
+
+class OfTokens(Transform):
+    """Pays for each token of the answer, later ones more; the first answer of a conversation alone."""
+
+    reads_turns = True
+
+    def _step(self, tensordict, next_tensordict):
+        num_tokens, is_first = len(tensordict["tokens", "full"]), tensordict["history"].prompt.shape[-1] == 1
+        dense = torch.arange(num_tokens).float().unsqueeze(-1)
+        return next_tensordict.set("reward", dense if is_first else torch.zeros(1, 1))
+
+
+def test_dense_rewards_of_a_turn_come_from_the_environment(renderer):
+    answers = iter(["11", "0", "3", "0"])
+    policy = LLMWrapperBase(
+        ScriptedEngine(lambda prompt_ids: renderer.encode(next(answers) + "<|im_end|>")), renderer=renderer
+    )
+    env = MessageChatEnv(lambda item: Paying(), repeats=2).append_transform(OfTokens())
+    with LLMCollector(env, policy=policy, groups_per_batch=1, max_concurrent_rollouts=1,
+                      postproc=MCAdvantage(gamma=0.0, normalization="none")) as collector:  # fmt: skip
+        batch = collector.next()
+    assert len(batch) == 2
+    for row in batch.unbind(0):
+        mask, advantage = row["masks", "all_assistant_mask"], row["advantage"]
+        first, start = int(row["turns", "start"][0]), int(row["turns", "start"][1])
+        answer = [place for place in range(first, start) if mask[place]]
+        total = sum(range(answer[-1] + 1))  # what its prompt's tokens were given counts at the turn
+        for place in answer:
+            assert advantage[place] == total - sum(range(first, place))
+        assert not advantage[start:].any() and row["next", "reward"] == total
 
 
 class Paying(MessageEnv):

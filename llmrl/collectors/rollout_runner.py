@@ -247,6 +247,9 @@ class RolloutRunner:
             rollout.traceback = plain(step.get("env_traceback"))
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
         held[:] = [element]
+        reward, num_tokens = step.get("reward"), len(completion.token_ids)
+        if reward.numel() >= num_tokens > 1:
+            rollout.token_rewards[rollout.num_turns - 1] = reward.flatten()[-num_tokens:].tolist()
         self._settle(rollout, stepped)
 
     async def _complete(self, prompt_ids: list[int], rollout: Rollout) -> Completion:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
@@ -40,6 +40,8 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
         }
         starts = [row.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]
         turns = {"reward": torch.tensor(rollout.turn_rewards), "start": torch.tensor(starts, dtype=torch.int64)}
+        if rollout.token_rewards:
+            turns["token_reward"] = _token_rewards(rollout, row.turn_starts, len(token_ids))
         breakdown = {name: torch.tensor([value]) for name, value in rollout.breakdown.items()}
         masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
         log_probs = torch.tensor(columns.log_probs, dtype=torch.float32)
@@ -61,6 +63,17 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
             )
         )
     return rows
+
+
+def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int) -> torch.Tensor:
+    """Return the rewards of a row's tokens, `[num_tokens]`; of an answer whose end was edited, those before."""
+    rewards = torch.zeros(num_tokens)
+    order = sorted(starts.items(), key=lambda item: item[1])
+    ends = [*(start for _, start in order[1:]), num_tokens]
+    for (place, start), end in zip(order, ends, strict=True):
+        dense = rollout.token_rewards.get(place, [])[: end - start]
+        rewards[start : start + len(dense)] = torch.tensor(dense)
+    return rewards
 
 
 def portable_turn(step: TensorDictBase) -> TensorDictBase:

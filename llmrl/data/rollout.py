@@ -50,6 +50,8 @@ class Rollout:
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
     """What of it came at each turn, a score at the last."""
+    token_rewards: dict[int, list[float]] = field(default_factory=dict)
+    """Of turns whose reward is dense, by their number: that of each token of the answer."""
     breakdown: dict[str, float] = field(default_factory=dict)
     is_scored: bool = False
     tool_calls: dict[str, int] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from llmrl.objectives.grouping import (
 from llmrl.objectives.kl_penalty import KLPenalty
 from llmrl.objectives.normalization import Normalization, batch_normalized, group_advantages
 from llmrl.objectives.selectors import MCAdvantageSelector, is_within
-from llmrl.objectives.turn_credit import on_tokens, returns_to_go, turn_advantages, turn_rewards, turns_of
+from llmrl.objectives.turn_credit import on_tokens, returns_to_go, turn_advantages, turn_rewards, turn_scales, turns_of
 
 LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 
@@ -71,7 +71,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
             mean; here it is the group's, which needs no state).
         gamma: credit by turn, of training rows whose environment rewards turns: the return of a turn is its reward and
             those after it, discounted by `gamma` a turn, and is compared with that of the same turn of the group's
-            others (`turn_advantages`). The advantage is `[num_tokens]` per row then. By default a rollout is one act.
+            others (`turn_advantages`). Of a dense reward what came before a token of the turn is taken off
+            (`on_tokens`). The advantage is `[num_tokens]` per row then. By default a rollout is one act.
         trajectory_return: how the rewards of a trajectory's turns make its return. By default each turn is compared
             with the group's by itself. Rows of rollouts carry the return already.
         candidate_group_size: rollouts that a group is sampled with, of which `candidate_selector` chooses `grpo_size`.
@@ -287,9 +288,10 @@ class MCAdvantage(KnownArguments, GroupCounters):
         is_dropped = is_constant and self.drop_constant_groups
         self._decided(is_constant=is_constant, is_dropped=is_dropped)
         advantages = turn_advantages(returns, self.normalization)
+        scales = turn_scales(returns, self.normalization)
         for row in rows:
             if (rollout_id := self.keys.rollout_id(row)) in advantages:
-                row.set(self.advantage_key, on_tokens(row, advantages[rollout_id], LOSS_MASK_KEY))
+                row.set(self.advantage_key, on_tokens(row, advantages[rollout_id], scales, LOSS_MASK_KEY))
         return set() if is_dropped else set(returns)
 
     def _penalize(self, batch: TensorDictBase, kl_penalty: KLPenalty) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
+from statistics import stdev
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from llmrl.data.ragged import check_entry
+from llmrl.data.ragged import check_entry, has_entry
 from llmrl.objectives.normalization import Normalization, group_advantages
 
 REWARD_KEY: NestedKey = ("turns", "reward")
 START_KEY: NestedKey = ("turns", "start")
+TOKEN_REWARD_KEY: NestedKey = ("turns", "token_reward")
 
 
 def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
@@ -60,6 +63,20 @@ def turn_advantages(
     return advantages
 
 
+def turn_scales(returns: Mapping[Hashable, Sequence[float]], normalization: Normalization) -> list[float]:
+    """Return what the returns of each turn are divided by, `[num_turns]`; infinity where they are all equal.
+
+    Example:
+        >>> turn_scales({"a": [2.0, 1.0], "b": [0.0, 1.0]}, "mean")
+        [1.0, inf]
+    """
+    scales: list[float] = []
+    for values in turns_of(list(returns.values())):
+        is_constant = normalization != "none" and max(values) == min(values)
+        scales.append(math.inf if is_constant else max(stdev(values), 1e-6) if normalization == "std" else 1.0)
+    return scales
+
+
 def turn_rewards(row: TensorDictBase) -> list[float]:
     """Return the rewards of the turns of a row's rollout, `[num_turns]`.
 
@@ -71,12 +88,22 @@ def turn_rewards(row: TensorDictBase) -> list[float]:
     return rewards
 
 
-def on_tokens(row: TensorDictBase, advantages: Sequence[float], mask_key: NestedKey) -> torch.Tensor:
-    """Return the advantages of turns at the tokens that each turn sampled, `[num_tokens]`; 0 elsewhere."""
+def on_tokens(
+    row: TensorDictBase, advantages: Sequence[float], scales: Sequence[float], mask_key: NestedKey
+) -> torch.Tensor:
+    """Return the advantages of turns at the tokens that each turn sampled, `[num_tokens]`; 0 elsewhere.
+
+    Where a turn's reward is dense, what was given at its earlier tokens is no later token's doing, and is taken off.
+    """
     mask = row.get(mask_key).bool()
     starts = row.get(START_KEY)
     here = (starts >= 0).nonzero().flatten()
     order = here[starts[here].argsort()]
     turn = torch.searchsorted(starts[order], torch.arange(len(mask)), right=True) - 1
-    values = torch.tensor(advantages)[order]
-    return torch.where(mask & (turn >= 0), values[turn.clamp(min=0)], 0.0)
+    place = turn.clamp(min=0)
+    values = torch.tensor(advantages)[order][place]
+    if has_entry(row, TOKEN_REWARD_KEY):
+        given = torch.cat([torch.zeros(1, dtype=torch.float64), row.get(TOKEN_REWARD_KEY).double().cumsum(0)])
+        earlier = given[:-1] - given[starts[order]][place]
+        values = (values - earlier / torch.tensor(scales)[order][place]).float()
+    return torch.where(mask & (turn >= 0), values, 0.0)
