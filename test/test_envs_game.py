@@ -103,6 +103,29 @@ def test_a_game_that_is_over_before_a_players_first_turn_is_completed_without_on
     assert list(batch["rollout", "role"]) == ["first"] and rollouts[1].is_scored
 
 
+def test_rollouts_that_leave_a_game_without_a_player_are_refused(renderer):
+    policy = LLMWrapperBase(ScriptedEngine(["1<|im_end|>"], encode=renderer.encode), renderer=renderer)
+    env = GameEnv(lambda row: Count(), roles=ROLES, repeats=2)
+    with (
+        LLMCollector(env, policy=policy, groups_per_batch=1) as collector,
+        pytest.raises(ValueError, match="multiple of a game's 2 players"),
+    ):
+        collector.play(3)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nobody_waits_for_a_player_that_could_not_come(renderer, place):
+    class Late(GameEnv):
+        def _made(self, drawn):
+            if drawn[2] == place:
+                raise ConnectionError("lost on the way")
+            return super()._made(drawn)
+
+    _, rollouts = collect(Late(lambda row: Count(), roles=ROLES, repeats=4), {"0": "3", "3": "1"}, renderer)
+    assert ["lost on the way" in one.error for one in rollouts] == [number == place for number in range(4)]
+    assert [one.is_scored for one in rollouts] == [False, False, True, True]
+
+
 @pytest.mark.parametrize("num_concurrent", [2, 3])
 def test_few_places_are_enough_for_games_to_end(renderer, num_concurrent):
     env = GameEnv(lambda row: Count(), roles=ROLES, repeats=6)

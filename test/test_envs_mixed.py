@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.collectors.mixed_source import MixedSource
-from llmrl.envs import DatasetChatEnv, MixedEnv, PromptSampler
+from llmrl.envs import DatasetChatEnv, Game, GameEnv, MixedEnv, PromptSampler
 from llmrl.envs.mixed import MixedPrompts
 from llmrl.policies import LLMWrapperBase
-from llmrl.rewards import RewardFn, Rubric
+from llmrl.rewards import RewardFn, Rubric, Score
 from llmrl.testing import ScriptedEngine
 from llmrl.transforms import PolicyVersion, RubricReward
 
@@ -206,6 +206,46 @@ def test_turns_and_single_rollouts_come_from_all_of_them():
     mixed = MixedEnv({"a": env("a", repeats=1), "b": env("b", repeats=1)})
     with collector_of(mixed, groups_per_batch=None, dialog_turns_per_batch=6) as collector:
         assert Counter(int(turn["tokens", "prompt"][0]) for turn in collector.next().unbind(0)) == {1: 3, 2: 3}
+
+
+class Once(Game):
+    """Two players say something, one after the other."""
+
+    roles = ("x", "y")
+    num_said = 0
+
+    def observe(self):
+        return self.roles[self.num_said], "Say."
+
+    def act(self, text):
+        self.num_said += 1
+
+    def rewards(self):
+        return {"x": 1.0, "y": 2.0} if self.num_said == 2 else None
+
+
+class Compared(Rubric):
+    async def score_group(self, rollouts):
+        seen = [rollout.columns["query"] for rollout in rollouts]
+        return [Score(float(len(seen)) if len(set(seen)) == 1 else -1.0, {})] * len(seen)
+
+
+@pytest.mark.parametrize(("num_rollouts", "num_places"), [(8, None), (8, 2), (6, None)])
+def test_rollouts_that_are_played_come_group_by_group(renderer, num_rollouts, num_places):
+    judged = DatasetChatEnv([{"query": str(index)} for index in range(5)], repeats=2)
+    rubric = Compared(RewardFn(lambda completion: 0.0, name="none"))
+    mixed = MixedEnv(
+        {
+            "judged": judged.append_transform(RubricReward(rubric)),
+            "game": GameEnv(lambda row: Once(), roles=Once.roles, repeats=2),
+        }
+    )
+    talking = LLMWrapperBase(ScriptedEngine(["7<|im_end|>"], encode=renderer.encode), renderer=renderer)
+    options = {} if num_places is None else {"max_concurrent_rollouts": num_places}
+    with LLMCollector(mixed, policy=talking, groups_per_batch=1, **options) as collector:
+        rewards = [(one.env, one.role, one.reward) for one in collector.play(num_rollouts)]
+    pair = [("judged", "", 2.0)] * 2 + [("game", "x", 1.0), ("game", "y", 2.0)]
+    assert rewards == (pair * 2)[:num_rollouts]
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,10 @@ class LLMCollector(KnownArguments, BatchCollector):
 
         Raises:
             EndOfData: when the dataset ends before the first of them.
+            ValueError: for a number that leaves a game without one of its players, for whom the others would wait.
         """
+        if num_rollouts % (num_players := self._source.num_players):
+            raise ValueError(f"num_rollouts must be a multiple of a game's {num_players} players, got {num_rollouts}.")
         started, self.num_played = time.perf_counter(), 0
         self.rollouts = self._run(self._play(num_rollouts))
         self._frames += sum(rollout.num_turns for rollout in self.rollouts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,7 +134,8 @@ class GameEnv(MessageChatEnv):
         repeats = len(self.roles) if repeats is None else repeats
         if repeats % len(self.roles):
             raise ValueError(f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {repeats}.")
-        self._tables: dict[tuple[str, int], _Table] = {}
+        self._tables: dict[tuple[str, int], _Table] = {}  # which players are missing at
+        self._coming: dict[tuple[str, int], _Player] = {}
         self._first_messages: list[Message] = []
         if system_prompt is not None:
             self._first_messages.append({"role": "system", "content": system_prompt})
@@ -148,23 +150,31 @@ class GameEnv(MessageChatEnv):
             name=name,
         )
 
-    def _home(self, drawn: Drawn) -> BackgroundLoop:
-        return self._table(drawn).loop  # players of a game wait for each other on one loop
+    async def before_reset(self, drawn: Drawn) -> TensorDictBase:
+        """Seat a player at its game; who cannot come leaves it, so that the others do not wait."""
+        row, group_id, sample_index = drawn
+        game, place = divmod(sample_index, len(self.roles))
+        table = self._tables.pop((group_id, game), None)
+        if table is None:
+            table = _Table(self.roles, self._opponents, self._first_messages, self._loops.current)
+        table.num_missing -= 1
+        if table.num_missing:
+            self._tables[group_id, game] = table
+        self._coming[group_id, sample_index] = _Player(table, self.roles[place], lambda: self._make_game(row))
+        try:
+            return await super().before_reset(drawn)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody waits on it
+                table.loop.post(functools.partial(table.leave, self.roles[place], is_counted=False))
+            raise
+        finally:
+            del self._coming[group_id, sample_index]
 
-    def _table(self, drawn: Drawn) -> _Table:
-        _, group_id, sample_index = drawn
-        key = (group_id, sample_index // len(self.roles))
-        if key not in self._tables:
-            self._tables[key] = _Table(self.roles, self._opponents, self._first_messages, self._loops.current)
-        return self._tables[key]
+    def _home(self, drawn: Drawn) -> BackgroundLoop:
+        return self._coming[drawn[1:]].table.loop  # players of a game wait for each other on one loop
 
     def _made(self, drawn: Drawn) -> MessageEnv:
-        row, group_id, sample_index = drawn
-        table = self._table(drawn)
-        table.num_missing -= 1
-        if not table.num_missing:
-            del self._tables[group_id, sample_index // len(self.roles)]
-        return _Player(table, self.roles[sample_index % len(self.roles)], lambda: self._make_game(row))
+        return self._coming[drawn[1:]]
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
         if len(self.roles) > 1:
@@ -297,28 +307,28 @@ class _Player(MessageEnv):
     """A role of a game: its own view as a conversation."""
 
     def __init__(self, table: _Table, role: str, make_game: Callable[[], Game]) -> None:
-        self._table, self._role, self._make_game = table, role, make_game
+        self.table, self._role, self._make_game = table, role, make_game
         self.reason: str = StopReason.NONE
         """What ends this player's conversation with the turn that is stepped."""
         self.reward: float | None = None
         """What it got; None while it plays."""
 
     async def init(self) -> Sequence[Message]:
-        told = await self._table.sit_down(self._role, self._make_game)
+        told = await self.table.sit_down(self._role, self._make_game)
         if told is None:
-            self.reward = self._table.results[self._role]
-        return [*self._table.opening, {"role": "user", "content": told or ""}]
+            self.reward = self.table.results[self._role]
+        return [*self.table.opening, {"role": "user", "content": told or ""}]
 
     async def step(self, message: Message) -> MessageStep:
         if self.reason in (StopReason.NONE, StopReason.MAX_TURNS):  # else the answer was cut
-            await self._table.act(text_of(message.get("content")))
-        is_done = bool(self._table.results)
+            await self.table.act(text_of(message.get("content")))
+        is_done = bool(self.table.results)
         if self.reason:
-            self._table.leave(self._role, is_counted=self.reason != StopReason.ABORTED)
-        told = await self._table.turn_of(self._role)
+            self.table.leave(self._role, is_counted=self.reason != StopReason.ABORTED)
+        told = await self.table.turn_of(self._role)
         if told is not None:
             return MessageStep([{"role": "user", "content": told}])
-        return MessageStep(reward=self._table.results[self._role], is_done=is_done or not self.reason)
+        return MessageStep(reward=self.table.results[self._role], is_done=is_done or not self.reason)
 
     async def close(self) -> None:
-        self._table.leave(self._role, is_counted=False)
+        self.table.leave(self._role, is_counted=False)
