@@ -145,6 +145,15 @@ class PromptSampler:
         index = self._order[place] if self.shuffle else place
         return self.items[index], f"{self.name}/{epoch}/{index}", sample_index
 
+    def item_of(self, group_id: str) -> Row:
+        """Return the item of a group, by its id.
+
+        Example:
+            >>> PromptSampler([{"query": "a"}, {"query": "b"}]).item_of("train/3/1")
+            {'query': 'b'}
+        """
+        return self.items[int(group_id.rpartition("/")[2])]
+
     def skip_to_group(self) -> None:
         """Leave out what remains of groups that were begun, so that the next draw is the first of its group.
 

@@ -4,7 +4,7 @@ from llmrl.objectives.advantages import MCAdvantage
 from llmrl.objectives.aggregation import aggregation_weights
 from llmrl.objectives.base import LLMLoss, MicroLoss
 from llmrl.objectives.clipping import clipped_importance, clipped_surrogate
-from llmrl.objectives.distillation import DistillationLoss
+from llmrl.objectives.distillation import DistillationLoss, TeacherAdvantage
 from llmrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
 from llmrl.objectives.inputs import LossInputs, TokenInputs, read_inputs
 from llmrl.objectives.kl import k3_kl_token_estimate, kl_estimate
@@ -49,6 +49,7 @@ __all__ = [
     "RLOOLoss",
     "SFTLoss",
     "SFTLossOutput",
+    "TeacherAdvantage",
     "TokenInputs",
     "TopKRewardSelector",
     "aggregation_weights",

@@ -1,10 +1,10 @@
-"""What a run that learns from others can be told: from their conversations. See `llmrl.runs.config`."""
+"""What a run that learns from others can be told: from their conversations, from a teacher. See `llmrl.runs.config`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmrl.runs.config import ScriptConfig
+from llmrl.runs.config import GRPOTrainConfig, ScriptConfig
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,3 +24,32 @@ class SFTConfig(ScriptConfig):
     conversations: ConversationsConfig
     """What is learned."""
     algorithm: str = "sft"
+
+
+@dataclass(slots=True, kw_only=True)
+class TeacherConfig:
+    """Whose log-probs the student's tokens are judged by."""
+
+    path: str | None = None
+    """A Hugging Face name or folder of a model with the student's tokenizer; null: the student itself, with a hint."""
+    hint: str | None = None
+    """What the teacher's prompt says besides, with columns of the problem: `The answer is {answer}.`; null: nothing."""
+    coeff: float = 1.0
+    """Of the teacher's part of each token's advantage; 1 is the gradient of the KL itself."""
+    use_reward: bool = False
+    """Add it to the advantage of the rewards, as GRPO has it; without, nothing is rewarded."""
+
+    def __post_init__(self) -> None:
+        if self.path is None and self.hint is None:
+            raise ValueError(
+                "teacher.path or teacher.hint is needed: a student teaches itself only by what it is told."
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class DistillationConfig(ScriptConfig):
+    """Of `sota-implementations/distillation/distillation.py`."""
+
+    train: GRPOTrainConfig
+    teacher: TeacherConfig
+    algorithm: str = "distillation"

@@ -14,7 +14,7 @@ from llmrl._utils.imports import require
 from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import as_dry_run, plan_of
 from llmrl.runs.fit import check_fit
-from llmrl.runs.imitation_config import SFTConfig
+from llmrl.runs.imitation_config import DistillationConfig, SFTConfig
 from llmrl.runs.ranks import leave_ranks, start_ranks
 from llmrl.runs.resumed_config import own_config
 
@@ -28,6 +28,7 @@ _SCHEMAS: dict[str, type[ScriptConfig]] = {
     "grpo-schema": GRPOConfig,
     "expert-iteration-schema": ExpertIterationConfig,
     "sft-schema": SFTConfig,
+    "distillation-schema": DistillationConfig,
 }
 
 

@@ -21,6 +21,7 @@ from llmrl.rendering import Renderer
 from llmrl.runs.config import EvalEnvConfig, GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import with_differing_rewards
 from llmrl.runs.following import AbsentEngine
+from llmrl.runs.imitation_config import DistillationConfig
 from llmrl.runs.ranks import this_rank
 from llmrl.testing import ensure_embedded_model
 from llmrl.trainer import LoRAConfig
@@ -94,7 +95,7 @@ def scoring_options(cfg: ScriptConfig) -> ScoringOptions:
     }
 
 
-def clip_bounds(cfg: GRPOConfig) -> tuple[float, float]:
+def clip_bounds(cfg: GRPOConfig | DistillationConfig) -> tuple[float, float]:
     """Return how far below and above 1 the ratio goes before it is clipped."""
     low, high = cfg.train.clip_epsilon, cfg.train.clip_epsilon_high
     return low, low if high is None else high
@@ -172,7 +173,7 @@ def make_collector(cfg: ScriptConfig, env: EnvBase, *, policy: vLLMWrapper, **ar
     There each actor builds an environment (`make_env`) and a policy of its own, over the engines that this one has. The
     rewards of a dry run are made to differ, so that there is something to learn.
     """
-    if cfg.dry_run:
+    if cfg.dry_run and arguments.get("postproc") is not None:
         arguments["postproc"] = _after(with_differing_rewards, arguments["postproc"])
     if cfg.collect.num_collectors is None or this_rank() > 0:
         return LLMCollector(env, policy=policy, **arguments)

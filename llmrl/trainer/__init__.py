@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from llmrl.trainer.loading import LoRAConfig, load_model, make_reference
+from llmrl.trainer.loading import LoRAConfig, load_model, load_teacher, make_reference
 from llmrl.trainer.minibatches import minibatches
 from llmrl.trainer.optimizer import make_optimizer
-from llmrl.trainer.scoring import write_log_probs
+from llmrl.trainer.scoring import write_hinted_log_probs, write_log_probs
 from llmrl.trainer.sharding import shard_model
 from llmrl.trainer.train_step import TrainStepReport, train_step
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
@@ -15,10 +15,12 @@ __all__ = [
     "TrainStepReport",
     "TransformersWrapper",
     "load_model",
+    "load_teacher",
     "make_optimizer",
     "make_reference",
     "minibatches",
     "shard_model",
     "train_step",
+    "write_hinted_log_probs",
     "write_log_probs",
 ]

@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from llmrl._utils.imports import require
+from llmrl._utils.types import Tokenizer
 from llmrl.trainer.scoring import write_log_probs
 from llmrl.trainer.sharding import shard_model
 from llmrl.trainer.trained_model import trained_model
@@ -110,9 +111,42 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
     """
     if hasattr(policy.model, "disable_adapter"):
         return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)
+    return partial(write_log_probs, _scorer(policy, path), key=REF_LOG_PROBS)
+
+
+def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: Tokenizer) -> TransformersWrapper:
+    """Load a teacher, frozen and computed as the policy is: `write_log_probs` scores the policy's tokens with it.
+
+    Args:
+        policy: the student; where it is sharded, so is the teacher.
+        path: folder or hub name of the teacher's model.
+        tokenizer: the student's.
+
+    Raises:
+        ValueError: when the teacher has another tokenizer, whose ids mean other texts.
+
+    Example:
+        >>> teacher = load_teacher(policy, "Qwen/Qwen2.5-7B-Instruct", tokenizer=tokenizer)         # doctest: +SKIP
+        >>> write_log_probs(teacher, batch, ("next", "teacher_log_probs", "full"))                  # doctest: +SKIP
+    """
+    from transformers import AutoTokenizer
+
+    ours, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(path).get_vocab()
+    if differing := sorted({*ours.items()} ^ {*theirs.items()}, key=lambda entry: entry[1]):
+        token, number = differing[0]
+        raise ValueError(
+            f"the teacher {str(path)!r} has another tokenizer than the student: {len(differing)} entries of their "
+            f"vocabularies differ, first {token!r}, {number}; the student's ids would be other texts to it. Choose a "
+            "teacher of the student's family."
+        )
+    return _scorer(policy, path)
+
+
+def _scorer(policy: TransformersWrapper, path: str | Path) -> TransformersWrapper:
+    """Return another model that scores as the policy does, frozen, and sharded where that is."""
     frozen = load_model(path, device=policy.device).requires_grad_(False)
     scorer = policy.get_new_version(model=frozen)
     trained = trained_model(policy.model)
     if trained.mesh is not None:
         shard_model(frozen, trained.mesh, compute_dtype=trained.sharded_dtype)
-    return partial(write_log_probs, scorer, key=REF_LOG_PROBS)
+    return scorer

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from llmrl.data.ragged import write_column
+from llmrl.data import Message, text_of
+from llmrl.data.ragged import flat_batch, write_column
+from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
+from llmrl.data.tensordicts import plain
 from llmrl.objectives.scoring import log_probs_of
 from llmrl.trainer.trained_model import trained_model
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
@@ -18,6 +22,11 @@ from llmrl.trainer.transformers_wrapper import TransformersWrapper
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+
+_TOKENS: NestedKey = ("tokens", "full")
+_HISTORY: NestedKey = ("history", "full")
+_HINTED: NestedKey = ("hinted", "full")
 
 
 @torch.no_grad()
@@ -56,6 +65,68 @@ def write_log_probs(
         scored = log_probs_of(policy, batch, assistant_only=assistant_only, process_group=group)
     write_column(batch, key, scored)
     return batch
+
+
+def write_hinted_log_probs(
+    policy: TransformersWrapper,
+    batch: TensorDictBase,
+    key: NestedKey,
+    *,
+    hints: Sequence[str],
+    render: Callable[[Sequence[Message]], list[int]],
+) -> TensorDictBase:
+    """Write the log-probs that the trained tokens would have, had the first prompt said more: privileged information.
+
+    A policy that reads a solution, or a judge's words, is a teacher to itself that reads neither (self-distillation;
+    OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802). The hint ends the last message before the first answer; what came
+    after that answer stays as it was sampled.
+
+    Args:
+        policy: scores, without gradient.
+        batch: training rows with their conversations, `("history", "full")`; changed in place.
+        key: entry written, `[num_tokens]` float32 per row.
+        hints: one a row.
+        render: messages to the ids of their prompt: `partial(renderer.render, add_generation_prompt=True)`.
+
+    Raises:
+        ValueError: for a row that does not begin with what its conversation begins with, as where history was
+            rewritten, or where prompts show tools.
+    """
+    rows, prompts = flat_batch(batch).unbind(0), []
+    for index, (row, hint) in enumerate(zip(rows, hints, strict=True)):
+        messages = list(takewhile(lambda message: message["role"] != "assistant", plain(row[_HISTORY]).chats))
+        shown, ids = render(messages), row[_TOKENS]
+        if ids[: len(shown)].tolist() != shown:
+            raise ValueError(
+                f"row {index} does not begin with the prompt that its conversation's first messages have: its history "
+                "was rewritten, or its prompt shows tools; hints are for rows that hold a conversation's beginning."
+            )
+        last = {**messages[-1], "content": f"{text_of(messages[-1]['content'])}\n\n{hint}"}
+        prompts.append((len(shown), render([*messages[:-1], last])))
+    scored = write_log_probs(
+        policy, lazy_stack([_with_prompt(row, *prompt) for row, prompt in zip(rows, prompts, strict=True)]), _HINTED
+    )
+    columns = [
+        torch.cat([torch.zeros(num_shown), row[_HINTED][len(hinted) :].cpu()])
+        for row, (num_shown, hinted) in zip(scored.unbind(0), prompts, strict=True)
+    ]
+    write_column(batch, key, columns)
+    return batch
+
+
+def _with_prompt(row: TensorDictBase, num_replaced: int, prompt_ids: list[int]) -> TensorDictBase:
+    """Return what is scored of a row, with other tokens in place of its first ones."""
+
+    def after(column: torch.Tensor, first: list[int]) -> torch.Tensor:
+        return torch.cat([torch.tensor(first, dtype=column.dtype), column[num_replaced:].cpu()])
+
+    nothing = [0] * len(prompt_ids)
+    replaced = TensorDict({"tokens": {"full": after(row[_TOKENS], prompt_ids)}})
+    replaced["masks", "all_assistant_mask"] = after(row["masks", "all_assistant_mask"], nothing)
+    if (sampling_mask := row.get(SAMPLING_MASK_KEY, None)) is not None:
+        counts = after(sampling_mask["counts"], nothing)
+        replaced[SAMPLING_MASK_KEY] = TensorDict({"counts": counts, "token_ids": sampling_mask["token_ids"]})
+    return replaced
 
 
 @contextlib.contextmanager

@@ -1,0 +1,135 @@
+"""On-policy distillation: the student answers, and a teacher says of each token how likely it is to it.
+
+The teacher is another model (`teacher.path`), or the student itself that reads more in its prompt (`teacher.hint`). The
+KL to the teacher is the advantage of each token, alone or added to that of the rewards (`teacher.use_reward=true`).
+
+python sota-implementations/distillation/distillation.py                             # itself, told the answer
+python sota-implementations/distillation/distillation.py teacher.path=runs/mine/model
+python sota-implementations/distillation/distillation.py teacher.path=runs/mine/model teacher.use_reward=true
+python sota-implementations/distillation/distillation.py run.path=runs/mine resume=true
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch: idle threads that spin would take the engine's cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+from functools import partial
+
+from tensordict import TensorDictBase
+
+from llmrl.collectors import RolloutLimits
+from llmrl.envs.primer import dataset_env_of
+from llmrl.objectives import GRPOLoss, MCAdvantage, TeacherAdvantage
+from llmrl.policies import vLLMWrapper
+from llmrl.rendering import make_renderer
+from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.following import open_run
+from llmrl.runs.imitation_config import DistillationConfig
+from llmrl.runs.launch import launch
+from llmrl.runs.setup import (
+    clip_bounds,
+    lora_config,
+    make_collector,
+    make_env,
+    make_eval_envs,
+    model_folder,
+    scoring_options,
+    start_engine,
+    sync_scheme,
+)
+from llmrl.runs.trainer_device import TrainerDevice
+from llmrl.trainer import (
+    TransformersWrapper,
+    load_model,
+    load_teacher,
+    make_optimizer,
+    train_step,
+    write_hinted_log_probs,
+    write_log_probs,
+)
+
+TEACHER = ("next", "teacher_log_probs", "full")
+
+
+def main(cfg: DistillationConfig) -> None:
+    """Train by on-policy distillation."""
+    with open_run(cfg) as run:
+        # What is asked.
+        env, eval_envs = make_env(cfg), make_eval_envs(cfg)
+
+        # What answers: vLLM, or several, on what the trainer's device leaves.
+        device = TrainerDevice(cfg)
+        engine = run.enter(start_engine(cfg))
+        tokenizer = engine.get_tokenizer()
+        sampling = cfg.collect.generate_kwargs
+        renderer = make_renderer(tokenizer)
+        policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
+
+        # What learns: float32 weights, computing in the engine's dtype.
+        model = load_model(
+            model_folder(cfg),
+            device=device.name,
+            gradient_checkpointing=cfg.train.gradient_checkpointing,
+            lora=lora_config(cfg),
+        )
+        actor = TransformersWrapper(model, generate=False, generate_kwargs=sampling, **scoring_options(cfg))
+        device.shard(model)  # where there are several ranks
+        loss = GRPOLoss(actor, clip_epsilon=clip_bounds(cfg), importance_cap=cfg.train.importance_cap)
+        optimizer, schedule = make_optimizer(
+            model,
+            learning_rate=cfg.train.learning_rate,
+            weight_decay=cfg.train.weight_decay,
+            schedule=cfg.train.schedule,
+            warmup_steps=cfg.train.warmup_steps,
+            num_steps=cfg.train.num_steps,
+        )
+
+        # What teaches: another model, or the student as it is now; either may read more than the student does.
+        teacher = actor if cfg.teacher.path is None else load_teacher(actor, cfg.teacher.path, tokenizer=tokenizer)
+        advantages = TeacherAdvantage(cfg.teacher.coeff)
+        problems = dataset_env_of(env)
+        assert problems is not None
+        render = partial(renderer.render, add_generation_prompt=True)
+
+        def teach(batch: TensorDictBase) -> TensorDictBase:
+            if cfg.teacher.hint is None:
+                return advantages(write_log_probs(teacher, batch, TEACHER))
+            asked = [problems.prompts.item_of(row["rollout", "group_id"]) for row in batch.unbind(0)]
+            hints = [cfg.teacher.hint.format_map(problem) for problem in asked]
+            return advantages(write_hinted_log_probs(teacher, batch, TEACHER, hints=hints, render=render))
+
+        # What plays: answers to prompts, as training rows; compared with each other where they are rewarded.
+        limits = RolloutLimits(max_turns=cfg.collect.max_turns)
+        collector = run.enter(
+            make_collector(
+                cfg,
+                env,
+                policy=policy,
+                groups_per_batch=cfg.collect.groups_per_batch,
+                max_staleness=cfg.collect.max_staleness,
+                limits=limits,
+                weight_sync_schemes={"policy": sync_scheme(cfg)},
+                postproc=MCAdvantage(grpo_size=cfg.collect.group_size) if cfg.teacher.use_reward else None,
+            )
+        )
+        evaluator = run.enter(Evaluator(eval_envs, policy, limits=limits, num_problems=cfg.eval.num_problems))
+
+        run.track(collector, engine, tokenizer=tokenizer, model=model, optimizer=optimizer, schedule=schedule)
+        run.evaluate(0, evaluator)
+        for step, batch in run.steps(cfg.train.num_steps, target_reward=cfg.train.target_reward):
+            device.claim(engine)
+            report = train_step(loss, teach(batch), optimizer, max_grad_norm=cfg.train.max_grad_norm)
+            schedule.step()
+            with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
+                version = run.follow(collector.start_update(model))
+            run.log(step, report, version=version, kl_to_teacher=float(batch["kl_to_teacher"].mean()))
+            if run.is_due(step, cfg.eval.every):
+                run.evaluate(step, evaluator)
+        run.finish(evaluator)
+
+
+if __name__ == "__main__":
+    launch(main, DistillationConfig, "../config/distillation.yaml")
