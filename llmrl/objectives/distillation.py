@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -17,11 +17,21 @@ from torchrl.objectives.common import LossModule
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.types import Tokenizer
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
-from llmrl.objectives.base import MicroLoss
+from llmrl.objectives.base import MicroLoss, PackedTokens
 from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.kl import is_clamped_in_kl, kl_estimate, masked_kl
 from llmrl.objectives.outputs import DistillationLossOutput, summarized
 from llmrl.objectives.sequence_loss import Reduction, SequenceLoss
+
+
+class GivesDivergence(Protocol):
+    """What compares a teacher's distributions with a student's, where the student packs rows."""
+
+    def packed_divergence(
+        self, student: Any, packed: Any, divergence: Literal["reverse", "forward", "js"]
+    ) -> torch.Tensor:
+        """Return the divergence at each scored token of a micro-batch, `[num_scored]`, differentiable."""
+        ...
 
 
 class DistillationLoss(SequenceLoss):
@@ -35,11 +45,15 @@ class DistillationLoss(SequenceLoss):
     the reverse KL, which is the policy gradient with the advantage `log pi_teacher - log pi` of each token; `k3`,
     TorchRL's, has that of the forward KL. `k1` is refused: its gradient knows nothing of the teacher.
 
+    With `teacher=` nothing is estimated and no log-probs of a teacher are in the batch: at each trained token, whoever
+    sampled it, the divergence of both whole distributions is computed, and its gradient is exact (GKD, equation 3).
+
     Args:
         actor_network: the student, see `GRPOLoss`.
         kl_direction: `reverse`, KL(student || teacher), for tokens that the student sampled; `forward`, KL(teacher ||
-            student), for tokens that the teacher sampled.
-        kl_estimator: `k2` or `k3`, see `kl_estimate`.
+            student), for tokens that the teacher sampled; with `teacher=` also `js`, between the two, of any tokens.
+        kl_estimator: `k2` or `k3`, see `kl_estimate`; without meaning with `teacher=`.
+        teacher: whose distributions are the target: `llmrl.trainer.TeacherDistribution`.
         reduction: over sequences or tokens, see `SequenceLoss`.
         normalize_by_seq_length: divide the KL of a sequence by its number of trained tokens.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
@@ -63,8 +77,9 @@ class DistillationLoss(SequenceLoss):
         self,
         actor_network: TensorDictModuleBase | None = None,
         *,
-        kl_direction: Literal["reverse", "forward"] = "reverse",
+        kl_direction: Literal["reverse", "forward", "js"] = "reverse",
         kl_estimator: Literal["k2", "k3"] = "k3",
+        teacher: GivesDivergence | None = None,
         reduction: Reduction = "mean",
         normalize_by_seq_length: bool = True,
         masking_strategy: MaskingStrategy = "rlhf",
@@ -81,22 +96,24 @@ class DistillationLoss(SequenceLoss):
             tokenizer=tokenizer,
             tokenizer_kwargs=tokenizer_kwargs,
         )
-        if kl_direction not in ("reverse", "forward"):
-            raise ValueError(f"kl_direction must be 'reverse' or 'forward', got {kl_direction!r}.")
+        if kl_direction not in ("reverse", "forward", *(["js"] if teacher is not None else [])):
+            raise ValueError(
+                f"kl_direction must be 'reverse' or 'forward', or 'js' with teacher=, got {kl_direction!r}."
+            )
         if kl_estimator not in ("k2", "k3"):
             raise ValueError(
                 f"kl_estimator must be 'k2' or 'k3', got {kl_estimator!r}; the gradient of k1 is independent of the "
                 "teacher."
             )
-        self.actor_network = actor_network
-        self.kl_direction = kl_direction
+        self.actor_network, self.teacher = actor_network, teacher
+        self.kl_direction: Literal["reverse", "forward", "js"] = kl_direction
         self.kl_estimator: Literal["k2", "k3"] = kl_estimator
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """Entries read from a batch."""
         keys = self.tensor_keys
-        read = [keys.action, keys.teacher_log_prob]
+        read = [keys.action, *([keys.teacher_log_prob] if self.teacher is None else [])]
         if self.masking_strategy == "rlhf":
             read.append(keys.assistant_mask)
         return [*read, ("tokens", "prompt")] if self.masking_strategy == "sft" else read
@@ -104,6 +121,8 @@ class DistillationLoss(SequenceLoss):
     @property
     def out_keys(self) -> list[str]:
         """Fields of the output that are set."""
+        if self.teacher is not None:
+            return ["loss_distill", "kl_to_teacher"]
         keys = ["loss_distill", "kl_to_teacher", "num_clamped_tokens"]
         return [*keys, "entropy"] if self.measures_entropy else keys
 
@@ -120,10 +139,20 @@ class DistillationLoss(SequenceLoss):
                 tokens_key=keys.action,
                 masking_strategy=self.masking_strategy,
                 mask_key=keys.assistant_mask,
-                token_columns={"teacher_log_probs": keys.teacher_log_prob},
+                token_columns={"teacher_log_probs": keys.teacher_log_prob} if self.teacher is None else {},
                 device=self._device(),
             )
         )
+
+    def packed_loss(self, inputs: LossInputs, packed: PackedTokens) -> MicroLoss:
+        """Return the loss of one packed micro-batch of `inputs`."""
+        if self.teacher is None:
+            return super().packed_loss(inputs, packed)
+        divergence = self.teacher.packed_divergence(self.actor_network, packed, self.kl_direction)
+        tokens = inputs.tokens(packed.row_index, packed.token_index)
+        flat_index = inputs.row_starts[packed.row_index] + packed.token_index
+        losses, measured = {"loss_distill": divergence * tokens.weight}, {"kl_to_teacher": divergence.detach()}
+        return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
     def token_loss(
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
@@ -156,7 +185,7 @@ class TeacherAdvantage(Transform):
         teacher_log_prob_key: the teacher's of the same tokens, as `write_log_probs` writes them.
         mask_key: of the trained tokens.
         advantage_key: entry written, `[num_tokens, 1]` per row, 0 where nothing is trained.
-        kl_key: entry written, `[1, 1]` per row: the mean estimate over its trained tokens.
+        kl_key: entry written, `[num_tokens, 1]` per row: the estimate `log pi - log pi_teacher`, alike.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -195,7 +224,6 @@ class TeacherAdvantage(Transform):
             rewarded = [advantage.reshape(-1) for advantage in ragged_column(batch, self.advantage_key)]
             parts = zip(rewarded, written, masks, strict=True)
             written = [(advantage + part) * mask for advantage, part, mask in parts]
-        means = [kl.sum() / mask.sum().clamp(min=1) for kl, mask in zip(kls, masks, strict=True)]
         write_column(tensordict, self.advantage_key, [advantage.unsqueeze(-1) for advantage in written])
-        write_column(tensordict, self.kl_key, [mean.reshape(1, 1) for mean in means])
+        write_column(tensordict, self.kl_key, [kl.unsqueeze(-1) for kl in kls])
         return tensordict

@@ -105,7 +105,7 @@ class DistillationLossOutput(LossOutput):
     """[] the loss, or `[num_sequences]` with reduction `none`."""
     kl_to_teacher: torch.Tensor
     """[] mean over trained tokens."""
-    num_clamped_tokens: torch.Tensor
-    """[] tokens of which the log-ratio is beyond `MAX_LOG_RATIO`."""
+    num_clamped_tokens: torch.Tensor | None = None
+    """[] tokens of which the log-ratio is beyond `MAX_LOG_RATIO`; None where nothing is estimated."""
     entropy: torch.Tensor | None = None
     """[] mean, in nats; None where the policy does not give it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmrl.trainer.divergence import TeacherDistribution, chunked_divergence
 from llmrl.trainer.loading import LoRAConfig, load_model, load_teacher, make_reference
 from llmrl.trainer.minibatches import minibatches
 from llmrl.trainer.optimizer import make_optimizer
@@ -12,8 +13,10 @@ from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 __all__ = [
     "LoRAConfig",
+    "TeacherDistribution",
     "TrainStepReport",
     "TransformersWrapper",
+    "chunked_divergence",
     "load_model",
     "load_teacher",
     "make_optimizer",

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from llmrl.trainer.attention import register_packed_attention
 from llmrl.trainer.decoder import decoder_hidden_states, decoder_of, text_config
 from llmrl.trainer.exactness import ExactnessProbe
-from llmrl.trainer.log_probs import LogitTransform
+from llmrl.trainer.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.output_head import OutputHead
 from llmrl.trainer.packing import PackedRows
@@ -120,6 +120,13 @@ class CausalModel:
         # Kinds of layers, with and without gradient, one bin and several: each is compiled once.
         for layer in layers:
             layer.compile(dynamic=True, recompile_limit=_NUM_COMPILED)
+
+    def packed_head(self, packed: PackedRows, sharded_dtype: torch.dtype | None) -> tuple[Head, torch.Tensor]:
+        """Return what makes distributions of a micro-batch's scored tokens, and each one's place, `[num_scored]`."""
+        hidden, weight = self.hidden_states(packed).flatten(0, 1), self.head.weight(sharded_dtype)
+        predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
+        states = hidden[predictors]
+        return Head(states, weight, self.head.bias(), self.transform, compute_dtype_of(states, weight)), positions
 
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.

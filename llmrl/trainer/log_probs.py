@@ -56,25 +56,42 @@ class LogitTransform:
         return logits, derivative
 
 
-def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Hidden states, and what makes next-token distributions of them."""
+
+    states: torch.Tensor
+    """`[num_positions, hidden_size]`."""
+    weight: torch.Tensor
+    """`[vocab_size, hidden_size]` of the output head."""
+    bias: torch.Tensor | None = None
+    """`[vocab_size]`."""
+    transform: LogitTransform = LogitTransform()
+    """Of the logits."""
+    dtype: torch.dtype | None = None
+    """To which states and weight are rounded; None takes theirs."""
+
+
+def compute_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a product of both is computed here: autocast's, where it is on."""
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-def _operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded_operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return it rounded to the compute dtype; held in float32 where that dtype has no product with a float32 result."""
     rounded = tensor.to(dtype)
     return rounded.float() if dtype.itemsize < 4 and not tensor.is_cuda else rounded
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return `left @ right` in float32 at least: rounded to the operands' dtype a logit of 20 would be off by 0.06."""
     with torch.autocast(left.device.type, enabled=False):
         return torch.mm(left, right, out_dtype=torch.float32) if left.dtype.itemsize < 4 else left @ right
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Compute `total += left @ right` in place: `total` is as large as the head."""
     with torch.autocast(left.device.type, enabled=False):
         if left.dtype == total.dtype:
@@ -83,8 +100,9 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    logits = _product(hidden, weight.T)
+def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `[num_positions, vocab_size]` in float32 at least, of operands in one dtype."""
+    logits = wide_product(hidden, weight.T)
     return logits if bias is None else logits.add_(bias)
 
 
@@ -103,16 +121,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk_size: int,
         return_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dtype = _compute_dtype(hidden, weight)
-        hidden_c, weight_c = _operand(hidden, dtype), _operand(weight, dtype)
-        bias_c = None if bias is None else _operand(bias, dtype)
+        dtype = compute_dtype_of(hidden, weight)
+        hidden_c, weight_c = rounded_operand(hidden, dtype), rounded_operand(weight, dtype)
+        bias_c = None if bias is None else rounded_operand(bias, dtype)
         result_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         log_probs = torch.empty(targets.shape[0], dtype=result_dtype, device=hidden.device)
         normalizers = torch.empty(hidden.shape[0], dtype=result_dtype, device=hidden.device)
         entropies = torch.empty_like(normalizers) if return_entropy else None
         bounds = _chunk_bounds(positions, hidden.shape[0], chunk_size)
         for (start, first), (end, last) in pairwise(bounds):
-            logits, _ = transform.apply(_logits(hidden_c[start:end], weight_c, bias_c))
+            logits, _ = transform.apply(head_logits(hidden_c[start:end], weight_c, bias_c))
             normalizer = logits.logsumexp(-1)
             normalizers[start:end] = normalizer
             local = positions[first:last] - start
@@ -138,8 +156,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_per_position = None
         if grad_entropy is not None and entropies is not None:
             entropy_per_position = torch.zeros_like(normalizers).index_add_(0, positions, grad_entropy)
-        hidden_c, weight_c = _operand(hidden, dtype), _operand(weight, dtype)
-        bias_c = None if bias is None else _operand(bias, dtype)
+        hidden_c, weight_c = rounded_operand(hidden, dtype), rounded_operand(weight, dtype)
+        bias_c = None if bias is None else rounded_operand(bias, dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed over many chunks: in float32 at least.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -148,7 +166,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = torch.zeros_like(bias, dtype=sum_dtype)
         for (start, first), (end, last) in pairwise(ctx.bounds):
-            logits, derivative = ctx.transform.apply(_logits(hidden_c[start:end], weight_c, bias_c))
+            logits, derivative = ctx.transform.apply(head_logits(hidden_c[start:end], weight_c, bias_c))
             log_p = logits.sub_(normalizers[start:end, None])
             if entropy_per_position is None:
                 grad = log_p.exp_().mul_(-per_position[start:end, None])
@@ -162,9 +180,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad.mul_(derivative)
             grad_c = grad.to(weight_c.dtype)
             if grad_hidden is not None:
-                grad_hidden[start:end] = _product(grad_c, weight_c)
+                grad_hidden[start:end] = wide_product(grad_c, weight_c)
             if grad_weight is not None:
-                _add_product(grad_weight, grad_c.T, hidden_c[start:end])
+                add_product(grad_weight, grad_c.T, hidden_c[start:end])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         if grad_weight is not None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -23,7 +23,7 @@ from llmrl.engines import TransformersEngine
 from llmrl.policies import LLMWrapperBase, WrapperOptions
 from llmrl.trainer.causal_model import CausalModel
 from llmrl.trainer.fused_head import check_fused_head, fused_log_probs
-from llmrl.trainer.log_probs import chunked_log_probs
+from llmrl.trainer.log_probs import Head, chunked_log_probs
 from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
 from llmrl.trainer.trained_model import trained_model
 from llmrl.trainer.truncated import kept_logits, truncated_log_probs
@@ -204,17 +204,19 @@ class TransformersWrapper(LLMWrapperBase):
             nothing = torch.zeros(0, device=self.device)
             return nothing, nothing if return_entropy else None
         with self._autocast():
-            hidden = self._causal_model.hidden_states(packed)
-            weight = self._causal_model.head.weight(trained_model(self.model).sharded_dtype)
-            predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
-            states, targets, mask = hidden.flatten(0, 1)[predictors], packed.targets, packed.sampling_mask
-            bias, transform = self._causal_model.head.bias(), self._causal_model.transform
-            head = {"positions": positions, "bias": bias, "transform": transform}
+            head, positions = self.packed_head(packed)
+            targets, mask, options = packed.targets, packed.sampling_mask, dict[str, Any](positions=positions)
+            options |= {"bias": head.bias, "transform": head.transform}
             if self.head_kernel == "liger" and mask is None and not return_entropy:
-                return fused_log_probs(states, weight, targets, **head), None
+                return fused_log_probs(head.states, head.weight, targets, **options), None
             score = chunked_log_probs if mask is None else partial(truncated_log_probs, sampling_mask=mask)
-            size = self.chunk_size
-            return score(states, weight, targets, **head, chunk_size=size, return_entropy=return_entropy)
+            options |= {"chunk_size": self.chunk_size, "return_entropy": return_entropy}
+            return score(head.states, head.weight, targets, **options)
+
+    def packed_head(self, packed: PackedRows) -> tuple[Head, torch.Tensor]:
+        """Return what makes distributions of a micro-batch's scored tokens, and each one's place, `[num_scored]`."""
+        with self._autocast():
+            return self._causal_model.packed_head(packed, trained_model(self.model).sharded_dtype)
 
     def forward(
         self,

@@ -1,12 +1,10 @@
 """On-policy distillation: the student answers, and a teacher says of each token how likely it is to it.
 
 The teacher is another model (`teacher.path`), or the student itself that reads more in its prompt (`teacher.hint`). The
-KL to the teacher is the advantage of each token, alone or added to that of the rewards (`teacher.use_reward=true`).
+KL to the teacher is each token's advantage, alone or added to that of the rewards (`teacher.use_reward=true`).
 
 python sota-implementations/distillation/distillation.py                             # itself, told the answer
-python sota-implementations/distillation/distillation.py teacher.path=runs/mine/model
-python sota-implementations/distillation/distillation.py teacher.path=runs/mine/model teacher.use_reward=true
-python sota-implementations/distillation/distillation.py run.path=runs/mine resume=true
+python sota-implementations/distillation/distillation.py teacher.hint=null teacher.path=runs/mine/model
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from functools import partial
+from typing import Any
 
 from tensordict import TensorDictBase
 
@@ -57,18 +56,14 @@ TEACHER = ("next", "teacher_log_probs", "full")
 def main(cfg: DistillationConfig) -> None:
     """Train by on-policy distillation."""
     with open_run(cfg) as run:
-        # What is asked.
+        # What is asked, and what answers: vLLM, or several, on what the trainer's device leaves.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
-
-        # What answers: vLLM, or several, on what the trainer's device leaves.
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
         tokenizer = engine.get_tokenizer()
         sampling = cfg.collect.generate_kwargs
         renderer = make_renderer(tokenizer)
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
-
-        # What learns: float32 weights, computing in the engine's dtype.
         model = load_model(
             model_folder(cfg),
             device=device.name,
@@ -90,8 +85,7 @@ def main(cfg: DistillationConfig) -> None:
         # What teaches: another model, or the student as it is now; either may read more than the student does.
         teacher = actor if cfg.teacher.path is None else load_teacher(actor, cfg.teacher.path, tokenizer=tokenizer)
         advantages = TeacherAdvantage(cfg.teacher.coeff)
-        problems = dataset_env_of(env)
-        assert problems is not None
+        problems: Any = dataset_env_of(env)
         render = partial(renderer.render, add_generation_prompt=True)
 
         def teach(batch: TensorDictBase) -> TensorDictBase:
@@ -125,7 +119,8 @@ def main(cfg: DistillationConfig) -> None:
             schedule.step()
             with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
                 version = run.follow(collector.start_update(model))
-            run.log(step, report, version=version, kl_to_teacher=float(batch["kl_to_teacher"].mean()))
+            kl = sum(float(row["kl_to_teacher"].sum()) for row in batch.unbind(0)) / max(1, report.num_trained_tokens)
+            run.log(step, report, version=version, kl_to_teacher=kl)
             if run.is_due(step, cfg.eval.every):
                 run.evaluate(step, evaluator)
         run.finish(evaluator)
