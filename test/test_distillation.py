@@ -169,6 +169,10 @@ def test_a_teacher_of_another_tokenizer_is_refused_by_name(student, tiny_model_p
         load_teacher(student, tmp_path / "theirs", tokenizer=AutoTokenizer.from_pretrained(tiny_model_path))
     with pytest.raises(ValueError, match=r"teacher\.path or teacher\.hint is needed"):
         TeacherConfig()
+    problem = {"query": "1 + 1 =", "solution": "2"}
+    for hint in ("It is {answer}.", "{}", "{"):
+        with pytest.raises(ValueError, match=r"teacher\.hint=.*cannot be filled in .*\['query', 'solution'\]"):
+            TeacherConfig(hint=hint).hint_for(problem)
 
 
 def with_teacher(seed=0):

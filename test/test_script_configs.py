@@ -24,7 +24,7 @@ from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import as_dry_run, plan_of, with_differing_rewards
-from llmrl.runs.imitation_config import SFTConfig
+from llmrl.runs.imitation_config import DistillationConfig, SFTConfig
 from llmrl.runs.launch import _hints, prepared, register_schemas
 from llmrl.runs.run import NothingLearned
 from llmrl.runs.setup import (
@@ -45,8 +45,13 @@ pytestmark = pytest.mark.usefixtures("takes_long")  # hydra composes configurati
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "sota-implementations"
 FOLDER = SCRIPTS / "config"
-ALGORITHMS = ("grpo", "grpo-async", "expert-iteration", "expert-iteration-async", "sft")
-CONFIGS = {"grpo": GRPOConfig, "expert-iteration": ExpertIterationConfig, "sft": SFTConfig}
+ALGORITHMS = ("grpo", "grpo-async", "expert-iteration", "expert-iteration-async", "sft", "distillation")
+CONFIGS = {
+    "grpo": GRPOConfig,
+    "expert-iteration": ExpertIterationConfig,
+    "sft": SFTConfig,
+    "distillation": DistillationConfig,
+}
 TASKS = sorted(path.stem for path in FOLDER.glob("task/*.yaml"))
 HARDWARE = sorted(path.stem for path in FOLDER.glob("hardware/*.yaml"))
 # Every algorithm, task and hardware at least once, but for the number of ranks, which a dry run has one of.
@@ -59,6 +64,7 @@ DRY_RUNS = (
     ("expert-iteration", "guess", "cpu"),
     ("grpo-async", "search", "gpu1"),
     ("sft", "reasoned-addition", "gpu1"),
+    ("distillation", "addition", "cpu"),
 )
 
 
@@ -85,7 +91,7 @@ def test_every_script_and_configuration_is_known_here():
     scripts = {path.stem for path in SCRIPTS.glob("*/*.py")}
     assert scripts == {
         *("grpo", "grpo-sync", "grpo-async", "best_answers"),
-        *("expert_iteration", "expert-iteration-sync", "expert-iteration-async", "sft"),
+        *("expert_iteration", "expert-iteration-sync", "expert-iteration-async", "sft", "distillation"),
     }
     assert {task for _, task, _ in DRY_RUNS} | {"addition"} == set(TASKS)
     assert {hardware for _, _, hardware in DRY_RUNS} == {one for one in HARDWARE if not one.endswith("ranks")}

@@ -92,7 +92,7 @@ def main(cfg: DistillationConfig) -> None:
             if cfg.teacher.hint is None:
                 return advantages(write_log_probs(teacher, batch, TEACHER))
             asked = [problems.prompts.item_of(row["rollout", "group_id"]) for row in batch.unbind(0)]
-            hints = [cfg.teacher.hint.format_map(problem) for problem in asked]
+            hints = [cfg.teacher.hint_for(problem) for problem in asked]
             return advantages(write_hinted_log_probs(teacher, batch, TEACHER, hints=hints, render=render))
 
         # What plays: answers to prompts, as training rows; compared with each other where they are rewarded.
