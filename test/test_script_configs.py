@@ -239,6 +239,7 @@ def test_an_engine_sleeps_where_it_shares_a_gpu_in_turn():
         "expert-iteration": True,
         "expert-iteration-async": False,
         "sft": True,
+        "distillation": True,
     }
     assert not config("grpo", "hardware=gpu1", "engine.sleep_while_training=false").engine_sleeps
     assert not config("grpo").engine_sleeps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmrl._utils.types import Row
 from llmrl.runs.config import GRPOTrainConfig, ScriptConfig
 
 
@@ -44,6 +45,25 @@ class TeacherConfig:
             raise ValueError(
                 "teacher.path or teacher.hint is needed: a student teaches itself only by what it is told."
             )
+
+    def hint_for(self, problem: Row) -> str:
+        """Return what the teacher is told of a problem.
+
+        Raises:
+            ValueError: when the hint names a column that the problem lacks.
+
+        Example:
+            >>> TeacherConfig(hint="It is {answer}.").hint_for({"query": "1 + 1 =", "answer": "2"})
+            'It is 2.'
+        """
+        assert self.hint is not None
+        try:
+            return self.hint.format_map(problem)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"teacher.hint={self.hint!r} cannot be filled in ({type(error).__name__}: {error}): a problem has the "
+                f"columns {sorted(problem)}; name them in braces, and write a brace itself twice."
+            ) from error
 
 
 @dataclass(slots=True, kw_only=True)
