@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -27,10 +27,9 @@ from llmrl.objectives.sequence_loss import Reduction, SequenceLoss
 class GivesDivergence(Protocol):
     """What compares a teacher's distributions with a student's, where the student packs rows."""
 
-    def packed_divergence(
-        self, student: Any, packed: Any, divergence: Literal["reverse", "forward", "js"]
-    ) -> torch.Tensor:
-        """Return the divergence at each scored token of a micro-batch, `[num_scored]`, differentiable."""
+    @property
+    def packed_divergence(self) -> Callable[..., torch.Tensor]:
+        """Of a student, a micro-batch and a direction: the divergence at each scored token, `[num_scored]`."""
         ...
 
 

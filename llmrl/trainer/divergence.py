@@ -12,7 +12,7 @@ With the student's `p` and the teacher's `q`, the gradient with respect to the s
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 Divergence = Literal["reverse", "forward", "js"]
+Context: TypeAlias = Any
+"""What autograd keeps between forward and backward; its attributes are ours."""
 
 
 def chunked_divergence(
@@ -93,7 +95,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         states: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -120,7 +122,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         return torch.cat(values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, bias, *others = ctx.saved_tensors
         divergence, beta, size = ctx.options
         ours, theirs = _rounded(Head(states, weight, bias, *ctx.heads[0])), _rounded(Head(*others, *ctx.heads[1]))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -26,7 +26,7 @@ from llmrl.trainer.fused_head import check_fused_head, fused_log_probs
 from llmrl.trainer.log_probs import Head, chunked_log_probs
 from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
 from llmrl.trainer.trained_model import trained_model
-from llmrl.trainer.truncated import kept_logits, truncated_log_probs
+from llmrl.trainer.truncated import HeadOptions, kept_logits, truncated_log_probs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -205,13 +205,13 @@ class TransformersWrapper(LLMWrapperBase):
             return nothing, nothing if return_entropy else None
         with self._autocast():
             head, positions = self.packed_head(packed)
-            targets, mask, options = packed.targets, packed.sampling_mask, dict[str, Any](positions=positions)
-            options |= {"bias": head.bias, "transform": head.transform}
+            where, mask = (head.states, head.weight, packed.targets), packed.sampling_mask
+            bias, transform = head.bias, head.transform
             if self.head_kernel == "liger" and mask is None and not return_entropy:
-                return fused_log_probs(head.states, head.weight, targets, **options), None
+                return fused_log_probs(*where, positions=positions, bias=bias, transform=transform), None
             score = chunked_log_probs if mask is None else partial(truncated_log_probs, sampling_mask=mask)
-            options |= {"chunk_size": self.chunk_size, "return_entropy": return_entropy}
-            return score(head.states, head.weight, targets, **options)
+            options = HeadOptions(bias=bias, transform=transform, chunk_size=self.chunk_size)
+            return score(*where, positions=positions, return_entropy=return_entropy, **options)
 
     def packed_head(self, packed: PackedRows) -> tuple[Head, torch.Tensor]:
         """Return what makes distributions of a micro-batch's scored tokens, and each one's place, `[num_scored]`."""
