@@ -245,11 +245,12 @@ class FileChannel(Channel):
     Args:
         folder: as the trainer sees it.
         worker_folder: the same, as the engines' hosts see it.
+        anchor_every: see `VLLMDoubleBufferSyncScheme`.
     """
 
-    def __init__(self, source: ModelWeights, folder: str, worker_folder: str) -> None:
+    def __init__(self, source: ModelWeights, folder: str, worker_folder: str, *, anchor_every: int = 1) -> None:
         self._source, self.worker_folder = source, worker_folder
-        self._buffer = DoubleBuffer(folder)
+        self._buffer = DoubleBuffer(folder, anchor_every=anchor_every)
         self._before: tuple[BufferPointer | None, BufferPointer | None] = None, None
         self.pointer: BufferPointer | None = None
 

@@ -1,23 +1,26 @@
-"""Two files of weights and a pointer to the whole one."""
+"""Two files of weights, what changed since the whole one, and a pointer."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import FileIO
 from pathlib import Path
 
 import torch
 
-from llmrl._utils.files import flush_to_disk
+from llmrl._utils.files import flush_to_disk, write_atomically
 from llmrl._utils.safetensors_file import places_of, write_safetensors
 from llmrl.weight_sync.buffers import PackedLayout
+from llmrl.weight_sync.deltas import Delta, DeltaWriter
 from llmrl.weight_sync.source import ModelWeights
 
 POINTER_NAME = "current.json"
+DELTA_FOLDER = "deltas"
 FILE_NAME = "model.safetensors"
 _CHUNK = 1 << 24
 
@@ -34,7 +37,12 @@ class BufferPointer:
     """Policy version of the weights."""
     num_bytes: int
     checksum: int
-    """CRC-32 of the file."""
+    """CRC-32 of the file that holds these weights, or that deltas make of the one in the buffer."""
+    anchor_serial: int
+    """Of the write whose file is in the buffer: this one, or an earlier one that deltas lead from."""
+    anchor_checksum: int
+    anchor_every: int = 1
+    """How many writes share a file; with 1 there are no deltas."""
 
 
 class DoubleBuffer:
@@ -42,6 +50,19 @@ class DoubleBuffer:
 
     A reader that follows the pointer gets whole weights or an error, however the writer died. Each buffer is a folder
     with one safetensors file; there are never more than two.
+
+    With `anchor_every` above 1 most writes are *deltas*: what changed since the write before, from the file in the
+    buffer on, the *anchor*. A reader that has an earlier version reads the deltas since, any other the anchor and its
+    deltas. The checksum is that of the whole result: what is not bit by bit the file that would have been written is
+    not returned.
+
+    Args:
+        folder: where the files are.
+        anchor_every: writes a whole file at every so many writes, where this process knows what it wrote last. It keeps
+            a copy of the file in memory then.
+
+    Raises:
+        ValueError: when `anchor_every` is below 1.
 
     Example:
         >>> import tempfile
@@ -52,8 +73,11 @@ class DoubleBuffer:
         tensor([1., 1.])
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], *, anchor_every: int = 1) -> None:
+        if anchor_every < 1:
+            raise ValueError(f"anchor_every must be at least 1, got {anchor_every}.")
+        self.folder, self._anchor_every = Path(folder), anchor_every
+        self._written: FileWeights | None = None
 
     def pointer(self) -> BufferPointer | None:
         """Return the current buffer; `None` before the first write.
@@ -79,24 +103,70 @@ class DoubleBuffer:
         Raises:
             ValueError: when a source yields other weights than it announces.
         """
-        current = self.pointer()
-        slot = 0 if current is None else 1 - current.slot
-        path = self.path(slot)
+        current, source = self.pointer(), ModelWeights(weights) if isinstance(weights, Mapping) else weights
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # weights are their owner's
+        if version is None:
+            version = 1 if current is None else current.version + 1
+        serial = 1 if current is None else current.serial + 1
+        pointer = None if current is None else self._write_delta(current, source, version)
+        if pointer is None or pointer.serial - pointer.anchor_serial >= self._anchor_every:
+            whole, self._written = self._written, None
+            slot = 0 if current is None else 1 - current.slot
+            path = self._cleared(slot, current)
+            if whole is None or pointer is None:
+                self.delta_path(serial).unlink(missing_ok=True)  # of a write that was taken back
+                num_bytes, checksum = write_safetensors(path, source.metadata(), source)
+            else:
+                num_bytes, checksum = whole.buffer.numel(), pointer.checksum
+                path.write_bytes(memoryview(whole.buffer.numpy()))  # type: ignore[arg-type]
+                flush_to_disk(path)
+            pointer = BufferPointer(slot, serial, version, num_bytes, checksum, serial, checksum, self._anchor_every)
+            if self._anchor_every > 1:
+                self._written = whole or self.read(pointer)
+        if self._written is not None:
+            self._written = replace(self._written, pointer=pointer)
+        self.point_to(pointer)
+        return pointer
+
+    def _cleared(self, slot: int, current: BufferPointer | None) -> Path:
+        """Return the file of a buffer, emptied, without the deltas that no reader of `current` needs."""
+        path = self.path(slot)
         path.parent.mkdir(exist_ok=True)
         for stale in path.parent.iterdir():  # the weights before the current ones, and what killed writers left
             stale.unlink()
-        source = ModelWeights(weights) if isinstance(weights, Mapping) else weights
-        num_bytes, checksum = write_safetensors(path, source.metadata(), source)
-        pointer = BufferPointer(
-            slot=slot,
-            serial=1 if current is None else current.serial + 1,
-            version=version if version is not None else 1 if current is None else current.version + 1,
-            num_bytes=num_bytes,
-            checksum=checksum,
-        )
-        self.point_to(pointer)
-        return pointer
+        for stale in self.folder.glob(f"{DELTA_FOLDER}/*"):
+            serial = stale.name.removesuffix(".delta")
+            if not serial.isdecimal() or (current is not None and int(serial) <= current.anchor_serial):
+                stale.unlink()
+        return path
+
+    def _write_delta(self, current: BufferPointer, source: ModelWeights, version: int) -> BufferPointer | None:
+        """Write what changed since `current`; None where this process does not know it, or it is not worth it."""
+        written = self._written
+        if written is None or written.pointer != current or not written.has_layout_of(source):
+            self._written = None
+            return None
+        self._written = None  # until it is whole again
+        writer = DeltaWriter(written.buffer, places_of(written.buffer))
+        for name, tensor in source:
+            writer.put(name, tensor)
+        checksum = zlib.crc32(memoryview(written.buffer.numpy()))  # type: ignore[arg-type]
+        delta = writer.finish(current.serial + 1, current.checksum, checksum)
+        self._written = written
+        path, is_worth_it = self.delta_path(current.serial + 1), delta is not None
+        if delta is not None:
+            data = delta.to_bytes()
+            is_worth_it = 2 * len(data) < current.num_bytes
+            if is_worth_it:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                write_atomically(path, lambda temporary: temporary.write_bytes(data))
+        if not is_worth_it:
+            path.unlink(missing_ok=True)
+        anchor = current.anchor_serial if is_worth_it else current.serial + 1 - self._anchor_every
+        return replace(
+            current, serial=current.serial + 1, version=version, checksum=checksum, anchor_serial=anchor,
+            anchor_every=self._anchor_every,
+        )  # fmt: skip
 
     def point_to(self, pointer: BufferPointer | None) -> None:
         """Move the pointer, whole or not at all; `None` takes it away."""
@@ -112,24 +182,59 @@ class DoubleBuffer:
         part.replace(path)
         flush_to_disk(self.folder)
 
-    def read(self, pointer: BufferPointer | None) -> FileWeights:
+    def read(self, pointer: BufferPointer | None, *, since: FileWeights | None = None) -> FileWeights:
         """Return the weights that `pointer` names, in memory of their own: what the writer does next cannot reach them.
+
+        Args:
+            pointer: of this folder.
+            since: what was read before. Where deltas lead from there, its memory becomes that of the result; in any
+                case it is not to be used again.
 
         Raises:
             ValueError: when there are none, or they are not those that were written.
         """
         if pointer is None:
             raise ValueError(f"nothing was written to {self.folder} yet.")
+        if since is not None and since.buffer.numel() == pointer.num_bytes:
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                return self._follow(since, pointer)
         path = self.path(pointer.slot)
         buffer = torch.empty(pointer.num_bytes, dtype=torch.uint8)
+        why = "size or checksum differ"
         try:
             with path.open("rb", buffering=0) as file:
                 num_read, checksum = _read_into(memoryview(buffer.numpy()), file)  # type: ignore[arg-type]
-        except FileNotFoundError:
-            num_read, checksum = 0, 0
-        if num_read != pointer.num_bytes or checksum != pointer.checksum:
-            raise ValueError(f"{path} does not hold the weights of write {pointer.serial}: size or checksum differ.")
-        return FileWeights.of(buffer)
+            if num_read == pointer.num_bytes and checksum == pointer.anchor_checksum:
+                anchor = replace(pointer, serial=pointer.anchor_serial, checksum=checksum)
+                return self._follow(FileWeights.of(buffer, anchor), pointer)
+        except (FileNotFoundError, ValueError) as error:
+            why += f", {error}"
+        raise ValueError(f"{path} does not hold the weights of write {pointer.serial}: {why}.")
+
+    def _follow(self, start: FileWeights, pointer: BufferPointer) -> FileWeights:
+        """Apply the deltas from `start` on, in place.
+
+        Raises:
+            ValueError, FileNotFoundError: when they do not lead to what `pointer` names.
+        """
+        assert start.pointer is not None
+        checksum = start.pointer.checksum
+        for serial in range(start.pointer.serial + 1, pointer.serial + 1):
+            delta = Delta.from_bytes(self.delta_path(serial).read_bytes())
+            if (delta.serial, delta.base_checksum) != (serial, checksum):
+                raise ValueError(f"the delta of write {serial} is from another one.")
+            delta.apply(start.buffer)
+            checksum = delta.checksum
+        is_new = start.pointer.serial < pointer.serial
+        if is_new:
+            checksum = zlib.crc32(memoryview(start.buffer.numpy()))  # type: ignore[arg-type]
+        if checksum != pointer.checksum:
+            raise ValueError(f"the deltas up to write {pointer.serial} make other weights: the checksum differs.")
+        return replace(start, pointer=pointer)
+
+    def delta_path(self, serial: int) -> Path:
+        """Return the file of what a write changed."""
+        return self.folder / DELTA_FOLDER / f"{serial}.delta"
 
     def path(self, slot: int) -> Path:
         """Return the file of a buffer."""
@@ -143,9 +248,11 @@ class FileWeights:
     layout: PackedLayout
     buffer: torch.Tensor
     """[num_bytes] uint8, of the whole file."""
+    pointer: BufferPointer | None = None
+    """Where it was read."""
 
     @classmethod
-    def of(cls, buffer: torch.Tensor) -> FileWeights:
+    def of(cls, buffer: torch.Tensor, pointer: BufferPointer | None = None) -> FileWeights:
         """Read the header of a file ([num_bytes] uint8)."""
         places = places_of(buffer)
         layout = PackedLayout(
@@ -155,7 +262,15 @@ class FileWeights:
             offsets=tuple(place.offset for place in places),
             num_bytes=buffer.numel(),
         )
-        return cls(layout, buffer)
+        return cls(layout, buffer, pointer)
+
+    def has_layout_of(self, source: ModelWeights) -> bool:
+        """Whether the source would be written with the same header."""
+        layout = self.layout
+        own = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+        return sorted(own, key=_name_of) == sorted(
+            ((m.name, m.dtype, m.shape) for m in source.metadata()), key=_name_of
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, as views of the buffer."""
@@ -169,3 +284,7 @@ def _read_into(view: memoryview, file: FileIO) -> tuple[int, int]:
         checksum = zlib.crc32(view[end : end + num_bytes], checksum)
         end += num_bytes
     return end, checksum
+
+
+def _name_of(entry: tuple[str, torch.dtype, tuple[int, ...]]) -> str:
+    return entry[0]

@@ -98,11 +98,22 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     Args:
         remote_addr: the folder, as the trainer sees it.
         local_addr: the same folder as the engines' hosts see it; `remote_addr` when not given.
+        anchor_every: write all weights at every so many updates, and in between what changed since the one before:
+            in bfloat16 a hundredth of the bytes, bit by bit the same weights. Trainer and workers keep a copy of them.
+
+    Raises:
+        ValueError: for `anchor_every` below 1, or above 1 where vLLM by itself reads the folder.
     """
 
     remote_addr: str
     local_addr: str | None = None
+    anchor_every: int = 1
     _needs_engine: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anchor_every < 1:
+            raise ValueError(f"anchor_every must be at least 1, got {self.anchor_every}.")
 
     def create_receiver(self, vllm_engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
         """Make the end of engines that the trainer cannot call: one, or several that are to hold the same weights."""
@@ -119,7 +130,12 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
                 f"{type(self).__name__} needs engines started with weight_transfer={LLMRL_BACKEND!r}; "
                 f"theirs is {backend!r}."
             )
-        return FileChannel(source, self.remote_addr, self._worker_folder)
+        if backend == FILES_BACKEND and self.anchor_every > 1:
+            raise ValueError(
+                f"anchor_every={self.anchor_every}: a server without llmrl's backend reads whole files; leave it at 1, "
+                f'or start the server with --weight-transfer-config \'{{"backend": "{LLMRL_BACKEND}"}}\'.'
+            )
+        return FileChannel(source, self.remote_addr, self._worker_folder, anchor_every=self.anchor_every)
 
 
 class DoubleBufferReader:

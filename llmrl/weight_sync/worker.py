@@ -31,7 +31,7 @@ from llmrl.engines.vllm_private import (
     set_current_vllm_config,
 )
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag
-from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
+from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer, FileWeights
 from llmrl.weight_sync.gloo import broadcast, close_group, open_group
 from llmrl.weight_sync.load_plan import LoadPlan, make_load_plan
 
@@ -83,6 +83,8 @@ class WorkerEngine(WeightTransferEngine):
     _group: ProcessGroup | None = None
     _received: torch.Tensor | None = None
     _mapped: tuple[str, torch.Tensor] = ("", torch.empty(0))
+    _held: FileWeights | None = None
+    """What was read last of a double buffer, from which deltas may lead on."""
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
@@ -170,7 +172,9 @@ class WorkerEngine(WeightTransferEngine):
     def take(self, update_info: WorkerUpdateInfo) -> tuple[PackedLayout, torch.Tensor]:
         """Read, map or receive, and check that it is what was announced."""
         if update_info.pointer:
-            weights = DoubleBuffer(update_info.folder).read(BufferPointer(**update_info.pointer))
+            pointer, (since, self._held) = BufferPointer(**update_info.pointer), (self._held, None)
+            weights = DoubleBuffer(update_info.folder).read(pointer, since=since)
+            self._held = weights if pointer.anchor_every > 1 else None
             return weights.layout, weights.buffer
         layout = PackedLayout.from_plain(update_info.names, update_info.dtype_names, update_info.shapes)
         if layout.num_bytes != update_info.num_bytes:

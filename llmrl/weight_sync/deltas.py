@@ -1,0 +1,168 @@
+"""What changed between two versions of a file of weights: which words, and by how much.
+
+A step of the optimizer moves few weights far enough to change them in bfloat16, and those by a unit or two of their
+last place. So positions are written as the gaps between them, and what is added to each word as its two bytes apart:
+both are small numbers, which compress well.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llmrl._utils.safetensors_file import TensorPlace
+
+_ESCAPE = 255
+"""A gap byte that another one follows."""
+_LEVEL = 1
+"""Of zlib: others take several times as long for a few per cent."""
+_PART = 1 << 24
+"""Words that are compared at once."""
+
+Positions = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """From one version of a file to the next; both are named by their checksums."""
+
+    serial: int
+    """Of the write that it leads to."""
+    base_checksum: int
+    checksum: int
+    num_gap_bytes: int
+    data: bytes
+    """Gaps, low bytes and high bytes, compressed."""
+
+    def to_bytes(self) -> bytes:
+        """Return it as it is written to a file."""
+        header = {name: value for name, value in asdict(self).items() if name != "data"}
+        return json.dumps(header).encode() + b"\n" + self.data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Delta:
+        """Read a file.
+
+        Raises:
+            ValueError: when it is damaged.
+        """
+        header, _, payload = data.partition(b"\n")
+        try:
+            return cls(**json.loads(header), data=payload)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"not a delta: {error}") from error
+
+    def apply(self, image: torch.Tensor) -> None:
+        """Change a file's bytes ([num_bytes] uint8) in place; after an error they are of no version.
+
+        Raises:
+            ValueError: when the data are damaged, or point outside.
+        """
+        try:
+            data = zlib.decompress(self.data)
+        except zlib.error as error:
+            raise ValueError(f"a damaged delta: {error}") from error
+        positions, differences = decode(data, self.num_gap_bytes)
+        words = _words_of(image.numpy())
+        if len(positions) and positions[-1] >= len(words):
+            raise ValueError(f"a delta of other weights: it changes word {positions[-1]} of {len(words)}.")
+        words[positions] += differences
+
+
+def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
+    """Write growing positions and what is added there ([num_changed] both) as bytes; these, and how many are gaps.
+
+    Example:
+        >>> data, num_gap_bytes = encode(np.array([0, 300]), np.array([1, 65535], dtype=np.uint16))
+        >>> num_gap_bytes, [column.tolist() for column in decode(data, num_gap_bytes)]
+        (3, [[0, 300], [1, 65535]])
+    """
+    gaps = np.diff(positions, prepend=-1) - 1
+    ends = np.cumsum(gaps // _ESCAPE + 1) - 1
+    stream = np.full(ends[-1] + 1 if len(ends) else 0, _ESCAPE, dtype=np.uint8)
+    stream[ends] = gaps % _ESCAPE
+    planes = differences.astype("<u2").view(np.uint8).reshape(-1, 2)
+    return stream.tobytes() + planes.T.tobytes(), len(stream)
+
+
+def decode(data: bytes, num_gap_bytes: int) -> tuple[Positions, Words]:
+    """Read what `encode` wrote.
+
+    Raises:
+        ValueError: when lengths do not fit.
+    """
+    if not 0 <= num_gap_bytes <= len(data):
+        raise ValueError(f"{num_gap_bytes} gap bytes of {len(data)}.")
+    stream = np.frombuffer(data, dtype=np.uint8, count=num_gap_bytes)
+    ends = np.flatnonzero(stream != _ESCAPE)
+    # A gap is the sum of its bytes; a position is all gaps before it, and a word for each of them.
+    positions = np.cumsum(stream, dtype=np.int64)[ends] + np.arange(len(ends))
+    planes = np.frombuffer(data, dtype=np.uint8, offset=num_gap_bytes) if num_gap_bytes < len(data) else stream[:0]
+    if len(planes) != 2 * len(ends) or (num_gap_bytes and stream[-1] == _ESCAPE):
+        raise ValueError(f"{len(ends)} positions and {len(planes)} bytes to add; two each are expected.")
+    return positions, np.ascontiguousarray(planes.reshape(2, -1).T).view("<u2")[:, 0]
+
+
+class DeltaWriter:
+    """Puts new weights into the bytes of a file, and notes what they change.
+
+    Args:
+        image: the file's bytes as they were, [num_bytes] uint8, which become the new ones.
+        places: where its tensors lie.
+    """
+
+    def __init__(self, image: torch.Tensor, places: Iterable[TensorPlace]) -> None:
+        self._image, self._places = image, {place.name: place for place in places}
+        self._found: list[tuple[Positions, Words]] = []
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Replace one tensor.
+
+        Raises:
+            ValueError: when the file has none such.
+        """
+        place = self._places.pop(name, None)
+        if place is None or (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
+            raise ValueError(f"the source yielded {name!r} {tensor.dtype} {tuple(tensor.shape)}, not announced.")
+        new = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        image, start = self._image.numpy(), place.offset
+        if start % 2 or len(new) % 2:  # bytes of a neighbour lie in its words
+            first, end = start - start % 2, min(start + len(new) + (start + len(new)) % 2, len(image))
+            new = np.concatenate([image[first:start], new, image[start + len(new) : end]])
+            start = first
+        own, words = _words_of(image[start : start + len(new)]), _words_of(new)
+        for begin in range(0, len(words), _PART):
+            part = slice(begin, begin + _PART)
+            changed = np.flatnonzero(own[part] != words[part])
+            changed += begin
+            self._found.append((changed + start // 2, words[changed] - own[changed]))
+            own[part] = words[part]
+        if len(new) % 2:
+            image[start + len(new) - 1] = new[-1]
+
+    def finish(self, serial: int, base_checksum: int, checksum: int) -> Delta | None:
+        """Return what changed; None where a delta cannot say it.
+
+        Raises:
+            ValueError: when tensors are missing.
+        """
+        if self._places:
+            raise ValueError(f"the source did not yield {sorted(self._places)[:3]}, which were announced.")
+        self._found.sort(key=lambda found: found[0][0] if len(found[0]) else -1)
+        positions = np.concatenate([np.empty(0, dtype=np.int64), *(positions for positions, _ in self._found)])
+        differences = np.concatenate([np.empty(0, dtype=np.uint16), *(added for _, added in self._found)])
+        if len(self._image) % 2 or (np.diff(positions) <= 0).any():
+            return None
+        data, num_gap_bytes = encode(positions, differences)
+        return Delta(serial, base_checksum, checksum, num_gap_bytes, zlib.compress(data, _LEVEL))
+
+
+def _words_of(data: npt.NDArray[np.uint8]) -> Words:
+    return data[: len(data) // 2 * 2].view("<u2")
