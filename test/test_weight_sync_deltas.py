@@ -152,7 +152,7 @@ def test_an_anchor_needs_a_number_from_1_on(tmp_path):
 
 
 KILLS = """
-import os, random, signal, sys, time
+import itertools, os, random, signal, sys, time
 import torch
 from llmrl.weight_sync.double_buffer import DoubleBuffer
 
@@ -204,7 +204,10 @@ def fork(work):
 
 DoubleBuffer(folder).write(of(1), 1)
 last, num_deltas, reader, held = 1, 0, fork(follow), None
-for kill in range(num_kills):
+for kill in itertools.count():
+    # A busy machine writes less between two kills; some have to hit a chain of deltas.
+    if kill >= num_kills and num_deltas > 5 and last > num_kills:
+        break
     writer = fork(write)
     time.sleep(rng.uniform(0.0, 0.02))
     os.kill(reader, signal.SIGKILL)
@@ -219,7 +222,7 @@ for kill in range(num_kills):
     num_deltas += held.pointer.serial > held.pointer.anchor_serial
 os.kill(reader, signal.SIGKILL)
 num_files = sum(len(files) for _, _, files in os.walk(folder))
-print(num_files, num_deltas, last)
+print(num_files)
 """
 
 
@@ -227,7 +230,4 @@ def test_writers_and_readers_killed_100_times_never_see_a_mixture_of_deltas(tmp_
     command = [sys.executable, "-c", KILLS, str(tmp_path), "100"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
-    num_files, num_deltas, last = map(int, process.stdout.split())
-    assert num_files <= 4 + 3 * 4, "what killed writers leave does not grow"
-    assert num_deltas > 5, "many deaths left a delta as the last write"
-    assert last > 100
+    assert int(process.stdout) <= 4 + 3 * 4, "what killed writers leave does not grow"
