@@ -93,6 +93,8 @@ def test_thoughts_that_a_template_drops_later_are_trained_where_they_are_shown(m
     conversation = demonstrate(renderer, THINKING)
     thought = "<think>\nhm\n</think>\n\n"
     assert trained_texts(renderer, conversation) == [f"{thought}hello<|im_end|>", f"{thought}two words<|im_end|>"]
+    within = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>hello"}]  # as many data sets have it
+    assert trained_texts(renderer, demonstrate(renderer, within)) == ["<think>hm</think>hello<|im_end|>"]
     _, second = conversation.reconcile().rows
     assert renderer.decode(second.columns.token_ids).count("<think>") == 1
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from itertools import takewhile
 
-from llmrl.data import Message, ToolSchema, check_messages
+from llmrl.data import Message, ToolSchema, check_messages, text_of
 from llmrl.data.columns import CONTEXT_VERSION
 from llmrl.data.content_marks import RenderingError
 from llmrl.rendering.base import Renderer
 from llmrl.rendering.conversation import Conversation, Mode, reading_of
+from llmrl.rendering.reasoning import split_reasoning
 from llmrl.rendering.reconciler import common_prefix_length
 from llmrl.rendering.results import name_results
 
@@ -55,7 +56,10 @@ def demonstrate(
             ids, log_probs=[math.nan] * len(ids), versions=[CONTEXT_VERSION] * len(ids)
         )
         assert conversation.last is not None
-        if reading_of(conversation.last.message) != reading_of(message):
+        if reading_of(conversation.last.message) not in (
+            reading_of(message),
+            reading_of(_with_split_thoughts(message)),
+        ):
             raise RenderingError(
                 f"messages[{place}] is not what is read from what the chat template writes for it: "
                 f"{conversation.last.message!r:.300} is, in place of {message!r:.300}."
@@ -64,6 +68,14 @@ def demonstrate(
     if not conversation.num_turns:
         raise ValueError("messages have nothing to train: none is the assistant's, with a 'weight' other than 0.")
     return conversation
+
+
+def _with_split_thoughts(message: Message) -> Message:
+    """Return a message whose content holds its thoughts, as many data sets write them, with these apart."""
+    if message.get("reasoning_content") or message.get("content") is None:
+        return message
+    reasoning, content = split_reasoning(text_of(message["content"]), is_open=False)
+    return {**message, "reasoning_content": reasoning, "content": content}
 
 
 def _completion_ids(
