@@ -11,7 +11,7 @@ from tensordict import TensorDict, lazy_stack
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmrl.collectors import Demonstrations
-from llmrl.objectives import DistillationLoss, GRPOLoss, TeacherAdvantage
+from llmrl.objectives import DistillationLoss, GRPOLoss, KLPenalty, TeacherAdvantage
 from llmrl.rendering import TemplateRenderer
 from llmrl.runs.imitation_config import TeacherConfig
 from llmrl.trainer import (
@@ -196,6 +196,20 @@ def test_an_advantage_is_what_the_teacher_and_the_reward_say_of_each_token(is_re
     before = batch[0]["advantage"].clone()
     TeacherAdvantage(0.5)(batch)  # once
     assert torch.equal(before, batch[0]["advantage"])
+
+
+def test_a_penalty_changes_the_one_reward_of_rows_that_say_they_are_not_padded():
+    batch = ragged_batch()
+    for row in batch.unbind(0):
+        row["next", "reward"] = torch.ones(1, 1)
+    KLPenalty(0.5)(batch)
+    of_rollout = {}
+    for row in batch.unbind(0):
+        gap = (row["log_probs", "full"] - row["next", "ref_log_probs", "full"])[row[MASK]].sum()
+        of_rollout[row["rollout", "rollout_id"]] = of_rollout.get(row["rollout", "rollout_id"], 0.0) + float(gap)
+    for row in batch.unbind(0):
+        expected = 1 - 0.5 * of_rollout[row["rollout", "rollout_id"]]
+        assert float(row["next", "reward"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_on_policy_its_gradient_is_that_of_the_loss_with_k2(student, renderer, batch):

@@ -108,7 +108,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
             write_column(element, key, [rows[place] for place in within.flatten().tolist()])
     elif is_lazy(holder):
         write_column(getattr(holder, "_tensordict", holder), key[1:], rows)
-    elif len({row.shape for row in rows}) == 1 and not _is_padded(tensordict, len(rows[0]) if rows[0].ndim else 0):
+    elif len({row.shape for row in rows}) == 1 and not _is_padded(tensordict, rows):
         tensordict.set(key, torch.stack(list(rows)).reshape(*shape, *rows[0].shape))
     elif has_padding_mask(tensordict):
         is_real = tensordict.get(ATTENTION_MASK_KEY).bool().to(rows[0].device)
@@ -124,9 +124,12 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
         )
 
 
-def _is_padded(tensordict: TensorDictBase, length: int) -> bool:
-    """Return whether rows of this length stand in longer, padded ones."""
-    return has_padding_mask(tensordict) and tensordict.get(ATTENTION_MASK_KEY).shape[-1] != length
+def _is_padded(tensordict: TensorDictBase, rows: Sequence[torch.Tensor]) -> bool:
+    """Return whether rows of one length stand in longer, padded ones: then they hold all real tokens."""
+    if not has_padding_mask(tensordict) or not rows[0].ndim:
+        return False
+    is_real = tensordict.get(ATTENTION_MASK_KEY).bool()
+    return is_real.shape[-1] != len(rows[0]) and int(is_real.sum()) == sum(map(len, rows))
 
 
 def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
