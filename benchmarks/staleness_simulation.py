@@ -5,7 +5,8 @@ turns, whose answers are log-normal with a heavy tail (sigma 0.8, ten minutes at
 distribution of shape 1.5, with one call in two hundred lost in an outage of a minute. A batch is 512 rollouts in
 groups of 8; training it takes about as long as engines that are never idle need to sample it, and each update of the
 weights stops them for 15 s. Rollouts in flight go on afterwards with the new weights. Nothing here is a measurement of
-a real cluster.
+a real cluster; on such AReaL reports up to 2.77 times the speed of synchronous training (arXiv:2505.24298), PipelineRL
+about twice (arXiv:2509.19128), Laminar up to 5.48 times that of other systems (arXiv:2510.12633).
 """
 
 from __future__ import annotations
