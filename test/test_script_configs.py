@@ -22,9 +22,9 @@ from omegaconf import OmegaConf
 
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import GRPOLoss, MCAdvantage
-from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
+from llmrl.runs.config import GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import as_dry_run, plan_of, with_differing_rewards
-from llmrl.runs.imitation_config import DistillationConfig, SFTConfig
+from llmrl.runs.imitation_config import DistillationConfig, ExpertIterationConfig, SFTConfig
 from llmrl.runs.launch import _hints, prepared, register_schemas
 from llmrl.runs.run import NothingLearned
 from llmrl.runs.setup import (
@@ -223,8 +223,9 @@ def test_engine_and_trainer_have_one_dtype():
 
 
 def test_weights_travel_as_the_configuration_says(tmp_path):
-    scheme = sync_scheme(config("grpo", "sync.transport=files", f"run.path={tmp_path}", "sync.pause_mode=wait"))
-    assert scheme.remote_addr == str(tmp_path / "weights") and scheme.pause_mode == "wait"
+    scheme = sync_scheme(config("grpo", "sync.transport=files", f"run.path={tmp_path}", "sync.anchor_every=8"))
+    assert (scheme.remote_addr, scheme.anchor_every) == (str(tmp_path / "weights"), 8)
+    assert sync_scheme(config("grpo", "sync.pause_mode=wait")).pause_mode == "wait"
     scheme = sync_scheme(config("grpo", "sync.reset_running_requests=false"))
     assert scheme.master_address is None and (scheme.pause_mode, scheme.reset_running_requests) == ("keep", False)
     # Engines of a cluster may be on another host than the trainer.
@@ -281,6 +282,8 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
     [
         (["collect.max_staleness=1"], "max_staleness=null"),
         (["collect.num_collectors=2"], "needs engine.use_ray=true"),
+        (["collect.max_concurrent_rollouts=most"], "a number from 1, auto or null, got 'most'"),
+        (["collect.max_concurrent_rollouts=auto", "collect.num_collectors=2", "engine.use_ray=true"], "give a number"),
         (["sync.transport=ipc", "engine.num_replicas=2"], "one engine on the trainer's GPU"),
         (["engine.use_ray=true", "engine.ray_options={num_gpus: 1}", "engine.tensor_parallel_size=2"], "as many GPUs"),
         (["engine.gpu_memory_utilization=1.5"], r"in \(0, 1\]"),

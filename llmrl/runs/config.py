@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     ComputeDtype = Literal["float32", "bfloat16"]
     HeadKernel = Literal["torch", "liger"]
+    InFlight = int | Literal["auto"] | None
     PauseMode = Literal["keep", "wait", "abort"]
     Schedule = Literal["constant", "linear", "cosine"]
     Transport = Literal["direct", "ipc", "files"]
-else:  # OmegaConf knows no Literal: it checks that they are strings, and `_check` which ones
+else:  # OmegaConf knows no Literal, and fails of unions: it checks that they are strings, and we which ones
     ComputeDtype = HeadKernel = PauseMode = Schedule = Transport = str
+    InFlight = Any
 
 
 def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -137,6 +139,8 @@ class SyncConfig:
     """Requests in flight go on with the new weights (`keep`), are waited for (`wait`) or end (`abort`)."""
     reset_running_requests: bool = True
     """Read kept requests again by the new weights, so that no token is computed from blocks of old ones."""
+    anchor_every: int = 1
+    """Of `files`: all weights are written at every so many updates, and in between what has changed."""
 
     def __post_init__(self) -> None:
         _check("sync.transport", self.transport, ("direct", "ipc", "files"))
@@ -173,6 +177,8 @@ class CollectConfig:
     """Tokens less likely than this share of the likeliest are never sampled; vLLM needs `top_k` beside it."""
     max_staleness: int | None = None
     """Versions that a group may be old when it is trained on; null generates on demand, and nothing meanwhile."""
+    max_concurrent_rollouts: InFlight = None
+    """Conversations in flight; null is all of a batch and of those ahead, `auto` what the engine's memory bears."""
     num_collectors: int | None = None
     """Collector actors on Ray; null collects in this process."""
     cpus_per_collector: int | None = None
@@ -181,6 +187,14 @@ class CollectConfig:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"collect.temperature must be positive, got {self.temperature}.")
+        limit = self.max_concurrent_rollouts
+        if limit not in (None, "auto") and not (isinstance(limit, int) and limit > 0):
+            raise ValueError(f"collect.max_concurrent_rollouts must be a number from 1, auto or null, got {limit!r}.")
+        if limit == "auto" and self.num_collectors is not None:
+            raise ValueError(
+                "collect.max_concurrent_rollouts=auto is of a collector in this process: with collect.num_collectors "
+                "give a number."
+            )
 
     @property
     def generate_kwargs(self) -> dict[str, float]:
@@ -358,43 +372,3 @@ class GRPOConfig(ScriptConfig):
 
     train: GRPOTrainConfig
     algorithm: str = "grpo"
-
-
-@dataclass(slots=True, kw_only=True)
-class BestOfGroupConfig(CollectConfig):
-    """Collection of the best answers of each group."""
-
-    num_best: int = 2
-    """Answers kept of each group: more would be the same answer again."""
-    in_background: bool = False
-    """Draw batches in the background, and train on what was kept where none is ready."""
-
-    def __post_init__(self) -> None:
-        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
-        CollectConfig.__post_init__(self)
-        if self.in_background and self.max_staleness is not None:
-            # Versions that no batch was trained on would make every group too old.
-            raise ValueError("collect.in_background has no bound of staleness: leave collect.max_staleness=null.")
-
-
-@dataclass(slots=True, kw_only=True)
-class ExpertIterationTrainConfig(TrainConfig):
-    """Supervised training on a buffer of the best answers."""
-
-    num_updates: int = 4
-    """A step: supervised updates are safe to repeat, answers are expensive to come by."""
-    rows_per_update: int = 16
-    """With four updates per step, about what is kept of one."""
-    max_reuse: int = 8
-    """Times that a row is learned, on average, before new ones are waited for in the background."""
-    buffer_size: int = 512
-    """Rows: those of the last 16 steps and more, older ones are of a worse policy."""
-
-
-@dataclass(slots=True, kw_only=True)
-class ExpertIterationConfig(ScriptConfig):
-    """Of `sota-implementations/expert-iteration/expert_iteration.py`."""
-
-    collect: BestOfGroupConfig
-    train: ExpertIterationTrainConfig
-    algorithm: str = "expert-iteration"

@@ -1,11 +1,11 @@
-"""What a run that learns from others can be told: from their conversations, from a teacher. See `llmrl.runs.config`."""
+"""What a run can be told that imitates: conversations, a teacher, its own best answers. See `llmrl.runs.config`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from llmrl._utils.types import Row
-from llmrl.runs.config import GRPOTrainConfig, ScriptConfig
+from llmrl.runs.config import CollectConfig, GRPOTrainConfig, ScriptConfig, TrainConfig
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,3 +73,43 @@ class DistillationConfig(ScriptConfig):
     train: GRPOTrainConfig
     teacher: TeacherConfig
     algorithm: str = "distillation"
+
+
+@dataclass(slots=True, kw_only=True)
+class BestOfGroupConfig(CollectConfig):
+    """Collection of the best answers of each group."""
+
+    num_best: int = 2
+    """Answers kept of each group: more would be the same answer again."""
+    in_background: bool = False
+    """Draw batches in the background, and train on what was kept where none is ready."""
+
+    def __post_init__(self) -> None:
+        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        CollectConfig.__post_init__(self)
+        if self.in_background and self.max_staleness is not None:
+            # Versions that no batch was trained on would make every group too old.
+            raise ValueError("collect.in_background has no bound of staleness: leave collect.max_staleness=null.")
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertIterationTrainConfig(TrainConfig):
+    """Supervised training on a buffer of the best answers."""
+
+    num_updates: int = 4
+    """A step: supervised updates are safe to repeat, answers are expensive to come by."""
+    rows_per_update: int = 16
+    """With four updates per step, about what is kept of one."""
+    max_reuse: int = 8
+    """Times that a row is learned, on average, before new ones are waited for in the background."""
+    buffer_size: int = 512
+    """Rows: those of the last 16 steps and more, older ones are of a worse policy."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertIterationConfig(ScriptConfig):
+    """Of `sota-implementations/expert-iteration/expert_iteration.py`."""
+
+    collect: BestOfGroupConfig
+    train: ExpertIterationTrainConfig
+    algorithm: str = "expert-iteration"

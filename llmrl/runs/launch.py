@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from llmrl._utils.arguments import SYNONYMS, nearest
 from llmrl._utils.imports import require
-from llmrl.runs.config import ExpertIterationConfig, GRPOConfig, ScriptConfig
+from llmrl.runs.config import GRPOConfig, ScriptConfig
 from llmrl.runs.dry_run import as_dry_run, plan_of
 from llmrl.runs.fit import check_fit
-from llmrl.runs.imitation_config import DistillationConfig, SFTConfig
+from llmrl.runs.imitation_config import DistillationConfig, ExpertIterationConfig, SFTConfig
 from llmrl.runs.ranks import leave_ranks, start_ranks
 from llmrl.runs.resumed_config import own_config
 

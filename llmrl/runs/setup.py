@@ -149,7 +149,7 @@ def sync_scheme(cfg: ScriptConfig) -> VLLMWeightSyncScheme:
     }
     if cfg.sync.transport == "files":
         folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
-        return VLLMDoubleBufferSyncScheme(remote_addr=folder, **kept)
+        return VLLMDoubleBufferSyncScheme(remote_addr=folder, anchor_every=cfg.sync.anchor_every, **kept)
     # Engines on other hosts meet the trainer at an address that they can reach.
     return VLLMWeightSyncScheme(master_address=own_address() if cfg.ray.address is not None else None, **kept)
 

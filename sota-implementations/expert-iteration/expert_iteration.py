@@ -21,9 +21,9 @@ from best_answers import BestAnswers
 from llmrl.collectors import RolloutLimits
 from llmrl.objectives import SFTLoss, TopKRewardSelector
 from llmrl.policies import vLLMWrapper
-from llmrl.runs.config import ExpertIterationConfig
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
+from llmrl.runs.imitation_config import ExpertIterationConfig
 from llmrl.runs.launch import launch
 from llmrl.runs.setup import (
     lora_config,
@@ -81,6 +81,7 @@ def main(cfg: ExpertIterationConfig) -> None:
                 policy=policy,
                 groups_per_batch=cfg.collect.groups_per_batch,
                 max_staleness=cfg.collect.max_staleness,
+                max_concurrent_rollouts=cfg.collect.max_concurrent_rollouts,
                 limits=limits,
                 weight_sync_schemes={"policy": sync_scheme(cfg)},
                 postproc=TopKRewardSelector(cfg.collect.group_size, cfg.collect.num_best).select,

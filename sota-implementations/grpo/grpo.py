@@ -87,6 +87,7 @@ def main(cfg: GRPOConfig) -> None:
                 policy=policy,
                 groups_per_batch=cfg.collect.groups_per_batch,
                 max_staleness=cfg.collect.max_staleness,
+                max_concurrent_rollouts=cfg.collect.max_concurrent_rollouts,
                 limits=limits,
                 weight_sync_schemes={"policy": sync_scheme(cfg)},
                 postproc=MCAdvantage(grpo_size=cfg.collect.group_size),
