@@ -148,7 +148,7 @@ def _that_fit(rows: Sequence[Row], renderer: Renderer, max_tokens: int | None) -
     too_long = [] if max_tokens is None else [index for index, length in enumerate(lengths) if length > max_tokens]
     if not too_long:
         return rows
-    named = ", ".join(map(str, too_long[:_NUM_NAMED])) + (", ..." if len(too_long) > _NUM_NAMED else "")
+    named = ", ".join(map(str, too_long[:_NUM_NAMED])) + (" and more" if len(too_long) > _NUM_NAMED else "")
     what = f"longer than max_tokens={max_tokens} (the longest has {max(lengths)})"
     if len(too_long) == len(rows):
         raise ValueError(f"all {len(rows)} conversations are {what}: raise model.max_model_len, or shorten them.")
