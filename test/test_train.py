@@ -6,6 +6,7 @@ import ast
 import inspect
 import io
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,9 @@ def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_
     metrics = {int(row["step"]): row for row in RunFolder(path, read_only=True).read_metrics()}
     assert set(metrics) == {0, 1, 2} and {"eval/sums/pass@2", "eval/more/reward"} <= metrics[0].keys()
     assert "eval/sums/pass@1" not in metrics[1] and metrics[2]["eval/sums/reward"] >= 0
+    records = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
+    num_evaluated = Counter(record["step"] for record in records if record["split"] == "eval/sums")
+    assert num_evaluated[2] == num_evaluated[0] > 0  # the last step, which was due, was evaluated once
     assert metrics[2]["kl_to_ref"] > 0 and metrics[2]["log_prob_difference_mean"] < 1e-3
     first = AutoModelForCausalLM.from_pretrained(path / "model").state_dict()
     before = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).state_dict()

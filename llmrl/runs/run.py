@@ -316,16 +316,16 @@ class Run:
     def evaluate(self, step: int, evaluator: Evaluator, **measured: float) -> dict[str, float]:
         """Evaluate after a step (0: before training); record its metrics, and what is `measured`, as `eval/NAME`.
 
-        It changes nothing of the training, random numbers included. A step that was evaluated before a kill is not
-        evaluated again. With `eval.metric` the best model is kept in `model-best`, and with `eval.patience` the loop
-        ends where none is better for so many evaluations.
+        It changes nothing of the training, random numbers included. What a step was evaluated on, before a kill or in
+        the loop, it is not again. With `eval.metric` the best model is kept in `model-best`, and with `eval.patience`
+        the loop ends where none is better for so many evaluations.
         """
         if not evaluator.num_rollouts and not measured:
             return {}
         self._wait_for_engines()
-        metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith("eval/")}
-        is_new = not metrics
-        if is_new:
+        own = (*(f"eval/{name}/" for name in evaluator.num_rollouts), *(f"eval/{name}" for name in measured))
+        metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith(own)}
+        if is_new := not metrics:
             states = random_states()
             if self._view is not None:
                 self._view.doing("evaluate")
@@ -341,6 +341,7 @@ class Run:
             self.summary["after" if step else "before"] = {name: one.to_summary() for name, one in reports.items()}
             self.folder.write_summary(self.summary)
             self.folder.log_metrics(step, metrics)
+            self._logged.setdefault(step, {}).update(metrics)
             findings = self._health.judge(step, metrics)
             if self._view is not None:
                 self._view.show_health(step, findings)
