@@ -129,6 +129,11 @@ class Echo(MessageEnv):
         return MessageStep([{"role": "tool", "content": "</script> result"}], reward=1.0, is_done=True)
 
 
+def wait_until_drawn(chart):
+    """Wait for a chart, which is drawn once it is seen."""
+    chart.locator("polyline").first.wait_for(state="attached")
+
+
 @pytest.fixture
 def page(page_of_run):
     """The page as it opens."""
@@ -221,6 +226,7 @@ def place_of_cursor(figure):
 
 def test_charts_have_axes_and_share_a_cursor(page):
     reward = page.locator('figure[data-metric="reward"]')
+    wait_until_drawn(reward)
     assert float(reward.locator("text.left").all_text_contents()[0]) == 0
     assert reward.locator("text.below").all_text_contents() == ["1", "2", "3"]
     zero = reward.locator("line.zero")
@@ -261,7 +267,9 @@ def test_smoothing_is_a_mean_with_weights_that_fall(page):
         expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
         assert step == place and value == pytest.approx(expected)
     page.locator("#smooth").fill("0.6")
-    assert page.locator('figure[data-metric="reward"] polyline.raw').count() == 1 and "smooth=0.6" in page.url
+    reward = page.locator('figure[data-metric="reward"]')
+    reward.locator("polyline.raw").first.wait_for(state="attached")
+    assert reward.locator("polyline.raw").count() == 1 and "smooth=0.6" in page.url
 
 
 def test_every_state_has_a_link(page):
@@ -450,6 +458,7 @@ def test_the_turns_of_an_agent_are_a_tree(page_of_run, tmp_path, renderer, token
 
 def test_runs_are_drawn_over_each_other(hand_made):
     reward = hand_made.locator('figure[data-metric="reward"]')
+    wait_until_drawn(reward)
     assert [text.split()[0] for text in reward.locator(".key").all_inner_texts()] == ["first", "second"]
     colours = [line.get_attribute("style") for line in reward.locator("polyline").all()]
     assert len(set(colours)) == 2 and hand_made.inner_text("h1") == "first, second"

@@ -60,8 +60,7 @@ def main(cfg: DistillationConfig) -> None:
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
-        tokenizer = engine.get_tokenizer()
-        sampling = cfg.collect.generate_kwargs
+        tokenizer, sampling = engine.get_tokenizer(), cfg.collect.generate_kwargs
         renderer = make_renderer(tokenizer)
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
         model = load_model(
