@@ -12,13 +12,20 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated_engine import SimulatedEngine
+from benchmarks.simulated_source import SimulatedSource, completed
+from llmrl.collectors.concurrency import FIRST_LIMIT, ConcurrencyLimit, TurnCounts, follow_load
+from llmrl.collectors.groups import GroupRules
+from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
+from llmrl.collectors.staleness import StalenessGate
+from llmrl.data import Rollout
+from llmrl.engines import SamplingConfig
 from llmrl.testing import run_in_virtual_time
 
 NUM_MEMORY_TOKENS = 200_000
@@ -50,44 +57,20 @@ LOADS = {
 }
 
 
-@dataclass(slots=True)
-class SimulatedSource:
-    """Rollouts of a load, without text, each with the same lengths in every run."""
+@dataclass(slots=True, kw_only=True)
+class LoadedSource(SimulatedSource):
+    """Rollouts of a load, each with the same lengths in every run."""
 
-    engine: SimulatedEngine
     load: Load
-    turn_counts: Any = None
-    group_size: int = GROUP_SIZE
-    num_opened: int = 0
+    turn_counts: TurnCounts = field(default_factory=TurnCounts)
 
-    @property
-    def policy_version(self) -> int:
-        return self.engine.policy_version
-
-    def take_turn_counts(self) -> Any:
-        from llmrl.collectors.concurrency import TurnCounts
-
+    def take_turn_counts(self) -> TurnCounts:
+        """Return what the turns since the last call found of their contexts."""
         counts, self.turn_counts = self.turn_counts, TurnCounts()
-        return counts or TurnCounts()
+        return counts
 
-    async def open(self, num_groups: int) -> list[Any]:
-        from llmrl.collectors.scheduler import RolloutTask
-        from llmrl.data import Rollout
-
-        groups = []
-        for group in range(self.num_opened, self.num_opened + num_groups):
-            names = {"group_id": str(group), "group_size": GROUP_SIZE}
-            records = [
-                Rollout(rollout_id=f"{group}/{index}", sample_index=index, **names) for index in range(GROUP_SIZE)
-            ]
-            groups.append([RolloutTask(records=[record]) for record in records])
-        self.num_opened += num_groups
-        return groups
-
-    async def play(self, job: Any) -> list[Any]:
-        from llmrl.data import RolloutStatus
-        from llmrl.engines import SamplingConfig
-
+    async def play(self, job: RolloutTask) -> list[Rollout]:
+        """Play its turns, with tools between them."""
         rollout, load = job.records[0], self.load
         draw = random.Random(rollout.rollout_id)
         num_tokens, num_seen = load.num_prompt_tokens, None
@@ -95,19 +78,14 @@ class SimulatedSource:
             num_sampled = round(min(6000.0, max(1.0, _log_normal(draw, load.answer))))
             sampling = SamplingConfig(max_new_tokens=num_sampled)
             completion = await self.engine.generate(range(num_tokens), sampling, routing_key=rollout.rollout_id)
-            if self.turn_counts is not None:
-                self.turn_counts.count(completion, num_seen)
+            self.turn_counts.count(completion, num_seen)
             num_seen = num_tokens + num_sampled
             num_tokens = num_seen + load.num_result_tokens
             rollout.num_completion_tokens += num_sampled
             if turn + 1 < load.num_turns:
                 outage_s = 30.0 if draw.random() < load.outage_probability else 0.0
                 await asyncio.sleep(_log_normal(draw, load.tool_s) + outage_s)
-        rollout.num_turns, rollout.status, rollout.is_scored = load.num_turns, RolloutStatus.COMPLETED, True
-        return [rollout]
-
-    async def score_group(self, rollouts: list[Any]) -> None:
-        return None
+        return completed(rollout, load.num_turns)
 
 
 def _log_normal(draw: random.Random, of: tuple[float, float]) -> float:
@@ -116,13 +94,8 @@ def _log_normal(draw: random.Random, of: tuple[float, float]) -> float:
 
 async def collect(load: Load, max_concurrent_rollouts: int | None, num_batches: int = NUM_BATCHES) -> dict[str, float]:
     """Collect with a fixed number in flight, or with None as many as are found; rollouts a second, and preemptions."""
-    from llmrl.collectors.concurrency import FIRST_LIMIT, ConcurrencyLimit, TurnCounts, follow_load
-    from llmrl.collectors.groups import GroupRules
-    from llmrl.collectors.scheduler import RolloutScheduler
-    from llmrl.collectors.staleness import StalenessGate
-
     engine = SimulatedEngine(NUM_MEMORY_TOKENS)
-    source = SimulatedSource(engine, load)
+    source = LoadedSource(engine=engine, group_size=GROUP_SIZE, load=load)
     scheduler = RolloutScheduler(
         source,
         StalenessGate(GROUPS_PER_BATCH, max_staleness=num_batches + 8),
@@ -131,7 +104,6 @@ async def collect(load: Load, max_concurrent_rollouts: int | None, num_batches: 
     )
     following = None
     if max_concurrent_rollouts is None:
-        source.turn_counts = TurnCounts()
         limit = ConcurrencyLimit(FIRST_LIMIT, most=1024)
         following = asyncio.create_task(follow_load(source, scheduler, limit))
     loop, started_s, num_preempted = asyncio.get_running_loop(), 0.0, 0

@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from llmrl.testing import run_in_virtual_time
+from benchmarks.simulated_source import SimulatedSource, completed
+from llmrl.collectors.groups import GroupRules
+from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
+from llmrl.collectors.staleness import StalenessGate
+from llmrl.data import Rollout
+from llmrl.engines import EngineReplicas, SamplingConfig
+from llmrl.testing import ScriptedEngine, log_normal, run_in_virtual_time
 
 NUM_REPLICAS = 512
 SEQUENCES_PER_REPLICA = 196
@@ -30,47 +37,15 @@ GOAL = 0.9
 """Of the sequences that the engines can serve at once, while rollouts are in flight."""
 
 
-class SimulatedSource:
-    """Rollouts of `NUM_TURNS` requests each, without text; scheduler, router and engines are the real ones."""
+@dataclass(slots=True, kw_only=True)
+class CountingSource(SimulatedSource):
+    """Rollouts of `NUM_TURNS` requests each; scheduler, router and engines are the real ones."""
 
-    group_size = GROUP_SIZE
+    sampling: SamplingConfig
+    num_turns: int = 0
 
-    def __init__(self, engine: Any, sampling: Any) -> None:
-        self.engine, self.sampling = engine, sampling
-        self.num_opened = self.num_turns = 0
-
-    @property
-    def policy_version(self) -> int:
-        return self.engine.policy_version
-
-    async def open(self, num_groups: int) -> list[Any]:
-        from llmrl.collectors.scheduler import RolloutTask
-        from llmrl.data import Rollout
-
-        groups = []
-        for _ in range(num_groups):
-            group_id = f"train/{self.num_opened}"
-            self.num_opened += 1
-            groups.append(
-                [
-                    RolloutTask(
-                        records=[
-                            Rollout(
-                                rollout_id=f"{group_id}/{index}",
-                                group_id=group_id,
-                                sample_index=index,
-                                group_size=GROUP_SIZE,
-                            )
-                        ]
-                    )
-                    for index in range(GROUP_SIZE)
-                ]
-            )
-        return groups
-
-    async def play(self, job: Any) -> list[Any]:
-        from llmrl.data import RolloutStatus
-
+    async def play(self, job: RolloutTask) -> list[Rollout]:
+        """Play its turns."""
         rollout = job.records[0]
         for turn in range(NUM_TURNS):
             completion = await self.engine.generate(
@@ -78,27 +53,19 @@ class SimulatedSource:
             )
             rollout.num_completion_tokens += len(completion.token_ids)
             self.num_turns += 1
-        rollout.num_turns, rollout.status, rollout.is_scored = NUM_TURNS, RolloutStatus.COMPLETED, True
-        return [rollout]
-
-    async def score_group(self, rollouts: list[Any]) -> None:
-        return None
+        return completed(rollout, NUM_TURNS)
 
 
 async def simulate() -> dict[str, float]:
     """Collect and train; everything but the clock is real."""
-    from llmrl.collectors.groups import GroupRules
-    from llmrl.collectors.scheduler import RolloutScheduler
-    from llmrl.collectors.staleness import StalenessGate
-    from llmrl.engines import EngineReplicas, SamplingConfig
-    from llmrl.testing import ScriptedEngine, log_normal
-
     draw = log_normal(MEDIAN_S, SIGMA)
     engines = [
         ScriptedEngine([[7]], latency_s=draw, max_num_seqs=SEQUENCES_PER_REPLICA, record_requests=False)
         for _ in range(NUM_REPLICAS)
     ]
-    source = SimulatedSource(EngineReplicas(engines), SamplingConfig(max_new_tokens=4))
+    source = CountingSource(
+        engine=EngineReplicas(engines), group_size=GROUP_SIZE, sampling=SamplingConfig(max_new_tokens=4)
+    )
     scheduler = RolloutScheduler(
         source,
         StalenessGate(GROUPS_PER_BATCH, max_staleness=MAX_STALENESS, late="wait"),

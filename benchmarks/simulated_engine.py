@@ -54,15 +54,10 @@ class SimulatedEngine:
     num_step_tokens: int = 2048
     max_num_seqs: int = 256
     policy_version: int = 0
-    is_alive: bool = True
-    busy_s: float = 0.0
     num_preemptions: int = 0
-    num_recomputed: int = 0
-    """Tokens that were computed again, since memory had forgotten them."""
     _running: list[_Request] = field(default_factory=list)
     _waiting: deque[_Request] = field(default_factory=deque)
     _cached: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    _computed: dict[str, int] = field(default_factory=dict)
     _num_held: int = 0  # tokens of running sequences
     _num_cached: int = 0  # tokens of conversations that wait elsewhere
     _load: EngineLoad = field(default_factory=EngineLoad)
@@ -101,7 +96,6 @@ class SimulatedEngine:
     async def _step_while_busy(self) -> None:
         while self._running or self._waiting:
             seconds, ended = self._step()
-            self.busy_s += seconds
             await asyncio.sleep(seconds)
             for request in ended:
                 request.done.set_result(None)
@@ -137,7 +131,6 @@ class SimulatedEngine:
             self._num_held += num
             request.num_computed = hit + num
             num_prompt, num_hit = num_prompt + request.num_needed, num_hit + hit
-            self._count_forgotten(request, hit)
             request.num_cached = hit if not request.num_sampled else request.num_cached
             budget -= num
             num_prompt_tokens += num
@@ -180,8 +173,3 @@ class SimulatedEngine:
         self._num_held -= request.num_computed
         request.num_computed = 0
         self._waiting.appendleft(request)
-
-    def _count_forgotten(self, request: _Request, hit: int) -> None:
-        computed = self._computed.get(request.conversation, 0)
-        self.num_recomputed += max(0, min(computed, request.num_needed - 1) - hit)
-        self._computed[request.conversation] = request.num_prompt + request.num_to_sample - 1

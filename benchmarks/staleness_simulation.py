@@ -15,13 +15,19 @@ import asyncio
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from llmrl.testing import run_in_virtual_time
+from benchmarks.simulated_source import SimulatedSource, completed
+from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.groups import GroupRules
+from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
+from llmrl.collectors.staleness import StalenessGate
+from llmrl.data import Rollout
+from llmrl.engines import EngineReplicas, SamplingConfig
+from llmrl.testing import ScriptedEngine, log_normal, run_in_virtual_time
 
 NUM_REPLICAS, SEQUENCES_PER_REPLICA = 8, 64
 GROUP_SIZE, GROUPS_PER_BATCH, NUM_BATCHES, NUM_TURNS = 8, 64, 16, 4
@@ -29,61 +35,28 @@ ANSWER_MEDIAN_S, ANSWER_SIGMA, ANSWER_MOST_S = 20.0, 0.8, 600.0
 TOOL_LEAST_S, TOOL_SHAPE = 1.0, 1.5
 OUTAGE_S, OUTAGE_PROBABILITY = 60.0, 0.005
 TRAIN_S, UPDATE_S = 90.0, 15.0
+SAMPLING = SamplingConfig(max_new_tokens=1)
 GOAL = 1.5
 
 
-@dataclass(slots=True)
-class SimulatedSource:
-    """Rollouts of `NUM_TURNS` turns with tools, without text."""
+class ToolSource(SimulatedSource):
+    """Rollouts of `NUM_TURNS` turns with tools."""
 
-    engine: Any
-    sampling: Any
-    group_size: int = GROUP_SIZE
-    num_opened: int = 0
-
-    @property
-    def policy_version(self) -> int:
-        return self.engine.policy_version
-
-    async def open(self, num_groups: int) -> list[Any]:
-        from llmrl.collectors.scheduler import RolloutTask
-        from llmrl.data import Rollout
-
-        groups = []
-        for group in range(self.num_opened, self.num_opened + num_groups):
-            names = {"group_id": str(group), "group_size": GROUP_SIZE}
-            records = [
-                Rollout(rollout_id=f"{group}/{index}", sample_index=index, **names) for index in range(GROUP_SIZE)
-            ]
-            groups.append([RolloutTask(records=[record]) for record in records])
-        self.num_opened += num_groups
-        return groups
-
-    async def play(self, job: Any) -> list[Any]:
-        from llmrl.data import RolloutStatus
-
+    async def play(self, job: RolloutTask) -> list[Rollout]:
+        """Play its turns, with tools between them."""
         rollout, draw = job.records[0], random.Random(job.records[0].rollout_id)
         for turn in range(NUM_TURNS):
             request_id = f"{rollout.rollout_id}/{turn}"
-            await self.engine.generate([1], self.sampling, request_id=request_id, routing_key=rollout.rollout_id)
+            await self.engine.generate([1], SAMPLING, request_id=request_id, routing_key=rollout.rollout_id)
             rollout.num_completion_tokens += 1
             if turn + 1 < NUM_TURNS:
                 is_lost = draw.random() < OUTAGE_PROBABILITY
                 await asyncio.sleep(TOOL_LEAST_S * draw.paretovariate(TOOL_SHAPE) + OUTAGE_S * is_lost)
-        rollout.num_turns, rollout.status, rollout.is_scored = NUM_TURNS, RolloutStatus.COMPLETED, True
-        return [rollout]
-
-    async def score_group(self, rollouts: list[Any]) -> None:
-        return None
+        return completed(rollout, NUM_TURNS)
 
 
 async def simulate(make_gate: Callable[[], Any], max_staleness: int) -> dict[str, float]:
     """Collect, train and update; after half of the batches, what the rest took."""
-    from llmrl.collectors.groups import GroupRules
-    from llmrl.collectors.scheduler import RolloutScheduler
-    from llmrl.engines import EngineReplicas, SamplingConfig
-    from llmrl.testing import ScriptedEngine, log_normal
-
     draw = log_normal(ANSWER_MEDIAN_S, ANSWER_SIGMA)
     engines = [
         ScriptedEngine(
@@ -97,7 +70,7 @@ async def simulate(make_gate: Callable[[], Any], max_staleness: int) -> dict[str
     gate = make_gate()
     gate.follows_versions = False  # it is told of each, and need not look 20 times a second of hours
     scheduler = RolloutScheduler(
-        SimulatedSource(EngineReplicas(engines, hang_timeout_seconds=3600.0), SamplingConfig(max_new_tokens=1)),
+        ToolSource(engine=EngineReplicas(engines, hang_timeout_seconds=3600.0), group_size=GROUP_SIZE),
         gate,
         rules=GroupRules(),
         patience=GROUPS_PER_BATCH,
@@ -136,9 +109,6 @@ async def simulate(make_gate: Callable[[], Any], max_staleness: int) -> dict[str
 
 def run() -> dict[str, Any]:
     """Every way of collecting, with the same lengths."""
-    from llmrl.collectors.admission import DemandGate
-    from llmrl.collectors.staleness import StalenessGate
-
     ways: dict[str, tuple[Callable[[], Any], int]] = {
         "on demand": (lambda: DemandGate(GROUPS_PER_BATCH), 0),
         "on demand, a quarter more": (lambda: DemandGate(GROUPS_PER_BATCH, num_extra=GROUPS_PER_BATCH // 4), 1),
