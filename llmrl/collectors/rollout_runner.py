@@ -278,14 +278,15 @@ class RolloutRunner:
         step = dict(stepped.get("next").items())  # reading this one costs a tenth
         if self.policy.input_mode == "history":
             rollout.messages = step["history"].get("prompt").chats
-        is_terminated, is_truncated, is_done = (bool(step[key].any()) for key in ("terminated", "truncated", "done"))
+        is_terminated, is_truncated, is_done = (_is_any(step[key]) for key in ("terminated", "truncated", "done"))
         is_terminated |= is_done and not is_truncated  # what sets `done` alone ends it, too
         if not rollout.reason and not is_terminated and is_truncated:
             rollout.reason = StopReason.ENVIRONMENT_TRUNCATED
         rollout.status = decide_status(is_terminated=is_terminated, reason=rollout.reason)
-        rollout.add_reward(float(step["reward"].sum()))
+        reward = step["reward"]
+        rollout.add_reward(float(reward if reward.numel() == 1 else reward.sum()))
         rollout.info |= plain(step.get("env_info")) or {}
-        if self.rubric is not None and bool(step["is_scored"].any()):
+        if self.rubric is not None and _is_any(step["is_scored"]):
             rollout.is_scored = True
             rollout.breakdown = {
                 key: float(value) for key, value in step["reward_breakdown"].items() if not value.isnan().any()
@@ -339,6 +340,11 @@ class RolloutRunner:
         rollout.is_scored = False
         if rollout.steps:
             _mark_truncated(rollout.steps[-1].get("next"))
+
+
+def _is_any(flags: torch.Tensor) -> bool:
+    # Most have one entry, and an operation lets go of the interpreter, which another thread may then take.
+    return bool(flags if flags.numel() == 1 else flags.any())
 
 
 def _mark_truncated(step: TensorDictBase) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from llmrl._utils.types import Tokenizer
@@ -79,7 +79,7 @@ class ContentMarks:
         """
         if self.first_in(messages, tools) is None:
             return "", messages, tools
-        texts = [*_texts_of(messages), *_texts_of(tools)]
+        texts = _texts_of((messages, tools))
         mark = next(
             (one for one in _CANDIDATES if not any(one in text or json.dumps(one)[1:-1] in text for text in texts)),
             None,
@@ -160,17 +160,23 @@ def _refusal(reason: str) -> RenderingError:
     )
 
 
-def _texts_of(value: object) -> Iterator[str]:
+def _texts_of(value: object) -> list[str]:
     """Return all texts in a value, keys of dicts included; the text parts of a content also as one."""
+    texts: list[str] = []
+    _gather(value, texts)
+    return texts
+
+
+def _gather(value: object, texts: list[str]) -> None:
     if isinstance(value, str):
-        yield value
+        texts.append(value)
     elif isinstance(value, Mapping):
         for key, entry in value.items():
-            yield from _texts_of(key)
-            yield from _texts_of(entry)
+            _gather(key, texts)
+            _gather(entry, texts)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _texts_of(entry)
+            _gather(entry, texts)
         parts = [str(one.get("text", "")) for one in value if isinstance(one, Mapping) and one.get("type") == "text"]
         if len(parts) > 1:
-            yield "".join(parts)
+            texts.append("".join(parts))

@@ -205,9 +205,11 @@ class ChatEnv(KnownArguments, EnvBase):
 
     def _full(self, element: TensorDictBase) -> Any:
         """Return what a policy wrote as `full`, or prompt and response together."""
-        prompt, response, full = (element.get((self.input_mode, key), None) for key in ("prompt", "response", "full"))
+        turn = element.get(self.input_mode, {})
+        full = turn.get("full", None)
         if full is not None:
             return full
+        prompt, response = (turn.get(key, None) for key in ("prompt", "response"))
         if prompt is None or response is None:
             raise ValueError(
                 f"step needs {(self.input_mode, 'full')}, which a policy writes, or prompt and response; got entries "

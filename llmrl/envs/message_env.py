@@ -203,36 +203,35 @@ class MessageChatEnv(DatasetChatEnv):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict)
+        waiting = [element for element in elements if "env_answer" not in element]
 
         async def answer_all() -> None:
-            await asyncio.gather(*(self.before_step(element) for element in elements if "env_answer" not in element))
+            await asyncio.gather(*map(self.before_step, waiting))
 
-        if any("env_answer" not in element for element in elements):
+        if waiting:
             run_sync(answer_all())
-        steps = []
-        for element in elements:
-            answer = plain(element.pop("env_answer"))
-            step = super()._step(element)
-            failed = isinstance(answer, BaseException)
-            # A failure ends this conversation alone; the others of the batch go on.
-            entries: dict[str, object] = {
-                "env_error": non_tensor(describe(answer) if failed else ""),
-                "env_traceback": non_tensor(traceback_of(answer) if failed else ""),
-                "env_info": non_tensor(None if failed else dict(answer.info) or None),
-            }
-            if not failed:
-                entries |= self._written(step.get(("history", "prompt")), answer)
-            steps.append(tensordict_of({**dict(step.items()), **entries}))
-        return restacked(steps, tensordict.batch_size)
+        return self._moved(restacked([self._stepped(element) for element in elements], tensordict.batch_size))
 
-    @staticmethod
-    def _written(prompt: History, answer: MessageStep) -> dict[str, object]:
+    def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
+        answer = plain(tensordict.pop("env_answer"))
+        if isinstance(answer, BaseException):  # it ends this conversation alone; the others of the batch go on
+            written = dict(super()._stepped(tensordict).items())
+            error, traceback, info = describe(answer), traceback_of(answer), None
+        else:
+            written = self._written(tensordict, answer)
+            error, traceback, info = "", "", dict(answer.info) or None
+        told = {"env_error": error, "env_traceback": traceback, "env_info": info}
+        return tensordict_of({**written, **{key: non_tensor(value) for key, value in told.items()}})
+
+    def _written(self, element: TensorDictBase, answer: MessageStep) -> dict[str, object]:
         is_cut = answer.is_truncated and not answer.is_done
         flags = {"terminated": answer.is_done, "truncated": is_cut, "done": answer.is_done or is_cut}
+        prompt: History = self._full(element)
         if answer.messages:
             prompt = History.from_chats((*prompt.chats, *answer.messages), check=False)
         return {
             "history": container_of(ChatHistory, {"prompt": prompt}),
+            "conversation": non_tensor(plain(element.get("conversation", None))),
             "reward": torch.full((1, 1), float(answer.reward)),
             **{key: torch.full((1,), bool(value)) for key, value in flags.items()},
         }
