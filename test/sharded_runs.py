@@ -30,6 +30,7 @@ from llmrl.runs.config import (
     CollectConfig,
     EnvConfig,
     EvalConfig,
+    ExportConfig,
     GRPOConfig,
     GRPOTrainConfig,
     LoRAEntries,
@@ -89,6 +90,7 @@ def train(path, model, *, resume=False, lora=None, **entries):
         env=EnvConfig(name="train"),
         collect=CollectConfig(groups_per_batch=2, group_size=4, max_new_tokens=8),
         eval=EvalConfig(every=3, metric="eval/held-out/reward"),
+        export=ExportConfig(every=2, save_total_limit=1, max_shard_size="1MB"),
         train=GRPOTrainConfig(num_steps=5, **settings),
         resume=resume,
     )

@@ -64,7 +64,7 @@ def test_in_bfloat16_two_ranks_end_as_near_to_float32_as_one(folder: Path) -> No
 def test_a_run_that_is_killed_and_resumed_on_another_number_of_ranks_ends_with_the_weights_of_one(
     folder: Path, name: str
 ) -> None:
-    expected, actual = (load_file(folder / run / "model/model.safetensors") for run in (name, f"{name}-resumed"))
+    expected, actual = (weights_in(folder / run / "model") for run in (name, f"{name}-resumed"))
     start = load_file(folder / "tiny/model.safetensors")
     assert actual.keys() == expected.keys()
     for key, weight in expected.items():
@@ -74,6 +74,22 @@ def test_a_run_that_is_killed_and_resumed_on_another_number_of_ranks_ends_with_t
     logged, resumed = (table(folder / run) for run in (name, f"{name}-resumed"))
     assert [row["step"] for row in resumed] == [row["step"] for row in logged]
     assert [row.get("num_rows") for row in resumed] == [row.get("num_rows") for row in logged]
+
+
+def weights_in(path: Path) -> dict[str, torch.Tensor]:
+    shards = sorted(path.glob("*.safetensors"))
+    assert len(shards) > 1  # as large as the run was told
+    return {name: weight for shard in shards for name, weight in load_file(shard).items()}
+
+
+def test_an_export_of_several_ranks_is_that_of_one(folder: Path) -> None:
+    exports = [folder / name / "exports/step-000004" for name in ("reference", "reference-resumed")]
+    for export in exports:
+        assert [path.name for path in export.parent.iterdir()] == [export.name]  # step 2 is gone
+    expected, actual = map(weights_in, exports)
+    assert actual.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(actual[name], weight, atol=1e-5, rtol=0)
 
 
 def table(path: Path) -> list[dict[str, str]]:

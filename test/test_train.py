@@ -77,6 +77,7 @@ def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_
     held_out = {"sums": make_env(2, "sums"), "more": make_env(1, "more")}
     options = {"eval_envs": held_out, "eval_every": 2, "best_by": "eval/sums/reward", "num_epochs": 2}
     options |= {"schedule": "cosine", "warmup_steps": 1, "kl_to_ref_coeff": 0.1, "max_model_len": 128}
+    options |= {"export_every": 1, "save_total_limit": 1}
     path, printed = train_tiny(**options)
     assert "all 2 steps are done" in printed and "sums pass@1" in printed
     metrics = {int(row["step"]): row for row in RunFolder(path, read_only=True).read_metrics()}
@@ -86,7 +87,11 @@ def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_
     num_evaluated = Counter(record["step"] for record in records if record["split"] == "eval/sums")
     assert num_evaluated[2] == num_evaluated[0] > 0  # the last step, which was due, was evaluated once
     assert metrics[2]["kl_to_ref"] > 0 and metrics[2]["log_prob_difference_mean"] < 1e-3
+    assert [export.name for export in (path / "exports").iterdir()] == ["step-000002"]
     first = AutoModelForCausalLM.from_pretrained(path / "model").state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(path / "exports/step-000002").state_dict().items():
+        assert torch.equal(tensor, first[name])
+    assert f"| reward_mean | {metrics[2]['reward_mean']:.6g} |" in (path / "model/README.md").read_text()
     before = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).state_dict()
     assert not torch.equal(first["lm_head.weight"], before["lm_head.weight"])
     # The same call goes on, with one entry changed; another task's data is refused.

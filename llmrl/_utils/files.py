@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,56 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     flush_to_disk(path.parent)
+
+
+def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename.
+
+    Between the two names is a moment without either; a kill in it leaves the old one to `mend_killed_writes`. What
+    `write` raises is raised, and nothing is left.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "model")
+        >>> for text in ("old", "new"):
+        ...     write_folder_atomically(path, lambda folder: (folder / "note.txt").write_text(text))
+        >>> (path / "note.txt").read_text(), len(list(path.parent.iterdir()))
+        ('new', 1)
+    """
+    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
+    if old.exists():
+        _put_back(old, path)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    try:
+        temporary.mkdir()
+        write(temporary)
+        for inner in [*temporary.rglob("*"), temporary]:
+            flush_to_disk(inner)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if path.exists():
+        path.rename(old)
+    temporary.rename(path)
+    flush_to_disk(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def mend_killed_writes(folder: Path) -> None:
+    """Remove what killed writers left in a folder, where nobody writes now; what they had moved away is put back."""
+    for old in folder.glob(".*.old"):
+        _put_back(old, old.with_name(old.name[1:].removesuffix(".old")))
+    for left in folder.glob(".*.tmp"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _put_back(old: Path, path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(old)
+    else:
+        old.rename(path)
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:

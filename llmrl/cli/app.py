@@ -229,6 +229,24 @@ def chat(
 
 
 @app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    repository: Annotated[str, typer.Argument(help="Of the hub, such as me/my-model; made where there is none.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Push the export of this step; by default the model.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Everybody may read a repository that is made.")] = False,
+) -> None:
+    """Push a run's model to the Hugging Face hub, with a card that says what trained, on what, and what came of it."""
+    from llmrl.cli.models import model_path
+    from llmrl.runs.exports import push_folder
+
+    try:
+        folder = Path(model_path(str(run))) if step is None else run / f"exports/step-{step:06d}"
+        console.print(push_folder(folder, repository, is_public=public), highlight=False, soft_wrap=True)
+    except (ValueError, OSError) as error:
+        raise _fail(error) from None
+
+
+@app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder, hub name, folder of a run, or `embedded`.")] = "embedded",
     name: Annotated[str | None, typer.Option(help="By which clients ask; MODEL's last part by default.")] = None,

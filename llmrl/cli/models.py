@@ -8,12 +8,15 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from llmrl.rendering import Renderer, make_renderer
+from llmrl.runs.exports import exports_of
 from llmrl.runs.run_folder import holds_run
 from llmrl.testing.embedded_model import ensure_embedded_model
 
 
 def model_path(name: str) -> str:
     """Return what vLLM loads: the embedded model, of a training run its trained model, else the name itself.
+
+    Of a run that goes on, or was killed, it is the last export.
 
     Raises:
         FileNotFoundError: for a path where nothing is, or a folder without a model, such as that of a run that has
@@ -30,6 +33,8 @@ def model_path(name: str) -> str:
     path = Path(name)
     if (path / "model").exists():
         return str(path / "model")
+    if exports := exports_of(path):
+        return str(exports[-1])
     if holds_run(path):
         raise FileNotFoundError(f"--model is {name!r}, a run that has not written its model: it does when it ends.")
     if path.is_dir() and not (path / "config.json").exists():

@@ -291,6 +291,29 @@ class EvalConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class ExportConfig:
+    """The model in Hugging Face format, for others: while training goes on, at its end, and on a hub."""
+
+    every: int | None = None
+    """Steps between exports (`exports/step-…`), written beside the training; null: at the end alone, as `model`."""
+    save_total_limit: int | None = None
+    """Exports that are kept, the last ones; null keeps all."""
+    max_shard_size: str = "5GB"
+    """Of a file of weights, in KB, MB, GB or TB."""
+    push_to_hub: str | None = None
+    """A repository, `me/my-model`, that is given each export and the model; private where it is made; null: none."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "save_total_limit"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"export.{name} must be at least 1 or null, got {value}.")
+        if self.save_total_limit is not None and self.every is None:
+            raise ValueError("export.save_total_limit needs export.every, without which there are no exports.")
+        if not re.fullmatch(r"[1-9]\d*[KMGT]B", self.max_shard_size):
+            raise ValueError(f"export.max_shard_size must be like 500MB or 5GB, got {self.max_shard_size!r}.")
+
+
+@dataclass(slots=True, kw_only=True)
 class ScriptConfig:
     """What every training script has."""
 
@@ -306,6 +329,8 @@ class ScriptConfig:
     """How it is trained on."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """What is measured on problems held out."""
+    export: ExportConfig = field(default_factory=ExportConfig)
+    """What is given away of the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """What generates."""
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -43,6 +43,7 @@ def as_dry_run(cfg: Config) -> Config:
     cfg = copy.deepcopy(cfg)
     cfg.resume = False
     cfg.run = RunConfig(path=str(_temporary_folder()), trackers=[], checkpoint_every=NUM_STEPS, sample_every=1)
+    cfg.export = replace(cfg.export, push_to_hub=None)
     cfg.model = replace(cfg.model, path=_tiny_model(), max_model_len=2048, dtype="float32")
     cfg.env = replace(cfg.env, data=_ROWS.get(cfg.env.name))
     cfg.eval = replace(cfg.eval, num_problems=2, num_samples=1)

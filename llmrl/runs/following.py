@@ -20,9 +20,10 @@ from llmrl.engines import Completion, Engine, EngineError, SamplingConfig
 from llmrl.runs.batch_source import BatchMaker
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import Evaluator
+from llmrl.runs.exports import take_part
 from llmrl.runs.ranks import handed_on, join_ranks
 from llmrl.runs.run import Run
-from llmrl.runs.run_folder import RunFolder, restore_random_states, save_model, seed_all
+from llmrl.runs.run_folder import RunFolder, restore_random_states, seed_all
 from llmrl.runs.step_metrics import Learned
 from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
 
@@ -62,7 +63,6 @@ class FollowingRun:
         self.cfg = cfg
         self._exit = contextlib.ExitStack()
         self._tracked: dict[str, Any] = {}
-        self._tokenizer: Tokenizer  # of `track`
         self._step, self._is_in_step = 0, False
         seed_all(cfg.seed)
 
@@ -72,7 +72,7 @@ class FollowingRun:
 
     def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Name what a checkpoint holds; of a resumed run, restore it, and take part in sending the weights."""
-        self._tokenizer, self._tracked = tokenizer, dict(objects)
+        self._tracked = dict(objects)
         if not self.cfg.resume:
             return
         folder = RunFolder(self.cfg.run.path, read_only=True)
@@ -101,6 +101,8 @@ class FollowingRun:
         self._is_in_step = False
         if self._step % self.cfg.run.checkpoint_every == 0:
             save_tracked(self._tracked, Path(self.cfg.run.path), self._step)
+        if self.is_due(self._step, self.cfg.export.every):
+            take_part(self._tracked["model"])
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure nothing here."""
@@ -119,7 +121,7 @@ class FollowingRun:
     def evaluate(self, step: int, evaluator: Evaluator, **measured: float) -> dict[str, float]:
         """Take part in saving the best model, where the first rank finds that it is one."""
         if (evaluator.num_rollouts or measured) and self.cfg.eval.metric is not None and handed_on(False):
-            save_model(self._tracked["model"], self._tokenizer, Path(self.cfg.run.path))
+            take_part(self._tracked["model"])
         return {}
 
     def finish(self, evaluator: Evaluator | None = None, **measured: float) -> None:
@@ -128,7 +130,7 @@ class FollowingRun:
             self._end()
         if evaluator is not None:
             self.evaluate(self._step, evaluator, **measured)
-        save_model(self._tracked["model"], self._tokenizer, Path(self.cfg.run.path))
+        take_part(self._tracked["model"])
 
     def __enter__(self) -> FollowingRun:
         return self

@@ -61,18 +61,33 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
 Results: TypeAlias = Mapping[str, Mapping[str, JSON]]
 """Of an evaluation, by environment: `EvaluationReport.to_summary`."""
 
+RunResults: TypeAlias = Mapping[str, Results]
+"""Of a run: `before` and `after` training, as `summary.json` has them."""
+
 
 def before_after_table(before: Results, after: Results) -> Table:
     """Return results of evaluations before and after training, side by side."""
     table = Table(title="on problems held out of training")
     for title in ("", "before", "after"):
         table.add_column(title, justify="left" if not title else "right")
-    for name, results in after.items():
-        for measure, result in results.items():
-            if measure.startswith("pass@") or measure in ("reward", "completion_tokens"):
-                shown = f"{name} {measure.replace('_', ' ')}"
-                table.add_row(shown, _number(before.get(name, {}).get(measure)), _number(result))
+    for row in shown_results(before, after):
+        table.add_row(*row)
     return table
+
+
+def shown_results(before: Results, after: Results) -> list[tuple[str, str, str]]:
+    """Return what a person wants to see of evaluations: name, before training, and after.
+
+    Example:
+        >>> shown_results({"sums": {"reward": 0.25}}, {"sums": {"reward": 0.5, "num_rollouts": 8}})
+        [('sums reward', '0.250', '0.500')]
+    """
+    return [
+        (f"{name} {measure.replace('_', ' ')}", _number(before.get(name, {}).get(measure)), _number(result))
+        for name, results in after.items()
+        for measure, result in results.items()
+        if measure.startswith("pass@") or measure in ("reward", "completion_tokens")
+    ]
 
 
 def _number(result: Any) -> str:

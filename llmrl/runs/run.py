@@ -24,19 +24,13 @@ from llmrl.engines import Engine
 from llmrl.runs.batch_source import BatchMaker, BatchSource, Collected, restore
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
+from llmrl.runs.exports import Exports, open_repository
 from llmrl.runs.health import HealthJudge
 from llmrl.runs.live_view import LiveView
 from llmrl.runs.ranks import handed_on
 from llmrl.runs.report import Results, before_after_table, plot_curve, print_how_to_go_on, resume_command
 from llmrl.runs.resumed_config import resumed_config, save_config
-from llmrl.runs.run_folder import (
-    BackgroundWrites,
-    RunFolder,
-    random_states,
-    restore_random_states,
-    save_model,
-    seed_all,
-)
+from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
 from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
 from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
 from llmrl.runs.tracking import spread
@@ -79,6 +73,7 @@ class Run:
         FileExistsError, FileNotFoundError: when the folder holds a run, or none to resume.
         FolderInUseError: when another process runs in it.
         ValueError: when the run to be resumed is another one, see `resumed_config`; when a file of it is damaged.
+        OSError: when the hub gives no repository `export.push_to_hub`.
     """
 
     def __init__(self, cfg: ScriptConfig, *, console: Console | None = None) -> None:
@@ -86,6 +81,8 @@ class Run:
 
         self.cfg, self.console = cfg, console or Console()
         self._warn = functools.partial(self.console.print, style="bold red", highlight=False, markup=False)
+        if cfg.export.push_to_hub is not None:  # before anything is trained, since the hub may refuse it
+            open_repository(cfg.export.push_to_hub)
         for name, (old, new) in (resumed_config(cfg)[1] if cfg.resume else {}).items():
             self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
         self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=cfg.run.trackers)
@@ -97,11 +94,11 @@ class Run:
         self.folder.drop_rollouts(self._logged)
         self._health = HealthJudge(self.folder.health, self._logged, max_staleness=cfg.collect.max_staleness)
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
+        self._exports = Exports(cfg, self.folder, self._warn)
         self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
         self._tracked: dict[str, Any] = {}
         self._collector: BatchMaker | None = None
         self._engine: Engine | None = None
-        self._tokenizer: Tokenizer  # of `track`
         self._num_steps = 0
         self._step = 0  # the last that was begun, and what it trains on, until it has ended
         self._collected: Collected | None = None
@@ -133,7 +130,7 @@ class Run:
         Raises:
             ValueError: when the checkpoint lacks one of them.
         """
-        self._collector, self._engine, self._tokenizer, self._tracked = collector, engine, tokenizer, dict(objects)
+        self._collector, self._engine, self._tracked = collector, engine, dict(objects)
         self.folder.save_tokenizer(tokenizer)
         checkpoint = self.folder.load_checkpoint() if self.cfg.resume else None
         if checkpoint is not None:
@@ -241,6 +238,8 @@ class Run:
             tracked = save_tracked(self._tracked, self.folder.path, self._step)
             state = {"collector": collected["collector"], "random": random_states(), **tracked}
             self._writes.start(self.folder.save_checkpoint, {"step": self._step, **state})
+        if self.is_due(self._step, self.cfg.export.every):
+            self._exports.start(self._step, self._tracked["model"], self._metrics, self.summary)
         if self._is_interrupted:
             self.why_stopped = "interrupted; what was learned so far is kept"
 
@@ -334,7 +333,7 @@ class Run:
             metrics = metrics_of_evaluation(reports) | {f"eval/{name}": value for name, value in measured.items()}
         is_best = self._best is not None and self._best.see(step, metrics) and is_new and step > 0
         if self._best is not None and handed_on(is_best):
-            save_model(self._tracked["model"], self._tokenizer, self.folder.path / "model-best")
+            self._exports.save(self.folder.path / "model-best", step, self._tracked["model"], self.summary)
         if is_new:  # what is recorded is not done again, so this comes last
             for name, report in reports.items():
                 self.folder.log_evaluation(step, f"eval/{name}", report.rollouts)
@@ -364,7 +363,7 @@ class Run:
         if evaluator is not None:
             self.evaluate(self._step, evaluator, **measured)
         self._writes.wait()
-        save_model(self._tracked["model"], self._tokenizer, self.folder.model_path)
+        self._exports.finish(self._step, self._tracked["model"], self._metrics, self.summary)
         metrics = self.folder.read_metrics()
         plot_curve(metrics, self.folder.curve_path)
         if self.summary.get("after"):
@@ -391,6 +390,7 @@ class Run:
         self.folder.close()
         if self.cfg.dry_run:
             self._writes.wait()
+            self._exports.wait()
             shutil.rmtree(self.folder.path)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import json
 import random
@@ -11,28 +10,22 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import format_exception
-from typing import TYPE_CHECKING, ParamSpec
+from typing import ParamSpec
 
 import numpy as np
 import torch
 
-from llmrl._utils.files import cut_lines, flush_to_disk, write_atomically
+from llmrl._utils.files import cut_lines, flush_to_disk, mend_killed_writes, write_atomically
 from llmrl._utils.types import JSON, Row, StateDict, Tokenizer
 from llmrl.collectors.rows import rollout_rows
 from llmrl.data import Rollout
 from llmrl.engines import EngineError
 from llmrl.runs.findings import HealthLog
 from llmrl.runs.folder_lock import FolderLock
-from llmrl.runs.ranks import this_rank
 from llmrl.runs.state_file import DamagedFileError, load_state, save_state
 from llmrl.runs.step_metrics import is_logged, only_finite
 from llmrl.runs.token_log import TokenLog
 from llmrl.runs.tracking import CSVTracker, Tracker, grouped_name, open_trackers
-from llmrl.trainer.trained_model import trained_model
-from llmrl.weight_sync.source import named_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Parameters = ParamSpec("Parameters")
 
@@ -90,6 +83,7 @@ class RunFolder:
         self.rollouts_path = self.path / "rollouts.jsonl"
         self.checkpoint_path = self.path / "checkpoint.safetensors"
         self.model_path = self.path / "model"
+        self.exports_path = self.path / "exports"
         self.curve_path = self.path / "curve.png"
         self.batches_path = self.path / "batches"
         self.set_aside_path = self.path / "set-aside"
@@ -115,9 +109,8 @@ class RunFolder:
                 )
             for path in (self.metrics_path, self.rollouts_path, self.health.path):
                 cut_lines(path)
-            for folder in (self.path, self.batches_path, self.tokens.path):
-                for left in folder.glob(".*.tmp"):  # of writers that were killed
-                    left.unlink()
+            for folder in (self.path, self.batches_path, self.tokens.path, self.exports_path):
+                mend_killed_writes(folder)
             self._trackers = open_trackers(trackers, self.path)
         except BaseException:
             self._lock.release()
@@ -304,32 +297,6 @@ class RunFolder:
             tracker.close()
         if self._lock is not None:
             self._lock.release()
-
-
-def save_model(model: PreTrainedModel, tokenizer: Tokenizer, path: Path) -> None:
-    """Save in Hugging Face format, in the dtype that it was served in, adapters merged.
-
-    Where it is sharded, every rank calls this, and the first one writes.
-    """
-    dtype = trained_model(model).compute_dtype or torch.float32
-    base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
-    weights = {}
-    for name, tensor in named_weights(model):
-        if this_rank() == 0:  # the others only help to gather
-            weights[name] = tensor.to("cpu", dtype, copy=True)
-    if this_rank() > 0:
-        return
-    kept = base.state_dict().keys() - dict(base.named_parameters(remove_duplicate=False)).keys()
-    buffers = {name: tensor for name, tensor in base.named_buffers() if name in kept}
-    config = copy.deepcopy(base.config)
-    config.dtype = dtype
-    with torch.device("meta"):
-        served = type(base)(config).to(dtype)
-    served.load_state_dict(weights | buffers, strict=False, assign=True)
-    served.tie_weights()
-    served.generation_config = base.generation_config
-    served.save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 def seed_all(seed: int) -> None:

@@ -25,6 +25,7 @@ from llmrl.runs.config import (
     EngineConfig,
     EnvConfig,
     EvalConfig,
+    ExportConfig,
     GRPOConfig,
     GRPOTrainConfig,
     LoRAEntries,
@@ -61,6 +62,9 @@ def train(
     patience: int | None = None,
     path: str | Path | None = None,
     resume: bool = False,
+    export_every: int | None = None,
+    save_total_limit: int | None = None,
+    push_to_hub: str | None = None,
     trackers: Sequence[str] = (),
     num_steps: int = 100,
     groups_per_batch: int = 16,
@@ -98,6 +102,11 @@ def train(
         patience: evaluations in a row without a better one, after which training ends.
         path: the run's folder; by default a new one in `runs/`.
         resume: go on with the run in `path`.
+        export_every: steps between exports of the model (`exports/step-…` in the run's folder), written beside the
+            training; None: at its end alone, as `model`.
+        save_total_limit: exports that are kept, the last ones; None keeps all.
+        push_to_hub: a repository, `me/my-model`, that is given each export and the model, with a card of the run; it is
+            private where it is made.
         trackers: of metrics, besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`.
         num_steps: batches of the whole run.
         groups_per_batch: prompts of a batch.
@@ -124,6 +133,7 @@ def train(
             for numbers that do not fit.
         MissingExtraError: without the extra `scripts`, before anything is started.
         NothingLearned: when no step changed the weights.
+        OSError: when the hub gives no repository `push_to_hub`.
         FileExistsError, FileNotFoundError: when `path` holds a run, or none to resume.
     """
     refuse_unknown("train", unknown, [name for name in keywords_of(train) or () if name != "env"], _EXPLAINED)
@@ -148,6 +158,7 @@ def train(
             max_staleness=max_staleness,
         ),
         eval=EvalConfig(every=eval_every, metric=best_by, patience=patience),
+        export=ExportConfig(every=export_every, save_total_limit=save_total_limit, push_to_hub=push_to_hub),
         seed=seed,
         resume=resume,
         model=ModelConfig(

@@ -1,0 +1,196 @@
+"""The model in Hugging Face format while training goes on: copied to the host, written and pushed in the background."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmrl._utils.files import write_folder_atomically
+from llmrl.runs.config import ScriptConfig
+from llmrl.runs.ranks import handed_on, this_rank
+from llmrl.runs.report import RunResults
+from llmrl.runs.run_card import run_card
+from llmrl.runs.run_folder import BackgroundWrites, RunFolder
+from llmrl.trainer.trained_model import trained_model
+from llmrl.weight_sync.source import named_weights
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
+    from transformers import PreTrainedModel
+
+
+class Exports:
+    """What a run gives away of its model: `exports/step-000050`, `model-best`, `model`, and a hub's repository.
+
+    An export is the weights of one step, in the dtype that they were served in, adapters merged, with the tokenizer and
+    a card that says what trained. Its folder is there when it is whole. The weights are copied to the host's memory
+    when it is due; a thread writes them, while training goes on. An export that is due while the one before is still
+    being written waits for it, so that there is one copy. One that is due while the hub still takes another is written
+    and not pushed. A hub that fails ends no run: it is told, and the next export is pushed again.
+
+    Args:
+        cfg: its section `export` says what is due.
+        folder: of the run.
+        say: tells the user what went wrong.
+    """
+
+    def __init__(self, cfg: ScriptConfig, folder: RunFolder, say: Callable[[str], object]) -> None:
+        self._cfg, self._folder, self._say = cfg, folder, say
+        self._writes = BackgroundWrites()
+        self._pushed: Future[CommitInfo] | None = None
+        self._being_pushed: Path | None = None
+
+    def start(self, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults) -> None:
+        """Begin the export of a step's weights. Where they are sharded, the other ranks call `take_part`.
+
+        Raises:
+            Exception: what the writing of the export before raised.
+        """
+        path = self._folder.exports_path / f"step-{step:06d}"
+        card = run_card(self._cfg, step, metrics, summary)
+        self._writes.wait()
+        self._writes.start(self._write, take_part(model), path, card, step)
+
+    def save(self, path: Path, step: int, model: PreTrainedModel, summary: RunResults, **metrics: float) -> None:
+        """Write a step's weights to a folder, and return when they are there; see `start`."""
+        self._writes.wait()
+        card = run_card(self._cfg, step, metrics, summary)
+        write_model(take_part(model), path, self._folder.tokenizer_path, card, self._cfg)
+
+    def finish(self, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults) -> None:
+        """Write the last weights to `model`, push them, and return when the hub has them."""
+        self.save(self._folder.model_path, step, model, summary, **metrics)
+        if self._cfg.export.push_to_hub is not None:
+            self._await_push()
+            self._push(self._folder.model_path, step)
+            self._await_push()
+
+    def wait(self) -> None:
+        """Block until nothing is being written."""
+        self._writes.wait()
+
+    def _write(self, model: PreTrainedModel | None, path: Path, card: str, step: int) -> None:
+        write_model(model, path, self._folder.tokenizer_path, card, self._cfg)
+        if self._cfg.export.push_to_hub is not None and (self._pushed is None or self._pushed.done()):
+            self._await_push()
+            self._push(path, step)
+        if (num_kept := self._cfg.export.save_total_limit) is not None:
+            for old in exports_of(self._folder.path)[:-num_kept]:
+                if old != self._being_pushed:
+                    shutil.rmtree(old)
+
+    def _push(self, path: Path, step: int) -> None:
+        from huggingface_hub import HfApi
+
+        assert self._cfg.export.push_to_hub is not None
+        self._being_pushed = path
+        self._pushed = HfApi().upload_folder(
+            repo_id=self._cfg.export.push_to_hub,
+            folder_path=path,
+            commit_message=f"Weights after step {step}",
+            run_as_future=True,
+        )
+
+    def _await_push(self) -> None:
+        """Wait for the hub; where it failed, say so."""
+        pushed, path = self._pushed, self._being_pushed
+        self._pushed = self._being_pushed = None
+        if pushed is not None and (error := pushed.exception()) is not None:
+            self._say(
+                f"{path} was not pushed to {self._cfg.export.push_to_hub} ({type(error).__name__}: {error}). By hand: "
+                f"llmrl push {self._folder.path} {self._cfg.export.push_to_hub}"
+            )
+
+
+def open_repository(name: str, *, is_public: bool = False) -> None:
+    """Make a hub's repository for a model where there is none.
+
+    Args:
+        name: such as `me/my-model`.
+        is_public: of one that is made; one that is there stays as it is.
+
+    Raises:
+        ValueError: when that is no name of a repository.
+        OSError: when the hub cannot be reached, or refuses.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(name, private=not is_public, exist_ok=True)
+    except ValueError:
+        raise
+    except Exception as error:  # of whichever HTTP library it has
+        raise OSError(
+            f"the hub gives no repository {name!r} to push to ({type(error).__name__}: {error}). Log in by "
+            "`hf auth login`, or name one that you may write to."
+        ) from error
+
+
+def push_folder(folder: Path, repository: str, *, is_public: bool = False) -> str:
+    """Push the folder of a model to a hub's repository, see `open_repository`; gives its address.
+
+    Raises:
+        FileNotFoundError: when the folder holds no model.
+        OSError: when the hub cannot be reached, or refuses.
+    """
+    from huggingface_hub import HfApi
+
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} holds no model to push: there is no config.json in it.")
+    open_repository(repository, is_public=is_public)
+    try:
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Push {folder.name}")
+    except Exception as error:
+        raise OSError(f"{folder} was not pushed to {repository!r} ({type(error).__name__}: {error}).") from error
+    return f"{HfApi().endpoint}/{repository}"
+
+
+def exports_of(run: Path) -> list[Path]:
+    """Return the folders of a run's exports, those of earlier steps first."""
+    return sorted((run / "exports").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def take_part(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a copy of a model on the host, in the dtype that it was served in, adapters merged.
+
+    Where it is sharded every rank calls this, and the first one gets the copy: the others help to gather, and get None.
+    """
+    handed_on(None)  # the others wait here for however long the first one writes
+    dtype = trained_model(model).compute_dtype or torch.float32
+    base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+    weights = {}
+    for name, tensor in named_weights(model):
+        if this_rank() == 0:
+            weights[name] = tensor.to("cpu", dtype, copy=True)
+    if this_rank() > 0:
+        return None
+    kept = base.state_dict().keys() - dict(base.named_parameters(remove_duplicate=False)).keys()
+    buffers = {name: tensor.to("cpu", copy=True) for name, tensor in base.named_buffers() if name in kept}
+    config = copy.deepcopy(base.config)
+    config.dtype = dtype
+    with torch.device("meta"):
+        served = type(base)(config).to(dtype)
+    served.load_state_dict(weights | buffers, strict=False, assign=True)
+    served.tie_weights()
+    served.generation_config = copy.deepcopy(base.generation_config)
+    return served
+
+
+def write_model(model: PreTrainedModel | None, path: Path, tokenizer: Path, card: str, cfg: ScriptConfig) -> None:
+    """Write a copied model, a tokenizer's files and a card to a folder, so that a kill leaves all of it or nothing."""
+    if model is None:
+        return
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder, max_shard_size=cfg.export.max_shard_size)
+        shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    path.parent.mkdir(exist_ok=True)
+    write_folder_atomically(path, write)
