@@ -11,8 +11,9 @@ import torch.distributed as dist
 from loss_batches import ragged_batch, tiny_model, with_lora
 from torch.distributed.tensor import DTensor
 
+from llmrl.engines import TransformersEngine
 from llmrl.objectives import GRPOLoss
-from llmrl.trainer import TransformersWrapper, shard_model, train_step, write_log_probs
+from llmrl.trainer import EngineTeacher, TransformersWrapper, shard_model, train_step, write_log_probs
 
 
 def make_policy(kind: str):
@@ -94,6 +95,23 @@ def scored_together(key: Any) -> dict[str, Any]:
     return {"rows": [row[key] for row in batch.unbind(0)], "own": num_passes, "all": len(policy.pack(*columns))}
 
 
+def scored_by_an_engine(key: Any) -> dict[str, Any]:
+    """What ranks write that share the rows among their teacher's engines, and how many rows this one asked for."""
+    policy = TransformersWrapper(tiny_model(), generate=False)
+    shard_model(policy.model)
+    asked = []
+
+    class Counted(TransformersEngine):
+        async def score(self, token_ids: Any, *, top_k: int = 0) -> Any:
+            asked.append(token_ids)
+            return await super().score(token_ids, top_k=top_k)
+
+    batch = gradient_batch()
+    with Counted(tiny_model()) as engine:
+        write_log_probs(EngineTeacher(policy, engine, tokenizer=None), batch, key)
+    return {"rows": [row[key] for row in batch.unbind(0)], "own": len(asked)}
+
+
 def main() -> None:
     """Shard, step, save what rank 0 has."""
     kinds, rank, num_ranks, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
@@ -112,6 +130,7 @@ def main() -> None:
         for is_tied in (False, True)
     }
     results["scored"] = scored_together(OLD_LOG_PROBS)
+    results["by an engine"] = scored_by_an_engine(OLD_LOG_PROBS)
     for one in kinds.split(","):
         policy = make_policy(one)
         shard_model(policy.model)

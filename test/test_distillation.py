@@ -167,7 +167,7 @@ def test_a_teacher_of_another_tokenizer_is_refused_by_name(student, tiny_model_p
     tokenizer.save_pretrained(tmp_path / "theirs")
     with pytest.raises(ValueError, match=r"theirs' has another tokenizer .*1 entries .*'<other>'"):
         load_teacher(student, tmp_path / "theirs", tokenizer=AutoTokenizer.from_pretrained(tiny_model_path))
-    with pytest.raises(ValueError, match=r"teacher\.path or teacher\.hint is needed"):
+    with pytest.raises(ValueError, match=r"teacher\.path, teacher\.url or teacher\.hint is needed"):
         TeacherConfig()
     problem = {"query": "1 + 1 =", "solution": "2"}
     for hint in ("It is {answer}.", "{}", "{"):

@@ -87,6 +87,9 @@ def test_the_head_is_gathered_in_the_dtype_that_it_is_computed_in(sharded: dict[
 def test_ranks_score_their_share_of_a_batch_and_have_all_of_it(sharded: dict[str, Any]) -> None:
     scored = sharded["scored"]
     assert scored["own"] == math.ceil(scored["all"] / 2) > 1
-    for row, actual in zip(gradient_batch().unbind(0), scored["rows"], strict=True):
+    assert sharded["by an engine"]["own"] == len(scored["rows"]) / 2
+    for row, *both in zip(gradient_batch().unbind(0), scored["rows"], sharded["by an engine"]["rows"], strict=True):
         mask = row["masks", "all_assistant_mask"]
-        torch.testing.assert_close(actual, (plain_log_probs(tiny_model(), row) * mask).float(), atol=1e-4, rtol=1e-4)
+        for actual in both:
+            expected = (plain_log_probs(tiny_model(), row) * mask).float()
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

@@ -62,6 +62,18 @@ def served(real_vllm, tmp_path_factory):
     log.close()
 
 
+def test_it_scores_the_tokens_that_it_is_given(served):
+    model, url, _ = served
+    ids = [1, 493, 198, 148, 314, 7]
+    with ServerEngine(url, start_timeout_seconds=240) as engine:
+        scores = asyncio.run(engine.score(ids, top_k=3))
+    with torch.no_grad():
+        log_p = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    tolerance = {"rtol": 0, "atol": MEAN_TOLERANCE}
+    torch.testing.assert_close(scores.log_probs[1:], log_p.gather(1, torch.tensor(ids)[1:, None])[:, 0], **tolerance)
+    torch.testing.assert_close(scores.top_log_probs[1:], log_p.topk(3).values, **tolerance)
+
+
 def test_conversations_go_on_while_a_server_takes_weights_by_memory_gloo_and_files(served, tmp_path, monkeypatch):
     """Every parameter changes, the tied embedding included; each token is of the version that it says."""
     model, url, _ = served

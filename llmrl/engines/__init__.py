@@ -16,6 +16,7 @@ from llmrl.engines.ray_engine import RayEngine
 from llmrl.engines.ray_registry import EngineRegistry
 from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.router import NoReplicaError, Router
+from llmrl.engines.scores import ScoresTokens, TokenScores
 from llmrl.engines.server import ServerEngine
 from llmrl.engines.transformers_engine import TransformersEngine
 from llmrl.engines.vllm import AsyncVLLM
@@ -34,7 +35,9 @@ __all__ = [
     "RayEngine",
     "Router",
     "SamplingConfig",
+    "ScoresTokens",
     "ServerEngine",
+    "TokenScores",
     "TransformersEngine",
     "completion_budget",
 ]

@@ -25,6 +25,7 @@ from llmrl.engines.server_messages import (
     read_models,
     read_response,
 )
+from llmrl.engines.server_scores import ServerScores
 from llmrl.engines.server_session import close_session, open_session, read_body
 from llmrl.engines.server_updates import ABORT_PATH, ABORT_PREFIX, GENERATE_PATH, ServerUpdates, label_of, tokens_so_far
 
@@ -43,7 +44,7 @@ _ABORT_TIMEOUT_S = 10.0
 _NUM_BASE_BYTES, _NUM_TOKEN_BYTES = 1 << 20, 1 << 12
 
 
-class ServerEngine(ServerUpdates):
+class ServerEngine(ServerUpdates, ServerScores):
     """Token ids in, token ids and log-probs out, over HTTP: vLLM, or any server that returns both.
 
     With `vllm serve`, log-probs are those of the distribution sampled from only with

@@ -17,6 +17,7 @@ import torch
 
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
 from llmrl.engines.decoding import DISTRIBUTION_FIELDS, DecodedSequence, DecodingBatch
+from llmrl.engines.scores import TokenScores, check_scored, read_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -173,6 +174,37 @@ class TransformersEngine:
             return await asyncio.wrap_future(request.future)
         finally:
             del self._in_flight[request_id]
+
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids in its place.
+
+        They are the model's own, at temperature 1; sequences are computed one by one.
+
+        Raises:
+            ValueError: for fewer than two tokens, more than fit with one besides, or ids outside the vocabulary.
+            EngineError: when the engine was shut down, or the model failed.
+        """
+        check_scored(token_ids, top_k, self.max_model_len)
+        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise ValueError(f"token_ids has tokens outside the vocabulary of {self.vocab_size}.")
+        return await asyncio.to_thread(self._score, list(token_ids), top_k)
+
+    @torch.no_grad()
+    def _score(self, token_ids: list[int], top_k: int) -> TokenScores:
+        ids = torch.tensor(token_ids, device=self._generator.device)
+        with self._weights_lock:
+            if self._is_shut_down:
+                raise EngineError("The transformers engine was shut down.")
+            try:
+                logits = self._model(ids[None], use_cache=False).logits[0, :-1]
+            except Exception as error:
+                raise EngineError(f"The model failed: {error}") from error
+        log_probs = logits.float().log_softmax(-1)
+        top = log_probs.topk(min(top_k, log_probs.shape[1]))
+        reported = torch.cat([log_probs.gather(1, ids[1:, None]), top.values], 1)
+        return read_scores(
+            token_ids, torch.cat([ids[1:, None], top.indices], 1).cpu(), reported.cpu(), engine="The model"
+        )
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""

@@ -28,6 +28,7 @@ from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
 from llmrl.engines.vllm_args import NCCL_BACKEND, TorchRLOptions, in_own_words
 from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm_requests import generate_one, num_reported, sampling_params, unless_it_dies
+from llmrl.engines.vllm_scores import VLLMScores
 from llmrl.engines.vllm_start import start_vllm
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncVLLM(KnownArguments):
+class AsyncVLLM(KnownArguments, VLLMScores):
     """A vLLM engine: token ids in, exact completions out, weights replaced while requests are in flight.
 
     The engine core runs in a child process; a thread of this process talks to it, so `generate` may be awaited from
@@ -226,20 +227,10 @@ class AsyncVLLM(KnownArguments):
         self._check_alive(and_awake=True)
         num_log_probs = num_reported(sampling, self._llm.vllm_config.model_config)
         params = sampling_params(sampling, budget, num_log_probs=num_log_probs)
-        self._in_flight.add(request_id)
-        self._watch.begin(self, self._background)
-        try:
-            completion = await self._background.wait(generate_one(self._llm, list(prompt_ids), params, request_id))
-            self._num_tokens += len(completion.token_ids)
-            return completion
-        except RuntimeError as error:
-            if self._watch.why:
-                raise EngineError(self._watch.why) from error
-            if isinstance(error, EngineError) or not self._background.is_closed:
-                raise
-            raise EngineError("The vLLM engine was shut down.") from error
-        finally:
-            self._in_flight.discard(request_id)
+        request = generate_one(self._llm, list(prompt_ids), params, request_id)
+        completion = await self._serve(request_id, request)
+        self._num_tokens += len(completion.token_ids)
+        return completion
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Refuse truncation of which vLLM cannot say what it kept.

@@ -81,12 +81,42 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
         raise ValueError(f"vLLM refused the request: {error}") from error
 
 
+def scoring_params(top_k: int) -> SamplingParams:
+    """Return vLLM's parameters for the log-probs of a prompt's tokens, and of `top_k` likeliest in the place of each.
+
+    vLLM samples at least one token, and reads no cached blocks for such a request.
+    """
+    from vllm import SamplingParams
+
+    from llmrl.engines.vllm_private import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 async def generate_one(llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Completion:
-    """Await one request to its end; runs on the engine's own loop.
+    """Await one completion; runs on the engine's own loop.
 
     Raises:
         ValueError: when vLLM refuses the request.
         EngineError: when the engine died or answered with less than a completion.
+    """
+    final = await answer_of(llm, prompt_ids, params, request_id)
+    return read_completion(final, llm.vllm_config.model_config.get_vocab_size())
+
+
+async def answer_of(llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+    """Await one request to its end; runs on the engine's own loop.
+
+    Raises:
+        ValueError: when vLLM refuses the request.
+        EngineError: when the engine died or did not finish it.
     """
     from llmrl.engines.vllm_private import EngineDeadError, EngineGenerateError, VLLMClientError
 
@@ -103,7 +133,7 @@ async def generate_one(llm: AsyncLLM, prompt_ids: list[int], params: SamplingPar
         raise EngineError(f"vLLM could not serve the request: {error.__cause__ or error}") from error
     if final is None or not final.finished:
         raise EngineError("vLLM ended the request without an answer; try again.")
-    return read_completion(final, llm.vllm_config.model_config.get_vocab_size())
+    return final
 
 
 def read_completion(output: RequestOutput, vocab_size: int) -> Completion:

@@ -32,7 +32,10 @@ class TeacherConfig:
     """Whose log-probs the student's tokens are judged by."""
 
     path: str | None = None
-    """A Hugging Face name or folder of a model with the student's tokenizer; null: the student itself, with a hint."""
+    """A Hugging Face name or folder of a model with the student's tokenizer, loaded beside the student."""
+    url: str | None = None
+    """Or the address of a `vllm serve` of such a model, which asks for `collect.temperature=1`; neither: the student
+    itself, with a hint."""
     hint: str | None = None
     """What the teacher's prompt says besides, with columns of the problem: `The answer is {answer}.`; null: nothing."""
     coeff: float = 1.0
@@ -41,9 +44,13 @@ class TeacherConfig:
     """Add it to the advantage of the rewards, as GRPO has it; without, nothing is rewarded."""
 
     def __post_init__(self) -> None:
-        if self.path is None and self.hint is None:
+        if self.path is None and self.url is None and self.hint is None:
             raise ValueError(
-                "teacher.path or teacher.hint is needed: a student teaches itself only by what it is told."
+                "teacher.path, teacher.url or teacher.hint is needed: a student teaches itself only by what it is told."
+            )
+        if self.path is not None and self.url is not None:
+            raise ValueError(
+                f"teacher.path={self.path!r} and teacher.url={self.url!r} are two teachers: leave one null."
             )
 
     def hint_for(self, problem: Row) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,9 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector, RayLLMCollector
-from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig
+from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig, ServerEngine
 from llmrl.envs import make_task_env
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Renderer
@@ -24,7 +25,7 @@ from llmrl.runs.following import AbsentEngine
 from llmrl.runs.imitation_config import DistillationConfig
 from llmrl.runs.ranks import this_rank
 from llmrl.testing import ensure_embedded_model
-from llmrl.trainer import LoRAConfig
+from llmrl.trainer import EngineTeacher, LoRAConfig, TransformersWrapper, load_teacher
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 from llmrl.weight_sync.gloo import own_address
 
@@ -32,6 +33,8 @@ Postproc = Callable[[TensorDictBase], TensorDictBase]
 
 # What engines are started with, by the way that weights take to them.
 _WEIGHT_TRANSFER: dict[str, bool | str] = {"direct": True, "ipc": "ipc", "files": "llmrl"}
+_TEACHER_TIMEOUT_S = 120.0
+"""For a teacher's server that is being started beside the run."""
 
 
 def make_env(cfg: ScriptConfig) -> EnvBase:
@@ -138,6 +141,25 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         return AsyncVLLM.from_pretrained(model_folder(cfg), **options)
     options["num_replicas"] = 1 if cfg.engine.num_replicas is None else cfg.engine.num_replicas
     return EngineReplicas.from_pretrained(model_folder(cfg), **options)
+
+
+@contextmanager
+def start_teacher(
+    cfg: DistillationConfig, policy: TransformersWrapper, *, tokenizer: Tokenizer
+) -> Iterator[TransformersWrapper | EngineTeacher]:
+    """Load the teacher that `teacher` describes, connect to its server, or take the student itself.
+
+    Raises:
+        ValueError: when it has another tokenizer, or is a server and the student's temperature is not 1.
+        EngineError: when the server cannot be reached within two minutes.
+    """
+    if cfg.teacher.url is not None:
+        with ServerEngine(cfg.teacher.url, start_timeout_seconds=_TEACHER_TIMEOUT_S) as engine:
+            yield EngineTeacher(policy, engine, tokenizer=tokenizer)
+    elif cfg.teacher.path is not None:
+        yield load_teacher(policy, cfg.teacher.path, tokenizer=tokenizer)
+    else:
+        yield policy
 
 
 def sync_scheme(cfg: ScriptConfig) -> VLLMWeightSyncScheme:

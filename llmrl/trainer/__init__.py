@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmrl.trainer.divergence import TeacherDistribution, chunked_divergence
+from llmrl.trainer.engine_teacher import EngineTeacher
 from llmrl.trainer.loading import LoRAConfig, load_model, load_teacher, make_reference
 from llmrl.trainer.minibatches import minibatches
 from llmrl.trainer.optimizer import make_optimizer
@@ -12,6 +13,7 @@ from llmrl.trainer.train_step import TrainStepReport, train_step
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 __all__ = [
+    "EngineTeacher",
     "LoRAConfig",
     "TeacherDistribution",
     "TrainStepReport",

@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 
 from llmrl._utils.imports import require
 from llmrl._utils.types import Tokenizer
+from llmrl.trainer.engine_teacher import check_same_tokenizer
 from llmrl.trainer.scoring import write_log_probs
 from llmrl.trainer.sharding import shard_model
 from llmrl.trainer.trained_model import trained_model
@@ -131,14 +132,7 @@ def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: To
     """
     from transformers import AutoTokenizer
 
-    ours, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(path).get_vocab()
-    if differing := sorted({*ours.items()} ^ {*theirs.items()}, key=lambda entry: entry[1]):
-        token, number = differing[0]
-        raise ValueError(
-            f"the teacher {str(path)!r} has another tokenizer than the student: {len(differing)} entries of their "
-            f"vocabularies differ, first {token!r}, {number}; the student's ids would be other texts to it. Choose a "
-            "teacher of the student's family."
-        )
+    check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(path), teacher=str(path))
     return _scorer(policy, path)
 
 

@@ -16,6 +16,7 @@ from llmrl.data.ragged import flat_batch, write_column
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
 from llmrl.data.tensordicts import plain
 from llmrl.objectives.scoring import log_probs_of
+from llmrl.trainer.engine_teacher import EngineTeacher
 from llmrl.trainer.trained_model import trained_model
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
@@ -31,7 +32,7 @@ _HINTED: NestedKey = ("hinted", "full")
 
 @torch.no_grad()
 def write_log_probs(
-    policy: TransformersWrapper,
+    policy: TransformersWrapper | EngineTeacher,
     batch: TensorDictBase,
     key: NestedKey,
     *,
@@ -48,7 +49,7 @@ def write_log_probs(
     - `("next", "teacher_log_probs", "full")`: a teacher's.
 
     Args:
-        policy: scores.
+        policy: scores; or an `EngineTeacher`, whose engine does.
         batch: training rows, ragged; changed in place.
         key: entry written.
         disable_adapter: score with the adapters of a peft model disabled.
@@ -59,7 +60,14 @@ def write_log_probs(
 
     Raises:
         TypeError: for `disable_adapter` with a model that has no adapters.
+        EngineError: when a teacher's engine cannot.
     """
+    if isinstance(policy, EngineTeacher):
+        if disable_adapter:
+            raise TypeError("disable_adapter needs a peft model, got an EngineTeacher; leave it out.")
+        scores = policy.scores(batch, assistant_only=assistant_only)
+        write_column(batch, key, [row.log_probs for row in scores])
+        return batch
     with adapters_off(policy.model) if disable_adapter else contextlib.nullcontext():
         group = trained_model(policy.model).process_group
         scored = log_probs_of(policy, batch, assistant_only=assistant_only, process_group=group)
@@ -68,7 +76,7 @@ def write_log_probs(
 
 
 def write_hinted_log_probs(
-    policy: TransformersWrapper,
+    policy: TransformersWrapper | EngineTeacher,
     batch: TensorDictBase,
     key: NestedKey,
     *,

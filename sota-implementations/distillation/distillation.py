@@ -1,7 +1,7 @@
 """On-policy distillation: the student answers, and a teacher says of each token how likely it is to it.
 
-The teacher is another model (`teacher.path`), or the student itself that reads more in its prompt (`teacher.hint`). The
-KL to the teacher is each token's advantage, alone or added to that of the rewards (`teacher.use_reward=true`).
+The teacher is another model, here (`teacher.path`) or served (`teacher.url`), or the student itself, which reads more
+in its prompt (`teacher.hint`). The KL is each token's advantage, alone or with the rewards' (`teacher.use_reward=true`).
 
 python sota-implementations/distillation/distillation.py                             # itself, told the answer
 python sota-implementations/distillation/distillation.py teacher.hint=null teacher.path=runs/mine/model
@@ -37,13 +37,13 @@ from llmrl.runs.setup import (
     model_folder,
     scoring_options,
     start_engine,
+    start_teacher,
     sync_scheme,
 )
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import (
     TransformersWrapper,
     load_model,
-    load_teacher,
     make_optimizer,
     train_step,
     write_hinted_log_probs,
@@ -82,7 +82,7 @@ def main(cfg: DistillationConfig) -> None:
         )
 
         # What teaches: another model, or the student as it is now; either may read more than the student does.
-        teacher = actor if cfg.teacher.path is None else load_teacher(actor, cfg.teacher.path, tokenizer=tokenizer)
+        teacher = run.enter(start_teacher(cfg, actor, tokenizer=tokenizer))
         advantages = TeacherAdvantage(cfg.teacher.coeff)
         problems: Any = dataset_env_of(env)
         render = partial(renderer.render, add_generation_prompt=True)

@@ -1,0 +1,91 @@
+"""The part of `ServerEngine` that scores tokens which the server did not sample: vLLM's `prompt_logprobs`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl.engines.base import EngineError
+from llmrl.engines.scores import TokenScores, check_scored, read_scores
+
+_NUM_SCORES_A_TOKEN = 16
+"""Scores whose JSON takes what one sampled token's may."""
+
+
+class ServerScores(ABC):
+    """What asks a server for the scores of given tokens, and for the tokens of a text."""
+
+    max_model_len: int
+    model: str
+    _base_url: str
+    _background: BackgroundLoop
+
+    @abstractmethod
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, budget: int | None = None
+    ) -> object:
+        """Return the JSON that the server answers with."""
+
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids in its place.
+
+        They are the model's own, at temperature 1; any `vllm serve` gives them, of 20 ids in each place unless it was
+        started with more (`--max-logprobs`).
+
+        Raises:
+            ValueError: for fewer than two tokens, more than fit with one besides, or a request that the server refuses.
+            EngineError: when the server cannot be reached, does not answer in time, or returns less.
+        """
+        check_scored(token_ids, top_k, self.max_model_len)
+        body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}
+        budget = len(token_ids) * (1 + top_k // _NUM_SCORES_A_TOKEN)
+        asked = self._request("POST", "/v1/completions", body | {"temperature": 0.0}, budget=budget)
+        return read_prompt_scores(await self._background.wait(asked), token_ids, top_k, server=self._base_url)
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the token ids that the server's tokenizer makes of a text, special tokens in it included.
+
+        Raises:
+            ValueError: when the server refuses, as one without a tokenizer.
+            EngineError: when it cannot be reached, or answers without ids.
+        """
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        asked = self._request("POST", "/tokenize", body, budget=len(text))
+        answer = await self._background.wait(asked)
+        ids = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(ids, list) or any(type(number) is not int for number in ids):
+            raise EngineError(f"{self._base_url}/tokenize answered without token ids: {str(answer)[:200]}")
+        return ids
+
+
+def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, server: str) -> TokenScores:
+    """Read the scores of a prompt's tokens from a server's answer.
+
+    Raises:
+        EngineError: when they are missing, short, of other tokens, or none that a model can have given.
+
+    Example:
+        >>> place = {"7": {"logprob": -2.0, "rank": 4}, "5": {"logprob": -0.5, "rank": 1}}
+        >>> answer = {"choices": [{"prompt_logprobs": [None, place]}]}
+        >>> read_prompt_scores(answer, [3, 7], 1, server="http://host").top_log_probs.tolist()
+        [[0.0], [-0.5]]
+    """
+    ids, log_probs = [], []
+    try:
+        _, *places = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
+        for token_id, place in zip(token_ids[1:], places, strict=True):
+            # Where its own is not among the likeliest, its rank is beyond theirs.
+            likeliest = sorted((entry["rank"], int(name), entry["logprob"]) for name, entry in place.items())[:top_k]
+            ids.append([token_id, *(number for _, number, _ in likeliest)])
+            log_probs.append([place[str(token_id)]["logprob"], *(log_prob for *_, log_prob in likeliest)])
+        shape = (len(token_ids) - 1, 1 + top_k)
+        reported_ids, reported = torch.tensor(ids).view(shape), torch.tensor(log_probs, dtype=torch.float32).view(shape)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise EngineError(
+            f"{server} did not say the log-probs of the tokens that it was given (prompt_logprobs, which vLLM's "
+            f"/v1/completions has): {type(error).__name__} {error}"
+        ) from error
+    return read_scores(token_ids, reported_ids, reported, engine=server)

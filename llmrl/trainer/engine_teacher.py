@@ -1,0 +1,163 @@
+"""A teacher behind an engine: rows in, the log-probs of their tokens out, whichever engine computes them."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from llmrl._utils.asynchronous import run_sync
+from llmrl._utils.ranks import rank_and_size
+from llmrl._utils.types import Tokenizer
+from llmrl.data.ragged import flat_batch, ragged_column
+from llmrl.data.sampling_mask import read_sampling_masks
+from llmrl.engines.base import HasTokenizer
+from llmrl.engines.scores import ScoresTokens, TokenScores
+from llmrl.engines.server_scores import ServerScores
+from llmrl.trainer.trained_model import trained_model
+
+if TYPE_CHECKING:
+    from llmrl.trainer.transformers_wrapper import TransformersWrapper
+
+_TOKENS: NestedKey = ("tokens", "full")
+_MASK: NestedKey = ("masks", "all_assistant_mask")
+_NUM_WORDS = 512
+"""Of a vocabulary, in one text: few enough for the context of any model."""
+
+
+class EngineTeacher:
+    """A teacher that an engine serves, in the place of the model that `load_teacher` loads.
+
+    `write_log_probs` and `write_top_k` ask it for all rows of a batch at once. An engine scores whole distributions at
+    temperature 1, as a teacher's model does for a student at temperature 1; for another temperature, and for rows that
+    were sampled from truncated distributions, its log-probs would be of another distribution than the student's: both
+    are refused. Where the student is sharded each rank asks for its share of the rows.
+
+    Args:
+        policy: the student, which scores.
+        engine: `ServerEngine("http://host:8000")` of a `vllm serve`, an `AsyncVLLM`, a `TransformersEngine`, or
+            whatever has their `score`; with room for the longest row and one token more.
+        tokenizer: the student's.
+
+    Raises:
+        TypeError: for an engine that does not score given tokens.
+        ValueError: when the student's temperature is not 1, or the engine's tokenizer is another, naming the first
+            entry that differs.
+
+    Example:
+        >>> teacher = EngineTeacher(actor, ServerEngine("http://host:8000"), tokenizer=tokenizer)    # doctest: +SKIP
+        >>> write_log_probs(teacher, batch, ("next", "teacher_log_probs", "full"))                   # doctest: +SKIP
+    """
+
+    def __init__(self, policy: TransformersWrapper, engine: ScoresTokens, *, tokenizer: Tokenizer) -> None:
+        if not isinstance(engine, ScoresTokens):
+            raise TypeError(
+                f"engine must score given tokens, and {type(engine).__name__} has no method score; take an AsyncVLLM, "
+                "a ServerEngine or a TransformersEngine."
+            )
+        if policy.temperature != 1:
+            raise ValueError(
+                f"the student samples at temperature {policy.temperature:g}, and an engine gives the log-probs of "
+                "given tokens at temperature 1 alone: sample at temperature 1, or load the teacher (load_teacher), "
+                "which is computed at the student's."
+            )
+        if isinstance(engine, ServerScores):
+            _check_served_tokenizer(engine, tokenizer)
+        elif isinstance(engine, HasTokenizer) and (theirs := engine.get_tokenizer()) is not None:
+            check_same_tokenizer(tokenizer, theirs, teacher=type(engine).__name__)
+        self.engine = engine
+        self._student = policy
+
+    def scores(self, batch: TensorDictBase, *, top_k: int = 0, assistant_only: bool = True) -> list[TokenScores]:
+        """Return what the teacher makes of each row's tokens, zeros where nothing is scored.
+
+        Args:
+            batch: training rows.
+            top_k: of the likeliest ids in each token's place.
+            assistant_only: score trained tokens alone.
+
+        Raises:
+            ValueError: for rows from truncated distributions, or longer than the engine takes.
+            EngineError: when the engine cannot.
+        """
+        rows = flat_batch(batch)
+        token_ids = [ids.cpu() for ids in ragged_column(rows, _TOKENS)]
+        if read_sampling_masks(rows, [len(ids) for ids in token_ids]) is not None:
+            raise ValueError(
+                "an engine scores whole distributions, and these rows were sampled from truncated ones: sample with "
+                "top_p=1, top_k=0 and min_p=0, or load the teacher (load_teacher)."
+            )
+        masks = [torch.ones_like(ids).bool() for ids in token_ids]
+        if assistant_only:
+            masks = [mask.cpu().bool() for mask in ragged_column(rows, _MASK)]
+        group = trained_model(self._student.model).process_group
+        rank, num_ranks = rank_and_size(group)
+        own = [(ids, mask, top_k) for ids, mask in zip(token_ids, masks, strict=True)][rank::num_ranks]
+        scored = run_sync(self._scored(own))
+        if group is None:
+            return scored
+        parts: list[list[TokenScores]] = [[] for _ in range(num_ranks)]
+        torch.distributed.all_gather_object(parts, scored, group=group)
+        return [parts[index % num_ranks][index // num_ranks] for index in range(len(token_ids))]
+
+    async def _scored(self, rows: list[tuple[torch.Tensor, torch.Tensor, int]]) -> list[TokenScores]:
+        return list(await asyncio.gather(*(self._scored_row(*row) for row in rows)))
+
+    async def _scored_row(self, ids: torch.Tensor, mask: torch.Tensor, top_k: int) -> TokenScores:
+        mask = mask.clone()
+        mask[:1] = False
+        # What follows the last trained token has no say in its log-prob.
+        num_needed = int(mask.nonzero()[-1]) + 1 if mask.any() else 0
+        scores = TokenScores(
+            torch.zeros(len(ids)), torch.zeros(len(ids), top_k, dtype=torch.int64), torch.zeros(len(ids), top_k)
+        )
+        if num_needed:
+            found = await self.engine.score(ids[:num_needed].tolist(), top_k=top_k)
+            for name in ("log_probs", "top_ids", "top_log_probs"):
+                getattr(scores, name)[mask] = getattr(found, name)[mask[:num_needed]]
+        return scores
+
+
+def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) -> None:
+    """Refuse a teacher to which the student's ids are other texts.
+
+    Raises:
+        ValueError: naming the first entry of the vocabularies that differs.
+    """
+    entries = {*ours.get_vocab().items()} ^ {*theirs.get_vocab().items()}
+    if differing := sorted(entries, key=lambda entry: entry[1]):
+        token, number = differing[0]
+        raise ValueError(
+            f"the teacher {teacher!r} has another tokenizer than the student: {len(differing)} entries of their "
+            f"vocabularies differ, first {token!r}, {number}; the student's ids would be other texts to it. Choose a "
+            "teacher of the student's family."
+        )
+
+
+def _check_served_tokenizer(engine: ServerScores, tokenizer: Tokenizer) -> None:
+    """Refuse a server that makes other ids than the student's tokenizer of the text of the student's vocabulary.
+
+    No route of a server tells its vocabulary; this text has nearly all of the student's ids in it.
+    """
+    words = [tokenizer.decode([number]) for number in sorted(tokenizer.get_vocab().values())]
+    texts = ["\n".join(words[start : start + _NUM_WORDS]) for start in range(0, len(words), _NUM_WORDS)]
+
+    async def tokenized() -> list[list[int]]:
+        return list(await asyncio.gather(*map(engine.tokenize, texts)))
+
+    for text, theirs in zip(texts, run_sync(tokenized()), strict=True):
+        ours = tokenizer.encode(text, add_special_tokens=False)
+        if ours == theirs:
+            continue
+        pairs = enumerate(zip_longest(ours, theirs))
+        place = next(index for index, (our_id, their_id) in pairs if our_id != their_id)
+        around = tokenizer.decode(ours[max(0, place - 2) : place + 3])
+        raise ValueError(
+            f"the server's model {engine.model!r} has another tokenizer than the student: of the text {around!r} it "
+            f"makes {theirs[place : place + 3]}, and the student's {ours[place : place + 3]}; the student's ids would "
+            "be other texts to it. Choose a teacher of the student's family."
+        )
