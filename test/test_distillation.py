@@ -11,18 +11,24 @@ from tensordict import TensorDict, lazy_stack
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmrl.collectors import Demonstrations
+from llmrl.engines import TransformersEngine
 from llmrl.objectives import DistillationLoss, GRPOLoss, KLPenalty, TeacherAdvantage
 from llmrl.rendering import TemplateRenderer
 from llmrl.runs.imitation_config import TeacherConfig
 from llmrl.trainer import (
+    EngineTeacher,
     TeacherDistribution,
+    TeacherTopK,
+    TopK,
     TransformersWrapper,
     chunked_divergence,
+    chunked_top_k,
     load_model,
     load_teacher,
     train_step,
     write_hinted_log_probs,
     write_log_probs,
+    write_top_k,
 )
 from llmrl.trainer.log_probs import Head, LogitTransform
 
@@ -74,8 +80,12 @@ def test_a_divergence_is_held_a_chunk_at_a_time():
             sizes.extend(one.numel() for one in torch.utils._pytree.tree_leaves(made) if isinstance(one, torch.Tensor))
             return made
 
+    teacher = Head(states.detach() + 1, weight.detach())
     with Watching():
-        chunked_divergence(Head(states, weight), Head(states.detach() + 1, weight.detach()), "js", chunk_size=4).sum()
+        likeliest = chunked_top_k(teacher, 5, chunk_size=4)
+        for one in (teacher, likeliest):
+            chunked_divergence(Head(states, weight), one, "js", chunk_size=4).sum().backward()
+    assert likeliest.token_ids.shape == (64, 5)
     assert max(sizes) < 64 * 5000 / 2
 
 
@@ -249,3 +259,99 @@ def test_a_hint_changes_the_prompt_alone(student, renderer, batch, tiny_model_pa
     with pytest.raises(ValueError, match="row 0 does not begin with the prompt"):
         write_hinted_log_probs(student, lazy_stack([moved]), TEACHER, hints=["a"],
                                render=partial(renderer.render, add_generation_prompt=True))  # fmt: skip
+
+
+def joined_divergence_of(ours, theirs, ids, kind, beta):
+    """The definitions, over the given ids of each position and all others as one."""
+
+    def joined(logits):
+        chosen = logits.double().softmax(-1).gather(1, ids)
+        return torch.cat([chosen, 1 - chosen.sum(-1, keepdim=True)], 1).log()
+
+    return divergence_of(joined(ours), joined(theirs), kind, beta)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
+@pytest.mark.parametrize(("top_k", "dtype"), [(1, torch.float64), (3, torch.float32), (10, torch.float64)])
+def test_of_likeliest_ids_the_others_are_one_whatever_the_chunks(kind, top_k, dtype):
+    generator = torch.Generator().manual_seed(top_k)
+    made = partial(torch.randn, generator=generator, dtype=dtype)
+    parts = [made(7, 5), made(11, 5), made(11)]
+    logits = 2 * made(7, 11)
+    ids = logits.topk(top_k).indices
+    teacher = TopK(ids, logits.log_softmax(-1).gather(1, ids))
+    transform, beta, weights = LogitTransform(soft_cap=2.0, temperature=0.7), 0.3, torch.arange(1.0, 8.0)
+    given = [part.clone().requires_grad_() for part in parts]
+    values = chunked_divergence(Head(*given, transform), teacher, kind, beta=beta, chunk_size=3)
+    (values * weights).sum().backward()
+    expected = [part.double().clone().requires_grad_() for part in parts]
+    ours = 2.0 * torch.tanh((expected[0] @ expected[1].T + expected[2]) / 2.0) / 0.7
+    reference = joined_divergence_of(ours, logits, ids, kind, beta)
+    (reference * weights).sum().backward()
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(values.double(), reference, **close)
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, **close)
+    assert (values.double() <= divergence_of(ours, logits, kind, beta) + 1e-5).all()  # joining loses some
+
+
+def test_likeliest_ids_bear_extremes_and_refuse_what_makes_no_sense():
+    weight = torch.eye(4) * 1e4  # probabilities of 1 and 0
+    for kind in ("reverse", "forward", "js"):
+        states = torch.eye(4).requires_grad_()
+        theirs = TopK(torch.tensor([[0], [0], [3], [3]]), torch.tensor([[0.0], [0.0], [-1e-8], [-30.0]]))
+        values = chunked_divergence(Head(states, weight), theirs, kind)
+        values.sum().backward()
+        assert values.isfinite().all() and states.grad.isfinite().all() and values[1] > 0.3
+    for top_k in (0, 4):
+        theirs = TopK(torch.zeros(4, top_k, dtype=torch.int64), torch.zeros(4, top_k))
+        with pytest.raises(ValueError, match=f"below the 4 ids of the vocabulary, got {top_k}"):
+            chunked_divergence(Head(torch.eye(4), weight), theirs, "reverse")
+
+
+@pytest.mark.parametrize("kind", ["reverse", "js"])
+def test_a_loss_against_likeliest_ids_by_a_model_and_by_an_engine(student, teacher_path, batch, tiny_model_path, kind):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    expected = []
+    for row in batch.unbind(0):
+        ours, theirs = (logits_of(path, row["tokens", "full"])[:-1] for path in (tiny_model_path, teacher_path))
+        expected.append(joined_divergence_of(ours, theirs, theirs.topk(5).indices, kind, 0.2)[row[MASK][1:]])
+    expected = torch.cat(expected).detach().mean()
+    loss = DistillationLoss(student, teacher=TeacherTopK(beta=0.2), kl_direction=kind, reduction="token_mean")
+    assert loss.in_keys == [("tokens", "full"), *loss.teacher.in_keys, MASK]
+    loaded, grads = load_teacher(student, teacher_path, tokenizer=tokenizer), []
+    with TransformersEngine(teacher_path) as engine:
+        for teacher in (loaded, EngineTeacher(student, engine, tokenizer=tokenizer)):
+            scored = write_top_k(teacher, batch.clone(), 5)
+            ids = scored[0]["next", "teacher_top", "token_ids"]
+            assert ((ids < 0).all(1) == ~scored[0][MASK]).all()
+            # Micro-batches of one row each, and all at once.
+            for token_budget in (8, 4096):
+                student.model.zero_grad()
+                inputs = loss.prepare(scored)
+                micro = list(loss.micro_losses(inputs, scored, token_budget=token_budget))
+                for one in micro:
+                    one.total().backward()
+                assert float(loss.collect(micro).loss_distill.detach()) == pytest.approx(float(expected), rel=1e-3)
+                assert len(micro) == (3 if token_budget == 8 else 1)
+                grads.append(torch.cat([weight.grad.reshape(-1) for weight in student.model.parameters()]))
+    student.model.zero_grad()
+    for other in grads[1:]:
+        torch.testing.assert_close(other, grads[0], rtol=1e-3, atol=1e-5)
+
+
+def test_likeliest_ids_are_of_the_loss_mask_of_whole_distributions_and_of_every_token(student, batch):
+    scored = write_top_k(student, batch.clone(), 3)
+    with pytest.raises(ValueError, match="no ids at some of the trained tokens"):
+        DistillationLoss(student, teacher=TeacherTopK(), masking_strategy="generic")(scored)
+    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        write_top_k(student, batch, 0)
+    scored[0]["next", "teacher_top", "log_probs"] = torch.zeros(4, 2)
+    with pytest.raises(ValueError, match=r"'log_probs'\) must have one vector per token"):
+        DistillationLoss(student, teacher=TeacherTopK())(scored)
+    counts = torch.zeros(len(batch[0]["tokens", "full"]), dtype=torch.int32)
+    counts[-1] = 2
+    cut = batch[0].clone()
+    cut["sampling_mask"] = TensorDict({"counts": counts, "token_ids": torch.tensor([1, 2], dtype=torch.int32)})
+    with pytest.raises(ValueError, match="sampled from truncated ones"):
+        write_top_k(student, lazy_stack([cut]), 3)

@@ -112,8 +112,9 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
         tensordict.set(key, torch.stack(list(rows)).reshape(*shape, *rows[0].shape))
     elif has_padding_mask(tensordict):
         is_real = tensordict.get(ATTENTION_MASK_KEY).bool().to(rows[0].device)
-        padded = torch.zeros(is_real.shape, dtype=rows[0].dtype, device=rows[0].device)
-        tensordict.set(key, padded.masked_scatter(is_real, torch.cat(list(rows))))
+        padded = torch.zeros(*is_real.shape, *rows[0].shape[1:], dtype=rows[0].dtype, device=rows[0].device)
+        padded[is_real] = torch.cat(list(rows))
+        tensordict.set(key, padded)
     elif holder is None and not isinstance(key, str) and len(key) > 1:
         tensordict.set(key[0], restacked([tensordict_of({}) for _ in rows], shape))
         write_column(tensordict, key, rows)

@@ -23,7 +23,7 @@ class TokenScores:
     log_probs: torch.Tensor
     """`[num_tokens]` float32, of each token after those before it; 0 of the first, which nothing predicts."""
     top_ids: torch.Tensor
-    """`[num_tokens, top_k]` int64: the likeliest ids in each token's place, likeliest first; 0 in the first's."""
+    """`[num_tokens, top_k]` int64: the likeliest ids in each token's place, likeliest first; -1 in the first's."""
     top_log_probs: torch.Tensor
     """`[num_tokens, top_k]` float32: theirs."""
 
@@ -72,7 +72,7 @@ def read_scores(
         >>> ids, log_probs = torch.tensor([[7, 5]]), torch.tensor([[-2.0, -0.5]])
         >>> scores = read_scores([3, 7], ids, log_probs, engine="The engine")
         >>> scores.log_probs.tolist(), scores.top_ids.tolist()
-        ([0.0, -2.0], [[0], [5]])
+        ([0.0, -2.0], [[-1], [5]])
     """
     if reported_ids[:, 0].tolist() != list(token_ids[1:]):
         raise EngineError(f"{engine} scored other tokens than it was given.")
@@ -83,4 +83,4 @@ def read_scores(
         )
     first = torch.zeros(1, reported.shape[1])
     columns = torch.cat([first, reported.float().clamp(min=_IMPOSSIBLE, max=0.0)])
-    return TokenScores(columns[:, 0], torch.cat([first.long(), reported_ids])[:, 1:], columns[:, 1:])
+    return TokenScores(columns[:, 0], torch.cat([first.long() - 1, reported_ids])[:, 1:], columns[:, 1:])

@@ -18,7 +18,7 @@ from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.types import Tokenizer
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
 from llmrl.objectives.base import MicroLoss, PackedTokens
-from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
+from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs, read_vectors
 from llmrl.objectives.kl import is_clamped_in_kl, kl_estimate, masked_kl
 from llmrl.objectives.outputs import DistillationLossOutput, summarized
 from llmrl.objectives.sequence_loss import Reduction, SequenceLoss
@@ -27,9 +27,15 @@ from llmrl.objectives.sequence_loss import Reduction, SequenceLoss
 class GivesDivergence(Protocol):
     """What compares a teacher's distributions with a student's, where the student packs rows."""
 
+    in_keys: list[NestedKey]
+    """Entries of `[num_tokens, ...]` a row that it reads, besides the tokens."""
+
     @property
     def packed_divergence(self) -> Callable[..., torch.Tensor]:
-        """Of a student, a micro-batch and a direction: the divergence at each scored token, `[num_scored]`."""
+        """Of a student, a micro-batch and a direction: the divergence at each scored token, `[num_scored]`.
+
+        What follows are the entries of the scored tokens, `[num_scored, ...]` each.
+        """
         ...
 
 
@@ -44,15 +50,16 @@ class DistillationLoss(SequenceLoss):
     the reverse KL, which is the policy gradient with the advantage `log pi_teacher - log pi` of each token; `k3`,
     TorchRL's, has that of the forward KL. `k1` is refused: its gradient knows nothing of the teacher.
 
-    With `teacher=` nothing is estimated and no log-probs of a teacher are in the batch: at each trained token, whoever
-    sampled it, the divergence of both whole distributions is computed, and its gradient is exact (GKD, equation 3).
+    With `teacher=` nothing is estimated: at each trained token, whoever sampled it, the divergence of both
+    distributions is computed, and its gradient is exact (GKD, equation 3). With `TeacherDistribution` they are whole,
+    and no log-probs of a teacher are in the batch; with `TeacherTopK` the batch has the teacher's likeliest ids.
 
     Args:
         actor_network: the student, see `GRPOLoss`.
         kl_direction: `reverse`, KL(student || teacher), for tokens that the student sampled; `forward`, KL(teacher ||
             student), for tokens that the teacher sampled; with `teacher=` also `js`, between the two, of any tokens.
         kl_estimator: `k2` or `k3`, see `kl_estimate`; without meaning with `teacher=`.
-        teacher: whose distributions are the target: `llmrl.trainer.TeacherDistribution`.
+        teacher: whose distributions are the target: `TeacherDistribution` or `TeacherTopK` of `llmrl.trainer`.
         reduction: over sequences or tokens, see `SequenceLoss`.
         normalize_by_seq_length: divide the KL of a sequence by its number of trained tokens.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
@@ -112,7 +119,7 @@ class DistillationLoss(SequenceLoss):
     def in_keys(self) -> list[NestedKey]:
         """Entries read from a batch."""
         keys = self.tensor_keys
-        read = [keys.action, *([keys.teacher_log_prob] if self.teacher is None else [])]
+        read = [keys.action, *([keys.teacher_log_prob] if self.teacher is None else self.teacher.in_keys)]
         if self.masking_strategy == "rlhf":
             read.append(keys.assistant_mask)
         return [*read, ("tokens", "prompt")] if self.masking_strategy == "sft" else read
@@ -131,24 +138,26 @@ class DistillationLoss(SequenceLoss):
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch and give every trained token its share of the loss."""
-        keys = self.tensor_keys
-        return self._weighted(
-            read_inputs(
-                self._with_tokens(tensordict),
-                tokens_key=keys.action,
-                masking_strategy=self.masking_strategy,
-                mask_key=keys.assistant_mask,
-                token_columns={"teacher_log_probs": keys.teacher_log_prob} if self.teacher is None else {},
-                device=self._device(),
-            )
+        keys, batch = self.tensor_keys, self._with_tokens(tensordict)
+        inputs = read_inputs(
+            batch,
+            tokens_key=keys.action,
+            masking_strategy=self.masking_strategy,
+            mask_key=keys.assistant_mask,
+            token_columns={"teacher_log_probs": keys.teacher_log_prob} if self.teacher is None else {},
+            device=self._device(),
         )
+        for key in self.teacher.in_keys if self.teacher is not None else ():
+            inputs.columns[str(key)] = read_vectors(batch, key, inputs).to(self._device())
+        return self._weighted(inputs)
 
     def packed_loss(self, inputs: LossInputs, packed: PackedTokens) -> MicroLoss:
         """Return the loss of one packed micro-batch of `inputs`."""
         if self.teacher is None:
             return super().packed_loss(inputs, packed)
-        divergence = self.teacher.packed_divergence(self.actor_network, packed, self.kl_direction)
         tokens = inputs.tokens(packed.row_index, packed.token_index)
+        read = [tokens[str(key)] for key in self.teacher.in_keys]
+        divergence = self.teacher.packed_divergence(self.actor_network, packed, self.kl_direction, *read)
         flat_index = inputs.row_starts[packed.row_index] + packed.token_index
         losses, measured = {"loss_distill": divergence * tokens.weight}, {"kl_to_teacher": divergence.detach()}
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)

@@ -63,7 +63,7 @@ class LossInputs:
     row_starts: torch.Tensor
     """[num_rows] int64: where each row's tokens start in the flat columns."""
     columns: dict[str, torch.Tensor]
-    """`[num_row_tokens]` each: the columns of `TokenInputs`."""
+    """`[num_row_tokens]` each, or `[num_row_tokens, ...]`: the columns of `TokenInputs`."""
     sequence_index: torch.Tensor
     """[num_row_tokens] int64: the rollout of each token; rows of one rollout are one sequence."""
     num_sequences: int
@@ -150,6 +150,21 @@ def read_inputs(
         .to(device),
         sampling_mask=read_sampling_masks(batch, lengths),
     )
+
+
+def read_vectors(tensordict: TensorDictBase, key: NestedKey, inputs: LossInputs) -> torch.Tensor:
+    """Return an entry that has several numbers for each token, `[num_row_tokens, ...]`.
+
+    Raises:
+        KeyError: when it is missing.
+        ValueError: when it has not one vector per token, or vectors of several lengths.
+    """
+    rows = ragged_column(flat_batch(tensordict), key)
+    shapes = [tuple(row.shape) for row in rows]
+    expected = [(len(ids), *shapes[0][1:]) for ids in inputs.token_ids]
+    if shapes != expected:
+        raise ValueError(f"{key!r} must have one vector per token, of one length; want {expected}, got {shapes}.")
+    return torch.cat(rows)
 
 
 def with_tokens(

@@ -1,4 +1,4 @@
-"""Divergences of two models' next-token distributions over the whole vocabulary, without ever holding their logits.
+"""Divergences of two models' next-token distributions, without ever holding their logits.
 
 Both heads are applied to a chunk of positions at a time, forward and again backward, as in `llmrl.trainer.log_probs`.
 With the student's `p` and the teacher's `q`, the gradient with respect to the student's logits is
@@ -7,14 +7,21 @@ With the student's `p` and the teacher's `q`, the gradient with respect to the s
 - forward, KL(q || p): `p - q`;
 - js, `beta KL(q || m) + (1 - beta) KL(p || m)` with `m = beta q + (1 - beta) p` (GKD, arXiv:2306.13649, equation 3):
   `(1 - beta) p (log p - log m - E_p[log p - log m])`, since what comes through `m` adds up to 0.
+
+Of a teacher of which only the likeliest ids are known, all others are one id more: the *tail*, with the probability
+that is left (arXiv:2608.14728). Renormalised over the likeliest alone, nothing would hold the student's tail down.
+Joining ids never makes a divergence larger, so what is measured is at most that over the vocabulary. The equations
+above are then those of the joined ids, and the gradient of the tail falls to its ids by their share of `p`.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from tensordict.utils import NestedKey
 
 from llmrl.trainer.log_probs import (
     MIN_LOG_PROB,
@@ -31,35 +38,61 @@ if TYPE_CHECKING:
     from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 Divergence = Literal["reverse", "forward", "js"]
+TOP_K_KEY = ("next", "teacher_top")
+"""Of a teacher's likeliest ids, in a batch."""
+_SMALLEST_TAIL = 2.0**-23
+"""What is left of a sum of float32 probabilities is no more exact than that."""
 Context: TypeAlias = Any
 """What autograd keeps between forward and backward; its attributes are ours."""
 
 
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """What is known of a teacher's distributions: its likeliest ids."""
+
+    token_ids: torch.Tensor
+    """`[num_positions, top_k]` int64, no id twice in a place."""
+    log_probs: torch.Tensor
+    """`[num_positions, top_k]`: theirs, over the whole vocabulary."""
+
+
 def chunked_divergence(
-    student: Head, teacher: Head, divergence: Divergence, *, beta: float = 0.5, chunk_size: int | None = None
+    student: Head, teacher: Head | TopK, divergence: Divergence, *, beta: float = 0.5, chunk_size: int | None = None
 ) -> torch.Tensor:
     """Return the divergence of each position's distributions, `[num_positions]` float32, differentiable by the student.
 
     Args:
-        student, teacher: of the same positions and vocabulary; a longer head's further ids are padding, and left out.
+        student: of the positions.
+        teacher: of the same positions and vocabulary, a longer head's further ids being padding that is left out; or
+            its likeliest ids, all others being joined.
         divergence: `reverse`, KL(student || teacher); `forward`, KL(teacher || student); or `js`, between the two.
         beta: of `js`: near 0 it is `beta` times forward, near 1 `1 - beta` times reverse.
         chunk_size: positions whose logits are held at once; see `default_chunk_size`.
 
     Raises:
-        ValueError: for an unknown divergence, a beta that is not between 0 and 1, or other numbers of positions.
+        ValueError: for an unknown divergence, a beta that is not between 0 and 1, other numbers of positions, or a
+            teacher whose likeliest ids are none, or the whole vocabulary.
 
     Example:
         >>> same = Head(torch.eye(3), torch.eye(3))
         >>> chunked_divergence(same, same, "reverse")
         tensor([0., 0., 0.])
+        >>> likeliest = TopK(torch.tensor([[2], [2], [2]]), torch.full((3, 1), -0.5514))
+        >>> chunked_divergence(same, likeliest, "forward")[:2]
+        tensor([0.3133, 0.3133])
     """
     if divergence not in ("reverse", "forward", "js"):
         raise ValueError(f"divergence must be 'reverse', 'forward' or 'js', got {divergence!r}.")
     if divergence == "js" and not 0 < beta < 1:
         raise ValueError(f"beta must be between 0 and 1, got {beta}; at its ends it is 'forward' and 'reverse'.")
-    if student.states.shape[0] != teacher.states.shape[0]:
-        raise ValueError(f"student and teacher have {len(student.states)} and {len(teacher.states)} positions.")
+    num_taught = len(teacher.token_ids if isinstance(teacher, TopK) else teacher.states)
+    if len(student.states) != num_taught:
+        raise ValueError(f"student and teacher have {len(student.states)} and {num_taught} positions.")
+    if isinstance(teacher, TopK) and not 0 < teacher.token_ids.shape[1] < len(student.weight):
+        raise ValueError(
+            f"top_k must be from 1 to below the {len(student.weight)} ids of the vocabulary, got "
+            f"{teacher.token_ids.shape[1]}; a teacher's whole distribution is that of its Head."
+        )
     size = chunk_size or default_chunk_size(student.weight.shape[0], is_gpu=student.states.is_cuda)
     return _ChunkedDivergence.apply(
         student.states, student.weight, student.bias, student, teacher, divergence, beta, size
@@ -73,21 +106,72 @@ def _rounded(head: Head) -> Head:
     return Head(rounded_operand(head.states, dtype), rounded_operand(head.weight, dtype), bias, head.transform, dtype)
 
 
-def _distributions(
-    student: Head, teacher: Head, part: slice
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
-    """Return log p and log q of some positions, `[num_positions, vocab_size]`, and the derivative of p's transform."""
-    ours, derivative = student.transform.apply(head_logits(student.states[part], student.weight, student.bias))
-    theirs, _ = teacher.transform.apply(head_logits(teacher.states[part], teacher.weight, teacher.bias))
-    width = min(ours.shape[-1], theirs.shape[-1])
-    log_p, log_q = ours[:, :width].log_softmax(-1), theirs[:, :width].log_softmax(-1).to(ours.dtype)
-    if isinstance(derivative, torch.Tensor):
-        derivative = derivative[:, :width]
-    return log_p.clamp_(min=MIN_LOG_PROB), log_q.clamp_(min=MIN_LOG_PROB), derivative
+def _held(teacher: Head | TopK) -> Head | TopK:
+    """Return a teacher as its distributions are made of it."""
+    return teacher if isinstance(teacher, TopK) else _rounded(teacher)
 
 
-def _log_mixture(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
-    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+@dataclass(slots=True)
+class _Compared:
+    """Two models' distributions in some positions, over what is compared: all ids, or the likeliest and the tail."""
+
+    log_p: torch.Tensor
+    """`[num_positions, num_compared]`: the student's."""
+    log_q: torch.Tensor
+    """`[num_positions, num_compared]`: the teacher's."""
+    derivative: torch.Tensor | float
+    """Of the student's logits, by its head's."""
+    log_p_of_all: torch.Tensor
+    """`[num_positions, vocab_size]`: the student's."""
+    token_ids: torch.Tensor | None
+    """`[num_positions, top_k]`: those that are compared by themselves; None where all are."""
+
+    @classmethod
+    def of(cls, student: Head, teacher: Head | TopK, part: slice) -> _Compared:
+        """Compute the logits of some positions, and what is compared of them."""
+        ours, derivative = student.transform.apply(head_logits(student.states[part], student.weight, student.bias))
+        if isinstance(teacher, TopK):
+            all_log_p, ids = ours.log_softmax(-1), teacher.token_ids[part]
+            tail = all_log_p.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+            log_p = torch.cat([all_log_p.gather(1, ids), tail], 1).clamp_(min=MIN_LOG_PROB)
+            log_q = teacher.log_probs[part].to(ours.dtype)
+            left = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=_SMALLEST_TAIL).log()
+            return cls(log_p, torch.cat([log_q, left], 1).clamp_(min=MIN_LOG_PROB), derivative, all_log_p, ids)
+        theirs, _ = teacher.transform.apply(head_logits(teacher.states[part], teacher.weight, teacher.bias))
+        width = min(ours.shape[-1], theirs.shape[-1])
+        log_p, log_q = ours[:, :width].log_softmax(-1), theirs[:, :width].log_softmax(-1).to(ours.dtype)
+        if isinstance(derivative, torch.Tensor):
+            derivative = derivative[:, :width]
+        log_p = log_p.clamp_(min=MIN_LOG_PROB)
+        return cls(log_p, log_q.clamp_(min=MIN_LOG_PROB), derivative, log_p, None)
+
+    def log_mixture(self, beta: float) -> torch.Tensor:
+        """Return `log m` of `js`."""
+        return torch.logaddexp(self.log_q + math.log(beta), self.log_p + math.log1p(-beta))
+
+    def values(self, divergence: Divergence, beta: float) -> torch.Tensor:
+        """Return the divergences, `[num_positions]`."""
+        log_p, log_q = self.log_p, self.log_q
+        if divergence == "reverse":
+            return (log_p.exp() * (log_p - log_q)).sum(-1)
+        if divergence == "forward":
+            return (log_q.exp() * (log_q - log_p)).sum(-1)
+        log_m = self.log_mixture(beta)
+        return (beta * log_q.exp() * (log_q - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)).sum(-1)
+
+    def gradient(self, divergence: Divergence, beta: float) -> torch.Tensor:
+        """Return the gradient with respect to the student's logits, `[num_positions, vocab_size]`."""
+        p = self.log_p.exp()
+        if divergence == "forward":
+            grad = p - self.log_q.exp()
+        else:
+            gap = self.log_p - (self.log_q if divergence == "reverse" else self.log_mixture(beta))
+            grad = p * (gap - (p * gap).sum(-1, keepdim=True))
+            grad = grad if divergence == "reverse" else (1 - beta) * grad
+        if self.token_ids is not None:
+            share = (self.log_p_of_all - self.log_p[:, -1:]).clamp_(max=0.0).exp_()  # of its ids in the tail
+            grad = share.mul_(grad[:, -1:]).scatter_(1, self.token_ids, grad[:, :-1])
+        return grad * self.derivative
 
 
 class _ChunkedDivergence(torch.autograd.Function):
@@ -100,32 +184,31 @@ class _ChunkedDivergence(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         student: Head,
-        teacher: Head,
+        teacher: Head | TopK,
         divergence: Divergence,
         beta: float,
         size: int,
     ) -> torch.Tensor:
-        ours, theirs, values = _rounded(student), _rounded(teacher), []
+        ours, theirs, values = _rounded(student), _held(teacher), []
         for start in range(0, len(states), size):
-            log_p, log_q, _ = _distributions(ours, theirs, slice(start, start + size))
-            if divergence == "reverse":
-                values.append((log_p.exp() * (log_p - log_q)).sum(-1))
-            elif divergence == "forward":
-                values.append((log_q.exp() * (log_q - log_p)).sum(-1))
-            else:
-                log_m = _log_mixture(log_p, log_q, beta)
-                parts = beta * log_q.exp() * (log_q - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)
-                values.append(parts.sum(-1))
-        ctx.save_for_backward(states, weight, bias, teacher.states, teacher.weight, teacher.bias)
-        ctx.heads = (student.transform, student.dtype), (teacher.transform, teacher.dtype)
+            values.append(_Compared.of(ours, theirs, slice(start, start + size)).values(divergence, beta))
+        known = (
+            (teacher.token_ids, teacher.log_probs)
+            if isinstance(teacher, TopK)
+            else (teacher.states, teacher.weight, teacher.bias)
+        )
+        ctx.save_for_backward(states, weight, bias, *known)
+        ctx.head = student.transform, student.dtype
+        ctx.teachers = None if isinstance(teacher, TopK) else (teacher.transform, teacher.dtype)
         ctx.options = divergence, beta, size
         return torch.cat(values)
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, weight, bias, *others = ctx.saved_tensors
+        states, weight, bias, *known = ctx.saved_tensors
         divergence, beta, size = ctx.options
-        ours, theirs = _rounded(Head(states, weight, bias, *ctx.heads[0])), _rounded(Head(*others, *ctx.heads[1]))
+        ours = _rounded(Head(states, weight, bias, *ctx.head))
+        theirs = _held(TopK(*known) if ctx.teachers is None else Head(*known, *ctx.teachers))
         grad_states = torch.empty_like(states)
         # Summed over many chunks: in float32 at least.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -133,15 +216,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=sum_dtype)
         for start in range(0, len(states), size):
             part = slice(start, start + size)
-            log_p, log_q, derivative = _distributions(ours, theirs, part)
-            p = log_p.exp()
-            if divergence == "forward":
-                grad = p - log_q.exp()
-            else:
-                gap = log_p - (log_q if divergence == "reverse" else _log_mixture(log_p, log_q, beta))
-                grad = p * (gap - (p * gap).sum(-1, keepdim=True))
-                grad = grad if divergence == "reverse" else (1 - beta) * grad
-            grad = grad * derivative * grads[0][part, None]
+            grad = _Compared.of(ours, theirs, part).gradient(divergence, beta) * grads[0][part, None]
             width, grad_c = grad.shape[-1], grad.to(ours.weight.dtype)
             grad_states[part] = wide_product(grad_c, ours.weight[:width])
             add_product(grad_weight[:width], grad_c.T, ours.states[part])
@@ -149,6 +224,22 @@ class _ChunkedDivergence(torch.autograd.Function):
                 grad_bias[:width] += grad.sum(0)
         bias_grad = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_states, grad_weight.to(weight.dtype), bias_grad, None, None, None, None, None
+
+
+@torch.no_grad()
+def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -> TopK:
+    """Return the likeliest ids of each position, likeliest first, holding the logits of a chunk of positions.
+
+    Example:
+        >>> chunked_top_k(Head(torch.eye(3), torch.eye(3)), 1).token_ids.tolist()
+        [[0], [1], [2]]
+    """
+    head, found = _rounded(teacher), []
+    size = chunk_size or default_chunk_size(head.weight.shape[0], is_gpu=head.states.is_cuda)
+    for states in head.states.split(size):
+        logits, _ = head.transform.apply(head_logits(states, head.weight, head.bias))
+        found.append(logits.log_softmax(-1).topk(top_k))
+    return TopK(torch.cat([top.indices for top in found]), torch.cat([top.values for top in found]))
 
 
 class TeacherDistribution:
@@ -168,6 +259,8 @@ class TeacherDistribution:
 
     def __init__(self, policy: TransformersWrapper, *, beta: float = 0.5) -> None:
         self.policy, self.beta = policy, beta
+        self.in_keys: list[NestedKey] = []
+        """Entries of `[num_tokens, ...]` a row that it reads, besides the tokens: none."""
 
     def packed_divergence(
         self, student: TransformersWrapper, packed: PackedRows, divergence: Divergence
@@ -177,14 +270,66 @@ class TeacherDistribution:
         Raises:
             ValueError: for tokens that were sampled from truncated distributions, whose vocabularies differ.
         """
-        if packed.sampling_mask is not None:
-            raise ValueError(
-                "a divergence over the vocabulary is of whole distributions, and these rows were sampled from "
-                "truncated ones: sample with top_p=1, top_k=0 and min_p=0."
-            )
+        _check_whole(packed)
         if not packed.num_scored:
             return torch.zeros(0, device=student.device)
         ours, positions = student.packed_head(packed)
         with torch.no_grad():
             theirs, _ = self.policy.packed_head(packed)
         return chunked_divergence(ours, theirs, divergence, beta=self.beta, chunk_size=student.chunk_size)[positions]
+
+
+class TeacherTopK:
+    """A teacher whose likeliest ids are the target at each trained token: `DistillationLoss(teacher=...)`.
+
+    `write_top_k` writes them into the batch, once a batch, whether a model or an engine is the teacher. All other ids
+    are one, so that the student's probability of them is held to the teacher's (see `chunked_divergence`).
+
+    Args:
+        beta: of the divergence `js`.
+        key: of the entries that are read, `token_ids` and `log_probs` below it.
+
+    Example:
+        >>> loss = DistillationLoss(actor, teacher=TeacherTopK(), kl_direction="reverse")           # doctest: +SKIP
+        >>> train_step(loss, write_top_k(teacher, batch, 20), optimizer)                            # doctest: +SKIP
+    """
+
+    def __init__(self, *, beta: float = 0.5, key: tuple[str, ...] = TOP_K_KEY) -> None:
+        self.beta = beta
+        self.in_keys: list[NestedKey] = [(*key, "token_ids"), (*key, "log_probs")]
+        """Entries of `[num_tokens, top_k]` a row that it reads, besides the tokens."""
+
+    def packed_divergence(
+        self,
+        student: TransformersWrapper,
+        packed: PackedRows,
+        divergence: Divergence,
+        token_ids: torch.Tensor,
+        log_probs: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the divergence at each scored token of a micro-batch, `[num_scored]`; of it is `[num_scored, top_k]`.
+
+        Raises:
+            ValueError: for tokens that were sampled from truncated distributions, or that the teacher did not score.
+        """
+        _check_whole(packed)
+        if not packed.num_scored:
+            return torch.zeros(0, device=student.device)
+        if bool((token_ids < 0).any()):
+            raise ValueError(
+                f"{self.in_keys[0]!r} has no ids at some of the trained tokens: write_top_k scores those of the loss "
+                "mask, so train on these (masking_strategy='rlhf')."
+            )
+        ours, positions = student.packed_head(packed)
+        # A position by itself for each token: tokens that share one may have teachers that were told different things.
+        ours = replace(ours, states=ours.states[positions])
+        theirs = TopK(token_ids, log_probs)
+        return chunked_divergence(ours, theirs, divergence, beta=self.beta, chunk_size=student.chunk_size)
+
+
+def _check_whole(packed: PackedRows) -> None:
+    if packed.sampling_mask is not None:
+        raise ValueError(
+            "a divergence over the vocabulary is of whole distributions, and these rows were sampled from "
+            "truncated ones: sample with top_p=1, top_k=0 and min_p=0."
+        )

@@ -73,7 +73,7 @@ class EngineTeacher:
         self._student = policy
 
     def scores(self, batch: TensorDictBase, *, top_k: int = 0, assistant_only: bool = True) -> list[TokenScores]:
-        """Return what the teacher makes of each row's tokens, zeros where nothing is scored.
+        """Return what the teacher makes of each row's tokens, zeros, and ids of -1, where nothing is scored.
 
         Args:
             batch: training rows.
@@ -112,9 +112,8 @@ class EngineTeacher:
         mask[:1] = False
         # What follows the last trained token has no say in its log-prob.
         num_needed = int(mask.nonzero()[-1]) + 1 if mask.any() else 0
-        scores = TokenScores(
-            torch.zeros(len(ids)), torch.zeros(len(ids), top_k, dtype=torch.int64), torch.zeros(len(ids), top_k)
-        )
+        nobody = torch.full((len(ids), top_k), -1)
+        scores = TokenScores(torch.zeros(len(ids)), nobody, torch.zeros(len(ids), top_k))
         if num_needed:
             found = await self.engine.score(ids[:num_needed].tolist(), top_k=top_k)
             for name in ("log_probs", "top_ids", "top_log_probs"):

@@ -11,11 +11,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
+from llmrl._utils.ranks import rank_and_size, share_of
 from llmrl.data import Message, text_of
-from llmrl.data.ragged import flat_batch, write_column
-from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
+from llmrl.data.ragged import flat_batch, ragged_column, write_column
+from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, read_sampling_masks
 from llmrl.data.tensordicts import plain
 from llmrl.objectives.scoring import log_probs_of
+from llmrl.trainer.divergence import TOP_K_KEY, chunked_top_k
 from llmrl.trainer.engine_teacher import EngineTeacher
 from llmrl.trainer.trained_model import trained_model
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _TOKENS: NestedKey = ("tokens", "full")
+_MASK: NestedKey = ("masks", "all_assistant_mask")
 _HISTORY: NestedKey = ("history", "full")
 _HINTED: NestedKey = ("hinted", "full")
 
@@ -73,6 +76,70 @@ def write_log_probs(
         scored = log_probs_of(policy, batch, assistant_only=assistant_only, process_group=group)
     write_column(batch, key, scored)
     return batch
+
+
+@torch.no_grad()
+def write_top_k(
+    teacher: TransformersWrapper | EngineTeacher, batch: TensorDictBase, top_k: int, *, key: tuple[str, ...] = TOP_K_KEY
+) -> TensorDictBase:
+    """Write a teacher's likeliest ids in the place of each trained token, and their log-probs, for `TeacherTopK`.
+
+    Where the teacher's or the student's model is sharded, every rank calls this with the same batch, computes its share
+    and has all.
+
+    Args:
+        teacher: a model, or what an engine serves.
+        batch: training rows, ragged; changed in place.
+        top_k: ids in each place; a server of vLLM's gives 20 unless it was told otherwise.
+        key: entries written: `token_ids` int64 and `log_probs` float32 below it, `[num_tokens, top_k]` per row, -1
+            and 0 outside the mask.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: for a `top_k` below 1, or rows that were sampled from truncated distributions.
+        EngineError: when the teacher's engine cannot.
+    """
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}.")
+    if isinstance(teacher, EngineTeacher):
+        scores = teacher.scores(batch, top_k=top_k)
+        columns = [(row.top_ids, row.top_log_probs) for row in scores]
+    else:
+        columns = _top_k_of(teacher, flat_batch(batch), top_k)
+    for name, rows in zip(("token_ids", "log_probs"), zip(*columns, strict=True), strict=True):
+        write_column(batch, (*key, name), rows)
+    return batch
+
+
+def _top_k_of(
+    teacher: TransformersWrapper, rows: TensorDictBase, top_k: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the likeliest ids of each row's trained tokens, and their log-probs, `[num_tokens, top_k]`."""
+    token_ids, masks = ragged_column(rows, _TOKENS), [mask.bool() for mask in ragged_column(rows, _MASK)]
+    lengths = [len(ids) for ids in token_ids]
+    if read_sampling_masks(rows, lengths) is not None:
+        raise ValueError(
+            "a teacher's likeliest ids are of its whole distribution, and these rows were sampled from truncated ones: "
+            "sample with top_p=1, top_k=0 and min_p=0."
+        )
+    starts = torch.tensor([0, *lengths], device=teacher.device).cumsum(0)
+    ids = torch.zeros(sum(lengths), top_k, dtype=torch.int64, device=teacher.device)
+    log_probs = torch.zeros(sum(lengths), top_k, device=teacher.device)
+    group = trained_model(teacher.model).process_group
+    for packed, is_repeated in share_of(teacher.pack(token_ids, masks), *rank_and_size(group)):
+        head, positions = teacher.packed_head(packed)
+        if not is_repeated:
+            found = chunked_top_k(head, top_k, chunk_size=teacher.chunk_size)
+            flat = starts[packed.row_index] + packed.token_index
+            ids[flat], log_probs[flat] = found.token_ids[positions], found.log_probs[positions].float()
+    if group is not None:
+        for column in (ids, log_probs):
+            torch.distributed.all_reduce(column, group=group)
+    ids[~torch.cat(masks).to(ids.device)] = -1
+    ids[starts[:-1]] = -1
+    return list(zip(ids.split(lengths), log_probs.split(lengths), strict=True))
 
 
 def write_hinted_log_probs(

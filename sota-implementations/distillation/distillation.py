@@ -1,7 +1,7 @@
 """On-policy distillation: the student answers, and a teacher says of each token how likely it is to it.
 
 The teacher is another model, here (`teacher.path`) or served (`teacher.url`), or the student itself, which reads more
-in its prompt (`teacher.hint`). The KL is each token's advantage, alone or with the rewards' (`teacher.use_reward=true`).
+in its prompt (`teacher.hint`). The KL is each token's advantage, alone or with rewards (`teacher.use_reward=true`).
 
 python sota-implementations/distillation/distillation.py                             # itself, told the answer
 python sota-implementations/distillation/distillation.py teacher.hint=null teacher.path=runs/mine/model
