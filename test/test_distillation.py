@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from loss_batches import ragged_batch
+from loss_batches import near_policy, ragged_batch
 from tensordict import TensorDict, lazy_stack
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -158,6 +158,13 @@ def test_a_loss_against_whole_distributions_is_the_mean_divergence(student, teac
     assert float(output.loss_distill.detach()) == pytest.approx(float(expected.mean()), rel=1e-3)
     assert float(output.kl_to_teacher) == pytest.approx(float(expected.mean()), rel=1e-3)
     student.model.zero_grad()
+
+
+def test_a_policy_without_distributions_is_refused_where_they_are_compared(student):
+    batch = ragged_batch()
+    for teacher in (TeacherDistribution(student), TeacherTopK()):
+        with pytest.raises(TypeError, match="actor_network is a Table, which writes the log-probs of tokens alone"):
+            DistillationLoss(near_policy(batch), teacher=teacher)(batch)
 
 
 def test_a_student_becomes_its_teacher(tiny_model_path, teacher_path, batch):

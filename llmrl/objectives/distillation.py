@@ -137,7 +137,17 @@ class DistillationLoss(SequenceLoss):
         return self.tensor_keys.log_probs
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
-        """Read a whole batch and give every trained token its share of the loss."""
+        """Read a whole batch and give every trained token its share of the loss.
+
+        Raises:
+            TypeError: for a policy that does not pack rows, which has no distributions to compare with a teacher's.
+        """
+        if self.teacher is not None and not hasattr(self.actor_network, "packed_head"):
+            raise TypeError(
+                f"teacher= compares distributions, and actor_network is a {type(self.actor_network).__name__}, which "
+                "writes the log-probs of tokens alone: give a TransformersWrapper, or leave teacher= out and write the "
+                "teacher's log-probs into the batch."
+            )
         keys, batch = self.tensor_keys, self._with_tokens(tensordict)
         inputs = read_inputs(
             batch,

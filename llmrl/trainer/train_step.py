@@ -39,7 +39,8 @@ class TrainStepReport:
     measurements: dict[str, float] = field(default_factory=dict)
     """The loss's own: loss terms, ESS, clip fraction, log-prob differences, ..."""
     log_probs: list[torch.Tensor] = field(default_factory=list, repr=False)
-    """The policy's before the update, `[num_tokens]` per row of the batch, NaN where nothing is trained."""
+    """The policy's before the update, `[num_tokens]` per row of the batch, NaN where nothing is trained, and
+    everywhere after a loss of whole distributions, which makes none (`DistillationLoss(teacher=)`)."""
 
     def to_metrics(self) -> dict[str, float]:
         """Return all numbers, flat; those that are not finite, such as the loss of a skipped step, are left out.

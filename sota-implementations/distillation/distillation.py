@@ -17,6 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 
 from llmrl.collectors import RolloutLimits
@@ -83,9 +84,8 @@ def main(cfg: DistillationConfig) -> None:
 
         # What teaches: another model, or the student as it is now; either may read more than the student does.
         teacher = run.enter(start_teacher(cfg, actor, tokenizer=tokenizer))
-        advantages = TeacherAdvantage(cfg.teacher.coeff)
         problems: Any = dataset_env_of(env)
-        render = partial(renderer.render, add_generation_prompt=True)
+        advantages, render = TeacherAdvantage(cfg.teacher.coeff), partial(renderer.render, add_generation_prompt=True)
 
         def teach(batch: TensorDictBase) -> TensorDictBase:
             if cfg.teacher.hint is None:
@@ -119,8 +119,8 @@ def main(cfg: DistillationConfig) -> None:
             schedule.step()
             with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
                 version = run.follow(collector.start_update(model))
-            kl = sum(float(row["kl_to_teacher"].sum()) for row in batch.unbind(0)) / max(1, report.num_trained_tokens)
-            run.log(step, report, version=version, kl_to_teacher=kl)
+            kl = torch.cat([row["kl_to_teacher"][row["masks", "all_assistant_mask"]] for row in batch.unbind(0)])
+            run.log(step, report, version=version, kl_to_teacher=float(kl.mean()))
             if run.is_due(step, cfg.eval.every):
                 run.evaluate(step, evaluator)
         run.finish(evaluator)
