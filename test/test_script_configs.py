@@ -213,6 +213,9 @@ def test_hardware_reaches_the_engine(monkeypatch):
     assert given["engine_args"] == {"tensor_parallel_size": 2} and given["starts"] == "AsyncVLLM"
     with pytest.raises(ValueError, match=r"needs engine\.use_ray=true"):
         start_engine(config("grpo", model, "collect.num_collectors=2"))
+    start_engine(config("grpo", model, "sync.lora=adapter", "model.lora.rank=24", "sync.max_adapters=6"))
+    assert given["weight_transfer"] == "adapters"
+    assert given["engine_args"] == {"tensor_parallel_size": 1, "max_lora_rank": 24, "max_loras": 6}
 
 
 def test_engine_and_trainer_have_one_dtype():
@@ -228,6 +231,17 @@ def test_weights_travel_as_the_configuration_says(tmp_path):
     assert sync_scheme(config("grpo", "sync.pause_mode=wait")).pause_mode == "wait"
     scheme = sync_scheme(config("grpo", "sync.reset_running_requests=false"))
     assert scheme.master_address is None and (scheme.pause_mode, scheme.reset_running_requests) == ("keep", False)
+    alone = ("sync.lora=adapter", "model.lora.rank=4")
+    assert sync_scheme(config("grpo", *alone)).lora == "adapter" and sync_scheme(config("grpo")).lora == "merged"
+    for entries, message in (
+        (alone[:1], r"give them a rank, model\.lora\.rank=16"),
+        ((*alone, "sync.transport=files"), r"sync\.lora=adapter needs sync\.transport=direct, got files"),
+        ((*alone, "hardware=gpu1"), r"sync\.lora=adapter needs sync\.transport=direct, got ipc"),
+        ((*alone, "sync.max_adapters=1"), r"sync\.max_adapters must be at least 2, got 1"),
+        (("sync.lora=adapters",), r"sync\.lora must be one of merged, adapter; got 'adapters'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config("grpo", *entries)
     # Engines of a cluster may be on another host than the trainer.
     assert sync_scheme(config("grpo", "hardware=ray-cluster")).master_address is not None
 

@@ -25,11 +25,12 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
-from llmrl.engines.vllm_args import NCCL_BACKEND, TorchRLOptions, in_own_words
+from llmrl.engines.vllm_args import ADAPTER_BACKEND, NCCL_BACKEND, TorchRLOptions, in_own_words
 from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm_requests import generate_one, num_reported, sampling_params, unless_it_dies
 from llmrl.engines.vllm_scores import VLLMScores
 from llmrl.engines.vllm_start import start_vllm
+from llmrl.engines.vllm_updates import AdapterUpdates, WholeWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +76,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
         self.host = socket.gethostname()
         """Name of the machine that the engine runs on."""
-        self._policy_version = 0
+        self._updates = AdapterUpdates(llm) if weight_transfer == ADAPTER_BACKEND else WholeWeights(llm)
         self._id_prefix = uuid.uuid4().hex[:8]
         self._id_counter = itertools.count()
         self._in_flight: set[str] = set()
@@ -125,7 +126,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
                 the start for some 15 % of speed.
             seed: of the engine's sampler, for requests without their own; of several engines the first one's.
             enable_prefix_caching: reuse the key-value blocks of shared prefixes; emptied at each weight update.
-            weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU.
+            weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU. `adapters` takes
+                LoRA adapters in place of weights, of up to `max_lora_rank` (16) and `max_loras` (4) versions at a time
+                (`engine_args`).
             enable_sleep: allow `sleep`, on a GPU that a trainer shares.
             cpu_threads: of an engine on CPU; all cores when not given, right for a loop that never generates and
                 trains at once. Give fewer where a trainer runs beside it.
@@ -174,6 +177,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         )
         config, start_s = llm.vllm_config.weight_transfer_config, time.perf_counter() - start
         backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
+        backend = backend if llm.vllm_config.lora_config is None else ADAPTER_BACKEND
         return cls(
             llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout_seconds
         )
@@ -183,12 +187,12 @@ class AsyncVLLM(KnownArguments, VLLMScores):
     @property
     def policy_version(self) -> int:
         """Version of the weights that a request started now would use; 0 for the weights it started with."""
-        return self._policy_version
+        return self._updates.version
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         """Count on from `version`: for a resumed run, before its weights are sent."""
-        self._policy_version = version
+        self._updates.version = version
 
     @property
     def is_alive(self) -> bool:
@@ -227,7 +231,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._check_alive(and_awake=True)
         num_log_probs = num_reported(sampling, self._llm.vllm_config.model_config)
         params = sampling_params(sampling, budget, num_log_probs=num_log_probs)
-        request = generate_one(self._llm, list(prompt_ids), params, request_id)
+        request = generate_one(self._llm, list(prompt_ids), params, request_id, self._updates)
         completion = await self._serve(request_id, request)
         self._num_tokens += len(completion.token_ids)
         return completion
@@ -324,18 +328,15 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         Raises:
             EngineError: when the engine was started without, or its backend refuses.
         """
-        from llmrl.engines.vllm_private import WeightTransferInitRequest
-
         self._require_weight_transfer()
-        request = WeightTransferInitRequest(init_info=init_info)
-        self._control(self._llm.init_weight_transfer_engine(request))
+        self._control(self._updates.open(init_info))
 
     def start_weight_update(self) -> None:
         """Make the engine ready to take new weights; pause it first."""
         self._require_weight_transfer()
         if self.lacks_weights:
             self._control(self._llm.wake_up(["weights"]))
-        self._control(self._llm.start_weight_update())
+        self._control(self._updates.start())
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
         """Take weights as the backend describes them.
@@ -343,16 +344,14 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         Raises:
             EngineError: when the backend refuses; the version does not change.
         """
-        from llmrl.engines.vllm_private import WeightTransferUpdateRequest
-
-        self._control(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+        self._control(self._updates.take(update_info))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
         """Put the taken weights to use and return their version: the next one, unless given."""
-        version = self._policy_version + 1 if weight_version is None else int(weight_version)
-        self._control(self._llm.finish_weight_update(weight_version=str(version)))
-        self.lacks_weights &= version == self._policy_version  # an update that was given up
-        self._policy_version = version
+        before = self.policy_version
+        version = before + 1 if weight_version is None else int(weight_version)
+        self._control(self._updates.finish(version))
+        self.lacks_weights &= version == before  # an update that was given up
         return version
 
     # -- lifecycle -----------------------------------------------------------------------------------------------

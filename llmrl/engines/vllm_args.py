@@ -19,10 +19,14 @@ LLMRL_BACKEND = "llmrl"
 """The weight-transfer backend that llmrl registers in vLLM's workers: shared memory, gloo and files."""
 NCCL_BACKEND = "llmrl-nccl"
 """As vLLM knows `nccl` where llmrl starts it: its own, with a deadline."""
+ADAPTER_BACKEND = "adapters"
+"""LoRA adapters take the place of weights: vLLM's own way to load them, and no weight-transfer backend of its."""
 PLUGIN_NAME = "llmrl_weight_transfer"
 """Of the entry point by which vLLM's processes find it."""
 
 _GIB = 1 << 30
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM makes room for."""
 # They decide what a completion is, so a second way to set them could only contradict the first.
 _OWNED = {
     "model": "model",
@@ -32,6 +36,7 @@ _OWNED = {
     "enable_log_requests": None,
     "weight_transfer_config": "weight_transfer",
     "enable_sleep_mode": "enable_sleep",
+    "enable_lora": "weight_transfer",
     "kv_cache_memory_bytes": "kv_cache_memory",
 }
 
@@ -149,13 +154,15 @@ def build_engine_args(
     # As `TransformersWrapper` by default. On CPU bfloat16 is no faster as a rule, and small updates are lost in it.
     arguments.setdefault("dtype", "float32" if is_cpu else "bfloat16")
     backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
-    if enable_sleep and (is_cpu or backend is None):
-        why = (
-            "vLLM gives nothing back on a CPU" if is_cpu else "weight_transfer=False brings it no weights to wake with"
-        )
+    if enable_sleep and (is_cpu or backend in (None, ADAPTER_BACKEND)):
+        why = f"weight_transfer={weight_transfer!r} brings it no weights to wake with"
+        why = "vLLM gives nothing back on a CPU" if is_cpu else why
         raise EngineError(f"enable_sleep=True cannot be had: {why}.")
     arguments["enable_sleep_mode"] = enable_sleep
-    if backend is not None:
+    if backend == ADAPTER_BACKEND:
+        arguments["enable_lora"] = True
+        engine_args = {**engine_args, **_adapter_args(engine_args)}
+    elif backend is not None:
         arguments["weight_transfer_config"] = WeightTransferConfig(
             backend=NCCL_BACKEND if backend == "nccl" else backend
         )
@@ -180,6 +187,23 @@ def build_engine_args(
         use_tqdm_on_load=False,
         **{**arguments, **engine_args},
     )
+
+
+def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many adapters vLLM holds, of what rank: the next that it can.
+
+    Raises:
+        EngineError: for a rank above 512, or fewer than two adapters at a time.
+    """
+    max_loras, rank = engine_args.get("max_loras", 4), engine_args.get("max_lora_rank", 16)
+    if max_loras < 2:
+        raise EngineError(
+            f"max_loras must be at least 2, got {max_loras}: the next adapter is loaded beside the current one."
+        )
+    ranks = [one for one in _LORA_RANKS if one >= rank]
+    if not ranks:
+        raise EngineError(f"max_lora_rank must be at most {_LORA_RANKS[-1]}, got {rank}; send merged weights instead.")
+    return {"max_loras": max_loras, "max_lora_rank": ranks[0]}
 
 
 def _is_in_placement_group() -> bool:

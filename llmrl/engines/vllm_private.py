@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest as LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import IterationStats as IterationStats
     from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
@@ -61,6 +62,7 @@ _NAMES = {
     ),
     "engine.arg_utils": ("AsyncEngineArgs",),
     "exceptions": ("VLLMClientError",),
+    "lora.request": ("LoRARequest",),
     "model_executor.layers.attention": ("is_deferred_attention_layer",),
     "model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
     "model_executor.layers.linear": ("LinearBase", "UnquantizedLinearMethod"),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
 
     from llmrl.engines.vllm_private import AsyncLLM, ModelConfig
+    from llmrl.engines.vllm_updates import WholeWeights
 
 
 def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
@@ -100,19 +101,25 @@ def scoring_params(top_k: int) -> SamplingParams:
     )
 
 
-async def generate_one(llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Completion:
+async def generate_one(
+    llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
+) -> Completion:
     """Await one completion; runs on the engine's own loop.
 
     Raises:
         ValueError: when vLLM refuses the request.
         EngineError: when the engine died or answered with less than a completion.
     """
-    final = await answer_of(llm, prompt_ids, params, request_id)
-    return read_completion(final, llm.vllm_config.model_config.get_vocab_size())
+    final, version = await answer_of(llm, prompt_ids, params, request_id, weights)
+    return read_completion(final, llm.vllm_config.model_config.get_vocab_size(), version=version)
 
 
-async def answer_of(llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
-    """Await one request to its end; runs on the engine's own loop.
+async def answer_of(
+    llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
+) -> tuple[RequestOutput, int | None]:
+    """Await one request to its end, with the version of its weights where vLLM does not tell it.
+
+    Runs on the engine's own loop.
 
     Raises:
         ValueError: when vLLM refuses the request.
@@ -123,8 +130,9 @@ async def answer_of(llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams
     final: RequestOutput | None = None
     try:
         prompt = {"type": "token", "prompt_token_ids": prompt_ids}
-        async for output in llm.generate(prompt, params, request_id):
-            final = output
+        with weights.in_use() as (adapter, version):
+            async for output in llm.generate(prompt, params, request_id, lora_request=adapter):
+                final = output
     except EngineDeadError as error:
         raise EngineError("The vLLM engine died or was shut down; its own log says why. Start a new one.") from error
     except VLLMClientError as error:
@@ -133,11 +141,16 @@ async def answer_of(llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams
         raise EngineError(f"vLLM could not serve the request: {error.__cause__ or error}") from error
     if final is None or not final.finished:
         raise EngineError("vLLM ended the request without an answer; try again.")
-    return final
+    return final, version
 
 
-def read_completion(output: RequestOutput, vocab_size: int) -> Completion:
+def read_completion(output: RequestOutput, vocab_size: int, *, version: int | None = None) -> Completion:
     """Read vLLM's answer, refusing one without a log-prob and a version for each token.
+
+    Args:
+        output: the answer.
+        vocab_size: of the model.
+        version: of all its tokens, where vLLM's own count of updates does not say it.
 
     Raises:
         EngineError: when log-probs or versions are missing or short, or vLLM reports an error.
@@ -152,8 +165,8 @@ def read_completion(output: RequestOutput, vocab_size: int) -> Completion:
         raise EngineError(
             f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one per token is needed."
         )
-    versions: list[int] = []
-    for span in sample.weight_versions or ():
+    versions = [] if version is None else [version] * len(token_ids)
+    for span in (sample.weight_versions or ()) if version is None else ():
         versions.extend([0 if span.version == "default" else int(span.version)] * (span.end - span.start))
     if len(versions) != len(token_ids):
         raise EngineError(

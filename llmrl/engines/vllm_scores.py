@@ -15,6 +15,7 @@ from llmrl.engines.vllm_requests import answer_of, scoring_params
 
 if TYPE_CHECKING:
     from llmrl.engines.vllm_private import AsyncLLM
+    from llmrl.engines.vllm_updates import WholeWeights
 
 T = TypeVar("T")
 
@@ -25,6 +26,7 @@ class VLLMScores:
     max_model_len: int
     _llm: AsyncLLM
     _background: BackgroundLoop
+    _updates: WholeWeights
     _watch: Any  # a `HangWatch`, of the whole engine
     _in_flight: set[str]
     _id_prefix: str
@@ -47,8 +49,8 @@ class VLLMScores:
         check_scored(token_ids, top_k, self.max_model_len)
         self._check_alive(and_awake=True)
         request_id = f"{self._id_prefix}-{next(self._id_counter)}"
-        asked = answer_of(self._llm, list(token_ids), scoring_params(top_k), request_id)
-        flat: Any = (await self._serve(request_id, asked)).prompt_logprobs
+        asked = answer_of(self._llm, list(token_ids), scoring_params(top_k), request_id, self._updates)
+        flat: Any = (await self._serve(request_id, asked))[0].prompt_logprobs
         self._num_tokens += 1
         shape = (len(token_ids) - 1, 1 + top_k)
         if flat is None or len(flat.logprobs) != shape[0] * shape[1]:

@@ -11,21 +11,16 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmrl.runs.engine_config import EngineConfig, RayConfig, SyncConfig, check_choice
+
 if TYPE_CHECKING:
     ComputeDtype = Literal["float32", "bfloat16"]
     HeadKernel = Literal["torch", "liger"]
     InFlight = int | Literal["auto"] | None
-    PauseMode = Literal["keep", "wait", "abort"]
     Schedule = Literal["constant", "linear", "cosine"]
-    Transport = Literal["direct", "ipc", "files"]
 else:  # OmegaConf knows no Literal, and fails of unions: it checks that they are strings, and we which ones
-    ComputeDtype = HeadKernel = PauseMode = Schedule = Transport = str
+    ComputeDtype = HeadKernel = Schedule = str
     InFlight = Any
-
-
-def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,10 +68,10 @@ class ModelConfig:
     dtype: ComputeDtype = "float32"
     """That engine and trainer compute in, both, since an update below the engine's rounding never reaches it."""
     lora: LoRAEntries = field(default_factory=LoRAEntries)
-    """Adapters; what they add is merged into the weights that the engine gets."""
+    """Adapters; `sync.lora` says how the engine gets them."""
 
     def __post_init__(self) -> None:
-        _check("model.dtype", self.dtype, ("float32", "bfloat16"))
+        check_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,66 +88,6 @@ class EnvConfig:
     """Of the problems that are held out."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task, such as `num_digits`."""
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineConfig:
-    """The engine that generates, or several."""
-
-    num_replicas: int | None = None
-    """Engines with the same weights; null is one, in this process's care."""
-    tensor_parallel_size: int = 1
-    """GPUs that one engine is sharded over."""
-    max_num_seqs: int | None = None
-    """Requests decoded together; null is what `AsyncVLLM` chooses."""
-    gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory; null is vLLM's default."""
-    enforce_eager: bool | None = None
-    """No compilation; null is true on CPU, where it costs more than it saves in minutes."""
-    cpu_threads: int | None = None
-    """Of an engine on CPU; null is all cores."""
-    sleep_while_training: bool | None = None
-    """Give the trainer all of a GPU that the two share (`sync.transport=ipc`); null: where they take turns."""
-    use_ray: bool = False
-    """Start engines in Ray actors."""
-    ray_options: dict[str, Any] = field(default_factory=dict)
-    """Of each engine's actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_replicas", "tensor_parallel_size", "max_num_seqs", "cpu_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"engine.{name} must be at least 1, got {value}.")
-        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"engine.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
-
-
-@dataclass(slots=True, kw_only=True)
-class SyncConfig:
-    """How new weights reach the engines."""
-
-    transport: Transport = "direct"
-    """`direct`: shared memory on CPU, NCCL on GPU. `ipc`: one GPU for both. `files`: a double buffer."""
-    folder: str | None = None
-    """Of `files`; null is `weights` in the run's folder."""
-    pause_mode: PauseMode = "keep"
-    """Requests in flight go on with the new weights (`keep`), are waited for (`wait`) or end (`abort`)."""
-    reset_running_requests: bool = True
-    """Read kept requests again by the new weights, so that no token is computed from blocks of old ones."""
-    anchor_every: int = 1
-    """Of `files`: all weights are written at every so many updates, and in between what has changed."""
-
-    def __post_init__(self) -> None:
-        _check("sync.transport", self.transport, ("direct", "ipc", "files"))
-        _check("sync.pause_mode", self.pause_mode, ("keep", "wait", "abort"))
-
-
-@dataclass(slots=True, kw_only=True)
-class RayConfig:
-    """The Ray cluster, where engines or collectors are on one."""
-
-    address: str | None = None
-    """Of a cluster that exists (`auto`: this machine's); null starts one on this machine."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,8 +175,8 @@ class TrainConfig:
     """Compile the model's layers: faster steps after a first one that takes a minute."""
 
     def __post_init__(self) -> None:
-        _check("train.schedule", self.schedule, ("constant", "linear", "cosine"))
-        _check("train.head_kernel", self.head_kernel, ("torch", "liger"))
+        check_choice("train.schedule", self.schedule, ("constant", "linear", "cosine"))
+        check_choice("train.head_kernel", self.head_kernel, ("torch", "liger"))
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("train.offload_activations=true needs train.gradient_checkpointing=true.")
         if self.num_ranks < 1:
@@ -355,6 +290,8 @@ class ScriptConfig:
             )
         if self.sync.transport == "ipc" and (engine.use_ray or (engine.num_replicas or 1) > 1):
             raise ValueError("sync.transport=ipc is for one engine on the trainer's GPU; with several use direct.")
+        if self.sync.lora == "adapter" and self.model.lora.rank is None:
+            raise ValueError("sync.lora=adapter sends adapters alone: give them a rank, model.lora.rank=16.")
         if engine.sleep_while_training and not self.engine_sleeps:
             needed = "sync.transport=ipc, collect.max_staleness=null and collect.in_background=false"
             raise ValueError(

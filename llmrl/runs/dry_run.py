@@ -15,7 +15,8 @@ from typing import TypeVar
 from tensordict import TensorDictBase
 
 from llmrl._utils.types import Row
-from llmrl.runs.config import EngineConfig, RayConfig, RunConfig, ScriptConfig
+from llmrl.runs.config import RunConfig, ScriptConfig
+from llmrl.runs.engine_config import EngineConfig, RayConfig
 from llmrl.runs.fit import GIB, lines_of, shape_of, training_shape
 from llmrl.runs.imitation_config import SFTConfig
 from llmrl.trainer.memory_plan import plan_memory

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector, RayLLMCollector
 from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig, ServerEngine
+from llmrl.engines.vllm_args import ADAPTER_BACKEND
 from llmrl.envs import make_task_env
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Renderer
@@ -135,6 +136,9 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         "enable_sleep": cfg.engine_sleeps,
         "engine_args": {"tensor_parallel_size": cfg.engine.tensor_parallel_size},
     }
+    if cfg.sync.lora == "adapter":
+        options["weight_transfer"] = ADAPTER_BACKEND
+        options["engine_args"] |= {"max_lora_rank": cfg.model.lora.rank, "max_loras": cfg.sync.max_adapters}
     if cfg.engine.use_ray:
         options |= {"ray_options": cfg.engine.ray_options, "ray_init_config": ray_config(cfg), "use_ray": True}
     elif cfg.engine.num_replicas is None:
@@ -173,7 +177,8 @@ def sync_scheme(cfg: ScriptConfig) -> VLLMWeightSyncScheme:
         folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
         return VLLMDoubleBufferSyncScheme(remote_addr=folder, anchor_every=cfg.sync.anchor_every, **kept)
     # Engines on other hosts meet the trainer at an address that they can reach.
-    return VLLMWeightSyncScheme(master_address=own_address() if cfg.ray.address is not None else None, **kept)
+    address = own_address() if cfg.ray.address is not None else None
+    return VLLMWeightSyncScheme(master_address=address, lora=cfg.sync.lora, **kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.config import (
     CollectConfig,
-    EngineConfig,
     EnvConfig,
     EvalConfig,
     ExportConfig,
@@ -32,8 +31,8 @@ from llmrl.runs.config import (
     ModelConfig,
     RunConfig,
     Schedule,
-    SyncConfig,
 )
+from llmrl.runs.engine_config import EngineConfig, SyncConfig
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
 from llmrl.runs.setup import clip_bounds, lora_config, model_folder, scoring_options, start_engine

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS
 from llmrl.engines.replicas import EngineReplicas
+from llmrl.engines.vllm_args import ADAPTER_BACKEND
 from llmrl.weight_sync.deadline import TRANSFER_SECONDS
 from llmrl.weight_sync.member import AllWorkers, Member
 
@@ -61,6 +62,7 @@ class EngineGroup:
         self._pool = ThreadPoolExecutor(max(4, len(self._engines) + 1), thread_name_prefix="llmrl-weight-sync")
         self.backend = self.members()[0].engine.weight_transfer_backend
         """vLLM's name of how the engines take weights."""
+        self._takes_adapters = self.backend == ADAPTER_BACKEND
 
     @property
     def engines(self) -> list[UpdatableEngine]:
@@ -148,7 +150,13 @@ class EngineGroup:
 
     @contextlib.contextmanager
     def paused(self, members: list[Member]) -> Iterator[None]:
-        """Stop stepping and go on afterwards; not an engine whose weights are neither old nor new."""
+        """Stop stepping and go on afterwards; not an engine whose weights are neither old nor new.
+
+        Engines that take adapters need not stop for requests that are to go on: each does so with its own.
+        """
+        if self._takes_adapters and self._pause_mode == "keep":
+            yield
+            return
         self.each(members, lambda member: member.engine.pause(self._pause_mode, clear_cache=False))
         try:
             yield
@@ -277,6 +285,8 @@ class EngineGroup:
         self.each([member for member in members if member.is_whole], lambda member: member.engine.resume())
 
     def _reset_prefix_cache(self, engine: UpdatableEngine) -> None:
+        if self._takes_adapters:  # vLLM finds no block of one by another
+            return
         reset = self._reset_running_requests
         if not engine.reset_prefix_cache(reset_running_requests=reset) and reset:
             raise EngineError("vLLM did not reset its prefix cache; key-value blocks of old weights may be used.")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl.engines.base import PauseMode, UpdatableEngine
 from llmrl.engines.server_updates import FILES_BACKEND
-from llmrl.engines.vllm_args import LLMRL_BACKEND
+from llmrl.engines.vllm_args import ADAPTER_BACKEND, LLMRL_BACKEND
+from llmrl.weight_sync.adapters import AdapterChannel, AdapterWeights
 from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, take_file
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
 from llmrl.weight_sync.engine_group import EngineGroup
@@ -36,11 +37,15 @@ class VLLMWeightSyncScheme(KnownArguments):
         reset_running_requests: drop the key-value blocks of kept requests too, so that no block of old weights is
             used; without it they go on from old blocks, faster and off by that.
         rank: of this trainer process; 0 sends, the others only help to gather sharded weights.
+        lora: what is sent of a model with adapters: its weights with the adapters' added (`merged`), or the adapters
+            alone (`adapter`), to engines started with `weight_transfer="adapters"`. Requests in flight then end on the
+            adapter that they began with, without a pause, and an update waits only where all that an engine holds
+            (`max_loras`) are in use.
         gpus_per_replica, num_replicas, strategy, device: TorchRL's, without effect: the engines say what they are, and
             a model is read as it is, where it is.
 
     Raises:
-        ValueError: for an unknown `pause_mode` or a negative rank.
+        ValueError: for an unknown `pause_mode` or `lora`, or a negative rank.
 
     Example:
         >>> sender = VLLMWeightSyncScheme().create_sender()
@@ -55,6 +60,7 @@ class VLLMWeightSyncScheme(KnownArguments):
     pause_mode: PauseMode = "keep"
     reset_running_requests: bool = True
     rank: int = 0
+    lora: Literal["merged", "adapter"] = "merged"
     gpus_per_replica: int | None = None
     num_replicas: int | None = None
     strategy: str | None = None
@@ -64,6 +70,8 @@ class VLLMWeightSyncScheme(KnownArguments):
     def __post_init__(self) -> None:
         if self.pause_mode not in ("keep", "wait", "abort"):
             raise ValueError(f"pause_mode must be 'keep', 'wait' or 'abort', got {self.pause_mode!r}.")
+        if self.lora not in ("merged", "adapter"):
+            raise ValueError(f"lora must be 'merged' or 'adapter', got {self.lora!r}.")
         if self.rank < 0:
             raise ValueError(f"rank must not be negative, got {self.rank}.")
 
@@ -75,9 +83,17 @@ class VLLMWeightSyncScheme(KnownArguments):
             reset_running_requests=self.reset_running_requests,
             rank=self.rank,
             needs_engine=self._needs_engine,
+            make_source=AdapterWeights if self.lora == "adapter" else ModelWeights,
         )
 
     def _open_channel(self, source: ModelWeights, backend: str | None) -> Channel:
+        if (backend == ADAPTER_BACKEND) != isinstance(source, AdapterWeights):
+            raise ValueError(
+                f"lora={self.lora!r} does not fit an engine with weight_transfer={backend!r}: adapters alone go from a "
+                f"scheme with lora='adapter' to engines started with weight_transfer={ADAPTER_BACKEND!r}."
+            )
+        if isinstance(source, AdapterWeights):
+            return AdapterChannel(source)
         if backend == LLMRL_BACKEND:
             return MemoryChannel(source, lambda: self._rendezvous(self.master_address or own_address()))
         return StreamChannel(source, backend, lambda: self._rendezvous(self.master_address or "127.0.0.1"))
@@ -112,6 +128,10 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.lora == "adapter":
+            raise ValueError(
+                "lora='adapter' goes through VLLMWeightSyncScheme: the files hold all of a model's weights."
+            )
         if self.anchor_every < 1:
             raise ValueError(f"anchor_every must be at least 1, got {self.anchor_every}.")
 

@@ -70,8 +70,7 @@ def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterat
     Weights come one by one, so that no more than one of them is gathered at a time. An adapted layer's is its base
     weight with its adapters added.
     """
-    for name, tensor in _named_weights(model):
-        yield name, (tensor.merged() if isinstance(tensor, _AdaptedWeight) else _whole(tensor)).detach()
+    yield from _gathered(_named_weights(model))
 
 
 class WeightMeta(NamedTuple):
@@ -111,9 +110,11 @@ class ModelWeights:
     def metadata(self) -> list[WeightMeta]:
         """Return what each weight is that an iteration yields, in its order; nothing is gathered."""
         return [
-            WeightMeta(name, _sent_dtype(tensor, self._dtype), tuple(tensor.shape))
-            for name, tensor in _named_weights(self.override or self._model)
+            WeightMeta(name, _sent_dtype(tensor, self._dtype), tuple(tensor.shape)) for name, tensor in self._named()
         ]
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
+        return _named_weights(self.override or self._model)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.uncast():
@@ -121,7 +122,7 @@ class ModelWeights:
 
     def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return it for a channel that casts while it copies."""
-        self._gathering = named_weights(self.override or self._model)
+        self._gathering = _gathered(self._named())
         return self._gathering
 
     def restart(self) -> None:
@@ -135,49 +136,70 @@ class ModelWeights:
 
 
 @dataclass(frozen=True)
-class _AdaptedWeight:
-    """The weight of a layer with adapters that are not merged into it."""
+class LazyWeight:
+    """What is sent in place of a weight of the same dtype and shape; it is computed when its turn comes."""
 
-    layer: Any  # peft's
     weight: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the weight."""
         return self.weight.dtype
 
     @property
     def shape(self) -> torch.Size:
+        """Of the weight."""
         return self.weight.shape
 
     def is_floating_point(self) -> bool:
+        """Whether it is cast on the way."""
         return self.weight.is_floating_point()
 
+    def whole(self) -> torch.Tensor:
+        """Compute it, gathered where the weight is sharded."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _AdaptedWeight(LazyWeight):
+    """The weight of a layer with adapters that are not merged into it."""
+
+    layer: Any  # peft's
+
     @torch.no_grad()
-    def merged(self) -> torch.Tensor:
+    def whole(self) -> torch.Tensor:
         weight = self.weight
         for adapter in self.layer.active_adapters:
             if adapter in self.layer.lora_A or adapter in self.layer.lora_embedding_A:
                 update = self.layer.get_delta_weight(adapter)
                 if _is_sharded(update) != _is_sharded(weight):
-                    update, weight = _whole(update), _whole(weight)
+                    update, weight = whole(update), whole(weight)
                 # Shards are added to shards: one whole matrix comes of it, not three.
                 weight = weight + update.to(weight.dtype)
-        return _whole(weight)
+        return whole(weight)
 
 
 def _is_sharded(tensor: object) -> bool:
     return callable(getattr(tensor, "full_tensor", None))
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if _is_sharded(tensor) else tensor
+def whole(tensor: Any) -> torch.Tensor:
+    """Return a tensor of its own shape: gathered when it is sharded (a collective), computed when it is lazy."""
+    if isinstance(tensor, LazyWeight):
+        return tensor.whole().detach()
+    return (tensor.full_tensor() if _is_sharded(tensor) else tensor).detach()
+
+
+def _gathered(named: Iterable[tuple[str, torch.Tensor | LazyWeight]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in named:
+        yield name, whole(tensor)
 
 
 def _named_weights(
     model: torch.nn.Module | Mapping[str, torch.Tensor],
-) -> Iterator[tuple[str, torch.Tensor | _AdaptedWeight]]:
+) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
     if isinstance(model, Mapping):
-        named: Iterable[tuple[str, torch.Tensor | _AdaptedWeight]] = _once(model)
+        named: Iterable[tuple[str, torch.Tensor | LazyWeight]] = _once(model)
     elif isinstance(model, torch.nn.Module):
         named = _with_adapters(model) if getattr(model, "peft_config", None) else model.named_parameters()
     else:
@@ -197,7 +219,12 @@ def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
         seen.add(memory)
 
 
-def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | _AdaptedWeight]]:
+def require_plain_adapters(model: torch.nn.Module) -> None:
+    """Refuse adapters (peft's) that are more than the product of two matrices added to a weight.
+
+    Raises:
+        TypeError: naming what else there is.
+    """
     for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]  # of a peft model
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
             raise TypeError(f"adapter {name!r} is {config.peft_type}; only LoRA adapters are merged on the way.")
@@ -206,16 +233,20 @@ def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor |
                 raise TypeError(f"adapter {name!r} trains whole modules or tokens beside LoRA ({option}); merge it.")
         if getattr(config, "bias", "none") != "none":
             raise TypeError(f"adapter {name!r} trains biases beside LoRA (bias={config.bias!r}); merge it yourself.")
-    layers = dict(model.named_modules())
     num_names = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
-    for name, layer in layers.items():
+    for name, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
             _require_plain_lora(name, layer, num_names)
+
+
+def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
+    require_plain_adapters(model)
+    layers = dict(model.named_modules())
     for name, tensor in model.named_parameters():
         prefix, _, kind = name.rpartition(".base_layer.")
         if prefix:
             is_adapted = kind == "weight" and not layers[prefix].merged
-            yield f"{prefix}.{kind}", _AdaptedWeight(layers[prefix], tensor) if is_adapted else tensor
+            yield f"{prefix}.{kind}", _AdaptedWeight(tensor, layers[prefix]) if is_adapted else tensor
         elif ".lora_" not in name:
             yield name, tensor
 
@@ -236,5 +267,5 @@ def _require_plain_lora(name: str, layer: Any, num_names: Counter[int]) -> None:
         )
 
 
-def _sent_dtype(tensor: torch.Tensor | _AdaptedWeight, dtype: torch.dtype | None) -> torch.dtype:
+def _sent_dtype(tensor: torch.Tensor | LazyWeight, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

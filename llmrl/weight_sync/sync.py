@@ -15,7 +15,7 @@ from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.trainer.trained_model import TrainedModel, trained_model
 from llmrl.weight_sync.channels import Channel
 from llmrl.weight_sync.engine_group import EngineGroup
-from llmrl.weight_sync.source import ModelMetadata, ModelWeights, model_of
+from llmrl.weight_sync.source import ModelMetadata, ModelWeights, get_model_metadata, model_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class WeightSync:
             read them by themselves.
         pause_mode, reset_running_requests, rank: see `VLLMWeightSyncScheme`.
         needs_engine: whether somebody has to be told of the weights.
+        make_source: what reads the model's weights, or its adapters, in the engines' dtype.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class WeightSync:
         reset_running_requests: bool = True,
         rank: int = 0,
         needs_engine: bool = True,
+        make_source: type[ModelWeights] = ModelWeights,
     ) -> None:
+        self._make_source = make_source
         self._open_channel, self._rank, self._needs_engine = open_channel, rank, needs_engine
         self._pause_mode, self._reset_running_requests = pause_mode, reset_running_requests
         self._model: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
@@ -71,7 +74,8 @@ class WeightSync:
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Say whose weights to send: a model, the policy that it is of, or a mapping of checkpoint names to tensors.
 
-        They are read at each update. Adapters (peft's LoRA) are merged on the way; the model is left as it is.
+        They are read at each update. Adapters (peft's LoRA) are merged on the way, or sent alone where the scheme says
+        so; the model is left as it is.
         """
         with self._lock:
             self._model = model_of(model)
@@ -115,9 +119,9 @@ class WeightSync:
                 self._group = EngineGroup(
                     engine, pause_mode=self._pause_mode, reset_running_requests=self._reset_running_requests
                 )
-            source = self._open()
+            self._open()
             if model_metadata is not None:
-                _require_same(source, model_metadata)
+                _require_same(get_model_metadata(self._model), model_metadata)
             if self._group is None or self._channel is None:
                 return
             if (record := self._record()) is not None:
@@ -216,7 +220,7 @@ class WeightSync:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        source = self._source = ModelWeights(self._model, None if self._group is None else self._group.model_dtype)
+        source = self._source = self._make_source(self._model, None if self._group is None else self._group.model_dtype)
         if self._rank == 0:
             self._channel = self._open_channel(source, None if self._group is None else self._group.backend)
         return source
@@ -297,9 +301,9 @@ class WeightSync:
             warnings.warn(f"Precision: {record.disagreement}", stacklevel=3)
 
 
-def _require_same(source: ModelWeights, model_metadata: ModelMetadata) -> None:
-    own = {meta.name: meta.shape for meta in source.metadata()}
-    given = {name: tuple(shape) for name, (_, shape) in model_metadata.items()}
+def _require_same(model_metadata: ModelMetadata, given_metadata: ModelMetadata) -> None:
+    own = {name: tuple(shape) for name, (_, shape) in model_metadata.items()}
+    given = {name: tuple(shape) for name, (_, shape) in given_metadata.items()}
     if own != given:
         differing = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
         raise ValueError(

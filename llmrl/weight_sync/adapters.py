@@ -1,0 +1,165 @@
+"""LoRA adapters alone: a trainer sends the low-rank matrices of a version and leaves the base model where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmrl.engines.base import TransferInfo
+from llmrl.engines.vllm_updates import shape_of_model
+from llmrl.weight_sync.channels import Channel, Client, Connection
+from llmrl.weight_sync.source import (
+    LazyWeight,
+    ModelWeights,
+    WeightMeta,
+    checkpoint_name,
+    require_plain_adapters,
+    whole,
+)
+
+_PREFIX = "base_model.model."
+"""Of names in peft's files."""
+
+
+class AdapterWeights(ModelWeights):
+    """The matrices A and B of a model's LoRA adapters, under the names of peft's files.
+
+    What the product is multiplied by (`alpha / rank`, or peft's other rules) is in B.
+
+    Raises:
+        TypeError: at each use, for a model without adapters, one that trains anything beside them, and adapters that an
+            engine cannot run beside its base model: of embeddings and output heads, DoRA, biases, several at once.
+    """
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        if self.override:
+            raise ValueError("update_weights(weights=...) takes whole models, and this sender sends adapters alone.")
+        return _matrices(self._model)
+
+    @property
+    def rank(self) -> int:
+        """The highest rank."""
+        return max(meta.shape[0] for meta in self.metadata() if meta.name.endswith(".lora_A.weight"))
+
+    @property
+    def model_shape(self) -> dict[str, int]:
+        """What tells the base model from another one."""
+        config = getattr(self._model, "config", None)
+        return {} if config is None else shape_of_model(config.get_text_config())
+
+
+@dataclass(frozen=True)
+class _ScaledWeight(LazyWeight):
+    scale: float
+
+    @torch.no_grad()
+    def whole(self) -> torch.Tensor:
+        return whole(self.weight) * self.scale
+
+
+def _matrices(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    if not isinstance(model, torch.nn.Module) or not getattr(model, "peft_config", None):
+        raise TypeError(
+            "lora='adapter' sends adapters alone, and the registered model has none, so that all its weights are "
+            "trained: load it with adapters (model.lora.rank=16), or leave lora='merged'."
+        )
+    require_plain_adapters(model)
+    beside = [name for name, weight in model.named_parameters() if weight.requires_grad and ".lora_" not in name]
+    if beside:
+        raise TypeError(
+            f"{len(beside)} weights are trained beside the adapters, among them {checkpoint_name(beside[0])}; adapters "
+            "alone would leave them out: send merged weights (lora='merged')."
+        )
+    outside = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # type: ignore[operator]
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        name = checkpoint_name(name)
+        if layer.lora_embedding_A or id(layer) in outside:
+            raise TypeError(
+                f"{name} is adapted, and vLLM adapts neither embeddings nor the output head: leave it out of "
+                "target_modules, or send merged weights (lora='merged')."
+            )
+        if layer.merged:
+            raise TypeError(f"the adapter of {name} is merged into its weight: call model.unmerge_adapter() first.")
+        active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+        if len(active) > 1:
+            raise TypeError(f"{name} has {len(active)} active adapters, {active}; one of them can be sent.")
+        for adapter in active:
+            yield f"{_PREFIX}{name}.lora_A.weight", layer.lora_A[adapter].weight
+            scaled = _ScaledWeight(layer.lora_B[adapter].weight, layer.scaling[adapter])
+            yield f"{_PREFIX}{name}.lora_B.weight", scaled
+
+
+class AdapterChannel(Channel):
+    """Sends adapters to the engine's own process, wherever that runs: they are a few megabytes."""
+
+    def __init__(self, source: AdapterWeights) -> None:
+        self._source = source
+        self._staged: TransferInfo = {}
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether there are adapters to send."""
+        return bool(self._staged)
+
+    def stage(self, version: int | None) -> int:
+        """Copy the adapters into one file in memory."""
+        assert version is not None, "somebody has to hold the base model"
+        self._staged = {}
+        weights = _as_file({name: tensor.cpu().contiguous() for name, tensor in self._source})
+        self._staged = {"weights": weights, "rank": self._source.rank}
+        return version
+
+    def staged(self) -> TransferInfo:
+        """Return the adapters.
+
+        Raises:
+            RuntimeError: before the first `stage`, or when it failed.
+        """
+        if not self._staged:
+            raise RuntimeError("no adapters are staged.")
+        return self._staged
+
+    def roll_back(self) -> None:
+        """Hold no adapters."""
+        self._staged = {}
+
+    def connect(self, client: Client) -> Connection:
+        """Let the engine compare its model and its ranks with the trainer's, and try adapters that add nothing."""
+        source = self._source
+        zeros = {meta.name: torch.zeros(*_of_rank_1(meta), dtype=meta.dtype) for meta in source.metadata()}
+        info = {"model": source.model_shape, "rank": source.rank, "zeros": _as_file(zeros)}
+        client.init_weight_transfer_engine(info)
+        return _Adapters(self, client)
+
+    def close(self) -> None:
+        """Hold no adapters."""
+        self._staged = {}
+
+
+def _of_rank_1(meta: WeightMeta) -> tuple[int, int]:
+    return (1, meta.shape[1]) if meta.name.endswith(".lora_A.weight") else (meta.shape[0], 1)
+
+
+def _as_file(tensors: dict[str, torch.Tensor]) -> bytes:
+    import safetensors.torch
+
+    return safetensors.torch.save(tensors)
+
+
+class _Adapters:
+    """Hands the staged adapters to one engine."""
+
+    def __init__(self, channel: AdapterChannel, client: Client) -> None:
+        self._channel, self._client = channel, client
+
+    def send_weights(self) -> None:
+        self._client.start_weight_update()
+        self._client.update_weights(self._channel.staged())
+
+    def shutdown(self) -> None:
+        """Do nothing: nothing is open."""
