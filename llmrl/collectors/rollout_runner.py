@@ -162,7 +162,7 @@ class RolloutRunner:
         rollout.columns = rollout.columns or dataset_columns(element)
         if self._is_scored_here:
             element.set(("rollout", "is_scored_later"), non_tensor(True))
-        if element.get("done").any():  # a game that was over before this player's turn
+        if _is_any(element.get("done")):  # a game that was over before this player's turn
             rollout.status, rollout.is_scored = decide_status(is_terminated=True), True
             rollout.reward = float(element.get("reward", torch.zeros(1)).sum())
         elif self._agent_env is not None:
