@@ -173,6 +173,19 @@ def test_empty_tool_calls_do_not_count_as_rewriting(chatml):
 
 
 @pytest.mark.parametrize("mode", ["token", "message"])
+def test_lone_surrogates_are_replaced_in_each_turn_and_rewrite_nothing(chatml, mode):
+    messages, plain = [user("a\ud800b")], [user("a?b")]
+    bad, good = (Conversation.start(chatml, mode=mode) for _ in range(2))
+    for _ in range(3):
+        bad, good = answer(bad.with_prompt(messages)), answer(good.with_prompt(plain))
+        assert (
+            bad.prompt_ids == good.prompt_ids and bad.with_prompt([*messages, assistant("yes"), user("c")]).is_prompted
+        )
+        messages, plain = ([*said, assistant("yes"), user(text)] for said, text in ((messages, "\udfff"), (plain, "?")))
+    assert bad.reconcile().counts == good.reconcile().counts and len(bad.reconcile().rows) == 1
+
+
+@pytest.mark.parametrize("mode", ["token", "message"])
 def test_a_changed_tool_set_forks(model_path, mode):
     renderer = family_renderer(model_path, "qwen25")
     first = answer(Conversation.start(renderer, mode=mode).with_prompt([user("a")]))

@@ -141,12 +141,18 @@ class Conversation:
             raise ValueError("this conversation has no renderer; start it with one, or use with_prompt_ids.")
         messages = tuple(messages)
         tools = tuple(tools) if tools else None
-        is_kept = tools == self.tools and _starts_with(messages, self.messages)
+        is_begun = _starts_with(messages, self.messages)
+        if not is_begun:  # lone surrogates are replaced in the held ones
+            messages = check_messages(messages)
+            is_begun = _starts_with(messages, self.messages)
+        is_kept = tools == self.tools and is_begun
         if self._before is not None:
             if is_kept and len(messages) == len(self.messages):
                 return self
             return self._before.with_prompt(messages, tools=tools)
-        check_messages(messages[len(self.messages) :] if is_kept else messages)
+        if is_begun:
+            num_held = len(self.messages)
+            messages = (*messages[:num_held], *check_messages(messages[num_held:]))
         # What somebody else put into the assistant's mouth is no delta: it is rendered with the rest.
         is_foreign = any(message["role"] == "assistant" for message in messages[len(self.messages) :])
         is_appended = self.node is not None and is_kept and not is_foreign
