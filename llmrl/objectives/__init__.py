@@ -26,6 +26,13 @@ from llmrl.objectives.ratios import (
 )
 from llmrl.objectives.selectors import MCAdvantageSelector, TopKRewardSelector
 from llmrl.objectives.sft import SFTLoss
+from llmrl.objectives.streams import (
+    StreamsLoss,
+    StreamsLossOutput,
+    observed_tokens,
+    trained_tokens,
+    write_loss_weights,
+)
 from llmrl.objectives.variants import DrGRPOLoss, GSPOLoss, RLOOLoss
 
 __all__ = [
@@ -49,6 +56,8 @@ __all__ = [
     "RLOOLoss",
     "SFTLoss",
     "SFTLossOutput",
+    "StreamsLoss",
+    "StreamsLossOutput",
     "TeacherAdvantage",
     "TokenInputs",
     "TopKRewardSelector",
@@ -61,7 +70,10 @@ __all__ = [
     "importance_weights",
     "k3_kl_token_estimate",
     "kl_estimate",
+    "observed_tokens",
     "read_inputs",
     "sequence_log_ratio",
     "token_log_ratio",
+    "trained_tokens",
+    "write_loss_weights",
 ]

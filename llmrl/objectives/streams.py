@@ -1,0 +1,292 @@
+"""Several losses of one forward pass, each on its own tokens with its own weights and denominator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torchrl.objectives.common import LossModule
+
+from llmrl.data.ragged import flat_batch, has_entry, ragged_column
+from llmrl.objectives.base import LLMLoss, MicroLoss
+from llmrl.objectives.inputs import LossInputs, TokenInputs, read_inputs
+from llmrl.objectives.outputs import LossOutput
+
+LOSS_WEIGHTS = "loss_weights"
+"""Of the entries that say how much each token counts in each stream."""
+_MASK: NestedKey = ("masks", "all_assistant_mask")
+
+
+def trained_tokens(row: TensorDictBase) -> torch.Tensor:
+    """Return 1 at the tokens of the loss mask, `[num_tokens]` float32.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> row = TensorDict({"masks": {"all_assistant_mask": torch.tensor([False, True, False, True])}})
+        >>> trained_tokens(row), observed_tokens(row)
+        (tensor([0., 1., 0., 1.]), tensor([0., 0., 1., 0.]))
+    """
+    return row.get(_MASK).float()
+
+
+def observed_tokens(row: TensorDictBase) -> torch.Tensor:
+    """Return 1 at what the environment said after the first answer, `[num_tokens]` float32.
+
+    That is every token outside the loss mask behind the first one within, so the template's words around messages, too.
+    """
+    mask = row.get(_MASK).bool()
+    return (~mask & (mask.cumsum(0) > 0)).float()
+
+
+def write_loss_weights(batch: TensorDictBase, **streams: Callable[[TensorDictBase], torch.Tensor]) -> TensorDictBase:
+    """Write `("loss_weights", NAME)` into the rows of a batch, in place, for `StreamsLoss`; returns the batch.
+
+    Args:
+        batch: training rows.
+        streams: of each stream a function of a row, to `[num_tokens]`.
+
+    Raises:
+        ValueError: for weights that are not one finite number per token.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> row = TensorDict({"tokens": {"full": torch.tensor([5, 6])},
+        ...                   "masks": {"all_assistant_mask": torch.tensor([False, True])}})
+        >>> write_loss_weights(lazy_stack([row]), policy=trained_tokens)[0]["loss_weights", "policy"]
+        tensor([0., 1.])
+    """
+    for row in flat_batch(batch).unbind(0):
+        for name, weigh in streams.items():
+            weights, num_tokens = weigh(row), len(row.get(("tokens", "full")))
+            if weights.shape != (num_tokens,) or not bool(weights.isfinite().all()):
+                raise ValueError(
+                    f"the weights of {name!r} must be {num_tokens} finite numbers, one per token, got "
+                    f"{tuple(weights.shape)}, {weights}."
+                )
+            row.set((LOSS_WEIGHTS, name), weights.float())
+    return batch
+
+
+@dataclass(slots=True)
+class StreamsMicroLoss(MicroLoss):
+    """What one micro-batch adds to the loss of each stream."""
+
+    streams: dict[str, MicroLoss] = field(default_factory=dict)
+    """Of the streams that have tokens in it."""
+
+    def total(self) -> torch.Tensor:
+        """Return the scalar to call `backward` on."""
+        total = torch.stack([micro.total() for micro in self.streams.values()]).sum()
+        return total * 0.0 if self.is_repeated else total
+
+    def detached(self) -> StreamsMicroLoss:
+        """Return it without the graph."""
+        return replace(self, streams={name: micro.detached() for name, micro in self.streams.items()})
+
+    def to(self, device: torch.device | str) -> StreamsMicroLoss:
+        """Return a copy on `device`."""
+        moved = {name: micro.to(device) for name, micro in self.streams.items()}
+        log_probs = None if self.log_probs is None else self.log_probs.to(device)
+        return replace(self, streams=moved, flat_index=self.flat_index.to(device), log_probs=log_probs)
+
+
+@dataclass(slots=True)
+class StreamsLossOutput:
+    """Output of `StreamsLoss`."""
+
+    streams: dict[str, LossOutput]
+    """Of those that have tokens in the batch."""
+    num_tokens: dict[str, int]
+    """Of every stream."""
+
+    def total_loss(self) -> torch.Tensor:
+        """Return the sum of all loss terms: what to call `backward` on."""
+        return torch.stack([output.total_loss() for output in self.streams.values()]).sum()
+
+    def measurements(self) -> dict[str, float]:
+        """Return what each stream measures: the first one's by their names, any other's behind `NAME_`."""
+        first = next(iter(self.num_tokens))
+        measured = {f"{name}_num_tokens": float(number) for name, number in self.num_tokens.items()}
+        for stream, output in self.streams.items():
+            prefix = "" if stream == first else f"{stream}_"
+            measured |= {f"{prefix}{name}": value for name, value in output.measurements().items()}
+        return measured
+
+
+class StreamsLoss(LLMLoss):
+    """The weighted sum of several losses, each on the tokens that rows name for it, from one forward pass.
+
+    A row is in a stream where it has `("loss_weights", NAME)`, `[num_tokens]`: tokens with a weight other than 0 are
+    the stream's, and their losses are multiplied by it (`write_loss_weights`). A stream's loss aggregates over its own
+    tokens of the whole batch, so that no stream's denominator knows of another's: the policy gradient stays what it is
+    however much the environment says. So these are configurations:
+
+    - cross-entropy on what the environment said (ECHO, arXiv:2605.24517): an `SFTLoss` on `observed_tokens`;
+    - demonstrations mixed in: an `SFTLoss` on rows that have that stream alone, stacked with the rollouts';
+    - a KL with a denominator of its own: a `DistillationLoss` whose `teacher_log_prob` is the reference's entry.
+
+    Args:
+        actor_network: the policy, see `GRPOLoss`; the streams' losses have none.
+        streams: the losses by name, each an object of its own, with `masking_strategy="rlhf"`.
+        coeffs: what a stream's loss is multiplied by, 1 unless given.
+
+    Raises:
+        ValueError: for no stream, one that has a policy, trains on other tokens, is left per token or sequence, or
+            compares whole distributions; or a coefficient of no stream.
+
+    Example:
+        >>> from llmrl.objectives import GRPOLoss, SFTLoss
+        >>> observations = SFTLoss(reduction="token_mean")
+        >>> loss = StreamsLoss(streams={"policy": GRPOLoss(), "observations": observations},
+        ...                    coeffs={"observations": 0.05})
+        >>> observations.tensor_keys.assistant_mask
+        ('loss_weights', 'observations')
+    """
+
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        """Entries that `set_keys` can rename."""
+
+        action: NestedKey = ("tokens", "full")
+
+    aggregation = "token_mean"
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase | None = None,
+        *,
+        streams: Mapping[str, LLMLoss],
+        coeffs: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__()
+        if not streams or len({id(loss) for loss in streams.values()}) < len(streams):
+            raise ValueError(f"streams must be at least one loss, each an object of its own; got {list(streams)}.")
+        if unknown := sorted((coeffs or {}).keys() - streams.keys()):
+            raise ValueError(f"coeffs names {unknown}, which are no streams; streams are {list(streams)}.")
+        for name, loss in streams.items():
+            is_whole = getattr(loss, "teacher", None) is not None
+            checks = {
+                "has a policy of its own: give actor_network to StreamsLoss": loss.actor_network is not None,
+                "must have masking_strategy='rlhf': its tokens have a weight": loss.masking_strategy != "rlhf",
+                "must be one number: its aggregation or reduction is 'none'": not loss.is_scalar,
+                "compares whole distributions (teacher=), which takes a pass by itself: train on it apart": is_whole,
+            }
+            if broken := [what for what, is_wrong in checks.items() if is_wrong]:
+                raise ValueError(f"the stream {name!r} {broken[0]}.")
+            loss.set_keys(assistant_mask=(LOSS_WEIGHTS, name))
+        self.actor_network = actor_network
+        self.streams = dict(streams)
+        self.coeffs = {name: (coeffs or {}).get(name, 1.0) for name in streams}
+        self.needs_entropy = any(loss.needs_entropy for loss in streams.values())
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Entries read of the rows of one stream or another."""
+        return list(dict.fromkeys(key for loss in self.streams.values() for key in loss.in_keys))
+
+    @property
+    def _log_probs_key(self) -> NestedKey:
+        return next(iter(self.streams.values()))._log_probs_key
+
+    def prepare(self, tensordict: TensorDictBase) -> LossInputs:
+        """Read a whole batch, for each stream the rows that are in it."""
+        rows, mask_key = flat_batch(tensordict).unbind(0), (LOSS_WEIGHTS, "")
+        lengths = [len(row.get(self.tensor_keys.action)) for row in rows]
+        shells = lazy_stack(
+            [row.exclude(LOSS_WEIGHTS).set(mask_key, torch.zeros(num)) for row, num in zip(rows, lengths, strict=True)]
+        )
+        device = self._device()
+        inputs = read_inputs(
+            shells,
+            tokens_key=self.tensor_keys.action,
+            masking_strategy="rlhf",
+            mask_key=mask_key,
+            token_columns={},
+            device=device,
+        )
+        for name, loss in self.streams.items():
+            places = [index for index, row in enumerate(rows) if has_entry(row, (LOSS_WEIGHTS, name))]
+            is_here = torch.cat([torch.full((num,), index in places) for index, num in enumerate(lengths)])
+            columns = {"is_scored": is_here.clone(), "factor": torch.zeros(len(is_here))}
+            if places:
+                part = lazy_stack([rows[index] for index in places])
+                read = loss.prepare(part)
+                assert read.weights is not None
+                columns["is_scored"][is_here] = read.is_scored.cpu()
+                weights = torch.cat(ragged_column(part, (LOSS_WEIGHTS, name))).cpu()
+                found = {"factor": self.coeffs[name] * weights, "weight": read.weights}
+                found |= {"sequence_index": read.sequence_index}
+                found |= {f"column:{column}": values for column, values in read.columns.items()}
+                for column, values in found.items():
+                    columns[column] = torch.zeros(len(is_here), *values.shape[1:], dtype=values.dtype)
+                    columns[column][is_here] = values.cpu()
+            inputs.columns |= {f"{name}:{column}": values.to(device) for column, values in columns.items()}
+        inputs.weights = torch.ones(sum(lengths), device=device)
+        self._join_masks(inputs)
+        return inputs
+
+    def _join_masks(self, inputs: LossInputs) -> None:
+        """Score the tokens of any stream."""
+        is_scored = torch.stack([inputs.columns[f"{name}:is_scored"] for name in self.streams]).any(0)
+        inputs.scored_masks = list(is_scored.cpu().split([len(ids) for ids in inputs.token_ids]))
+
+    def leave_out_idle_rows(self, inputs: LossInputs) -> None:
+        """Take out of each stream the rows from which no gradient can come."""
+        lengths = [len(ids) for ids in inputs.token_ids]
+        for name, loss in self.streams.items():
+            own, key = _own_columns(inputs.columns, name), f"{name}:is_scored"
+            masks = list(inputs.columns[key].split(lengths))
+            read = replace(inputs, columns=_loss_columns(own), scored_masks=masks)
+            if "weight" in own:
+                loss.leave_out_idle_rows(read)
+                inputs.columns[key] = torch.cat(read.scored_masks)
+        self._join_masks(inputs)
+
+    def token_loss(
+        self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
+    ) -> StreamsMicroLoss:
+        """Return the loss of each stream at `[num_tokens]` tokens of one stream or another."""
+        streams = {}
+        for name, loss in self.streams.items():
+            chosen = tokens[f"{name}:is_scored"]
+            if not bool(chosen.any()):
+                continue
+            own = {key: column[chosen] for key, column in _own_columns(tokens.columns, name).items()}
+            part = TokenInputs(_loss_columns(own), own["weight"], tokens.row_index[chosen], own["sequence_index"])
+            entropies = None if entropy is None else entropy[chosen]
+            micro = loss._micro_loss(part, log_probs[chosen], entropies, flat_index[chosen])
+            losses = {key: values * own["factor"] for key, values in micro.losses.items()}
+            streams[name] = replace(micro, losses=losses)
+        return StreamsMicroLoss({}, {}, flat_index, tokens.sequence_index, streams=streams)
+
+    def collect(self, micro_losses: Sequence[MicroLoss]) -> StreamsLossOutput:  # type: ignore[override]
+        """Put the micro-batches of one batch together."""
+        if not micro_losses:
+            raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
+        outputs, num_tokens = {}, {}
+        found = [micro.streams for micro in micro_losses if isinstance(micro, StreamsMicroLoss)]
+        for name, loss in self.streams.items():
+            parts = [streams[name] for streams in found if name in streams]
+            num_tokens[name] = sum(len(part.flat_index) for part in parts)
+            if parts:
+                outputs[name] = loss.collect(parts)
+        return StreamsLossOutput(outputs, num_tokens)
+
+    def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LossOutput:
+        """Return nothing: each stream's loss makes its own (`collect`)."""
+        raise NotImplementedError("StreamsLoss.collect gives the output of each stream.")
+
+
+def _own_columns(columns: Mapping[str, torch.Tensor], stream: str) -> dict[str, torch.Tensor]:
+    """Return what is kept of a stream."""
+    prefix = f"{stream}:"
+    return {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
+
+
+def _loss_columns(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what the stream's loss asked for."""
+    return {name.removeprefix("column:"): column for name, column in own.items() if name.startswith("column:")}
