@@ -98,6 +98,12 @@ def test_a_task_that_is_learned_is_no_failure():
     assert "all right" in diagnose(series(began, learned))[0].says
 
 
+def test_equal_rewards_are_no_finding_where_a_teacher_teaches():
+    step = {"groups_all_equal": 1.0, "groups_all_wrong": 1.0}
+    assert verdicts([step] * 3) == {"no_signal": "broken"}
+    assert verdicts([step | {"kl_to_teacher": 0.3}] * 3) == {}
+
+
 def test_one_noisy_step_is_none_and_a_run_that_began_so_has_not_changed():
     steps = series({"reward_mean": 0.8, "cut_share": 0.0}, {"reward_mean": 0.8, "cut_share": 0.0})
     assert verdicts([*steps, {"reward_mean": 0.3, "cut_share": 0.3}]) == {}

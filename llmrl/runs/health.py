@@ -238,7 +238,7 @@ def _lengths(history: _History) -> Iterator[Finding]:
 def _signal(history: _History) -> Iterator[Finding]:
     share = history.recent("groups_all_equal")
     verdict = _graded(share, look=0.5, broken=0.9)
-    if verdict == "fine":
+    if verdict == "fine" or history.now("kl_to_teacher") is not None:  # a teacher says something of every token
         return
     right, wrong = history.recent("groups_all_right") or 0.0, history.recent("groups_all_wrong") or 0.0
     says = f"{_percent(share)} of the prompts have answers of one reward, from which nothing is learned"
