@@ -3,12 +3,13 @@
 from llmrl.objectives.advantages import MCAdvantage
 from llmrl.objectives.aggregation import aggregation_weights
 from llmrl.objectives.base import LLMLoss, MicroLoss
-from llmrl.objectives.clipping import clipped_importance, clipped_surrogate
+from llmrl.objectives.clipping import clipped_importance, clipped_surrogate, is_within_trust_region
 from llmrl.objectives.distillation import DistillationLoss, TeacherAdvantage
 from llmrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
 from llmrl.objectives.inputs import LossInputs, TokenInputs, read_inputs
 from llmrl.objectives.kl import k3_kl_token_estimate, kl_estimate
 from llmrl.objectives.kl_penalty import KLPenalty
+from llmrl.objectives.length_penalty import LengthPenalty, group_relative_length, soft_overlong
 from llmrl.objectives.normalization import batch_normalized, group_advantages
 from llmrl.objectives.outputs import (
     CISPOLossOutput,
@@ -33,13 +34,14 @@ from llmrl.objectives.streams import (
     trained_tokens,
     write_loss_weights,
 )
-from llmrl.objectives.variants import DrGRPOLoss, GSPOLoss, RLOOLoss
+from llmrl.objectives.variants import DPPOLoss, DrGRPOLoss, GSPOLoss, RLOOLoss
 
 __all__ = [
     "DAPO",
     "CISPOLoss",
     "CISPOLossOutput",
     "DAPOLossOutput",
+    "DPPOLoss",
     "DistillationLoss",
     "DistillationLossOutput",
     "DrGRPOLoss",
@@ -49,6 +51,7 @@ __all__ = [
     "KLPenalty",
     "LLMLoss",
     "LLMLossOutput",
+    "LengthPenalty",
     "LossInputs",
     "MCAdvantage",
     "MCAdvantageSelector",
@@ -67,12 +70,15 @@ __all__ = [
     "clipped_surrogate",
     "effective_sample_size",
     "group_advantages",
+    "group_relative_length",
     "importance_weights",
+    "is_within_trust_region",
     "k3_kl_token_estimate",
     "kl_estimate",
     "observed_tokens",
     "read_inputs",
     "sequence_log_ratio",
+    "soft_overlong",
     "token_log_ratio",
     "trained_tokens",
     "write_loss_weights",

@@ -6,10 +6,14 @@ Log-ratios are clamped before their exponential, see `bounded_exp`.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 
 from llmrl.objectives.ratios import bounded_exp
+
+BinaryDivergence = Literal["tv", "kl"]
+_SMALLEST = 1e-12
 
 
 def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
@@ -58,6 +62,43 @@ def clipped_surrogate(
     if dual_clip is not None:
         objective = torch.where(advantage < 0, torch.maximum(objective, dual_clip * advantage), objective)
     return -objective
+
+
+def is_within_trust_region(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantage: torch.Tensor,
+    max_divergence: float,
+    divergence: BinaryDivergence = "tv",
+) -> torch.Tensor:
+    """Return which tokens an update may move (DPPO, arXiv:2602.04879), `[num_tokens]` bool.
+
+    The divergence of both distributions is bounded from below by that of "this token or another", whose probabilities
+    `mu` and `pi` are known: `|mu - pi|` (`tv`), or `mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))` (`kl`). Beyond
+    the bound a token is left out where its advantage would move it further away, and kept where it brings it back.
+    A ratio bounds rare tokens too tightly, whose probabilities hardly change, and likely ones too loosely.
+
+    Args:
+        log_probs, old_log_probs: `[num_tokens]` of the policy, and of the one that sampled.
+        advantage: `[num_tokens]`.
+        max_divergence: the bound, in probability for `tv`, in nats for `kl`.
+        divergence: `tv` or `kl`.
+
+    Example:
+        >>> old, new = torch.tensor([0.5, 0.001]).log(), torch.tensor([0.8, 0.003]).log()
+        >>> is_within_trust_region(new, old, torch.ones(2), 0.2), is_within_trust_region(new, old, -torch.ones(2), 0.2)
+        (tensor([False,  True]), tensor([True, True]))
+    """
+    current, old = log_probs.detach().double(), old_log_probs.detach().double()
+    pi, mu = current.exp(), old.exp()
+    if divergence == "tv":
+        measured = (mu - pi).abs()
+    else:
+        # Of a token that is certain, another one's log-prob would be minus infinity.
+        others = ((1 - mu).clamp(min=_SMALLEST).log() - (1 - pi).clamp(min=_SMALLEST).log()) * (1 - mu)
+        measured = mu * (old - current) + others
+    moves_away = torch.where(advantage > 0, pi > mu, pi < mu)
+    return ~(moves_away & (measured > max_divergence))
 
 
 def clipped_importance(

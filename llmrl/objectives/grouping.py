@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from llmrl.data.ragged import check_entry, flat_batch, has_entry
+from llmrl.data.ragged import check_entry, flat_batch, has_entry, write_column
 from llmrl.data.tensordicts import non_tensor, plain
 
 GROUP_KEY: NestedKey = ("rollout", "group_id")
@@ -144,6 +144,21 @@ def by_rollout(rows: Sequence[TensorDictBase], keys: GroupKeys) -> list[TensorDi
     for row in rows:
         found.setdefault(keys.rollout_id(row), []).append(row)
     return [lazy_stack(one, 0) for one in found.values()]
+
+
+def add_to_rewards(tensordict: TensorDictBase, additions: Sequence[float], key: NestedKey) -> None:
+    """Add a number to the reward of each row, in place: to a sparse one where it stands, to a dense one's last token.
+
+    Example:
+        >>> batch = lazy_stack([TensorDict(reward=torch.ones(1, 1)), TensorDict(reward=torch.zeros(3, 1))])
+        >>> add_to_rewards(batch, [0.5, -1.0], "reward")
+        >>> [row["reward"].flatten().tolist() for row in batch.unbind(0)]
+        [[1.5], [0.0, 0.0, -1.0]]
+    """
+    rewards = [row.get(key).clone() for row in flat_batch(tensordict).unbind(0)]
+    for reward, addition in zip(rewards, additions, strict=True):
+        reward.view(-1)[-1] += addition
+    write_column(tensordict, key, rewards)
 
 
 def stack_rows(rows: list[TensorDictBase]) -> TensorDictBase:

@@ -234,7 +234,7 @@ class GRPOLoss(LLMLoss):
         log_weight = log_ratio.detach()
         measured = {
             "ratio": bounded_exp(log_weight),
-            "clip_fraction": self._is_clipped(log_weight),
+            "clip_fraction": self._is_clipped(log_weight, current, tokens["advantage"]).to(current.dtype),
             "kl_approx": old - current,
             "difference": (own - sampler).abs(),
         }
@@ -289,9 +289,9 @@ class GRPOLoss(LLMLoss):
             log_ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high, dual_clip=self.dual_clip
         )
 
-    def _is_clipped(self, log_ratio: torch.Tensor) -> torch.Tensor:
-        clipped = clipped_log_ratio(log_ratio, self.clip_epsilon_low, self.clip_epsilon_high)
-        return (clipped != log_ratio).to(log_ratio.dtype)
+    def _is_clipped(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        """Return whether each token's ratio is beyond what bounds it, `[num_tokens]` bool; arguments are detached."""
+        return clipped_log_ratio(log_ratio, self.clip_epsilon_low, self.clip_epsilon_high) != log_ratio
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LLMLossOutput:
         """Return the losses, and means over trained tokens."""

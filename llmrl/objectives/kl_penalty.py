@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
-from llmrl.objectives.grouping import GroupKeys
+from llmrl.objectives.grouping import GroupKeys, add_to_rewards
 from llmrl.objectives.kl import KLEstimator, masked_kl
 
 
@@ -78,16 +78,9 @@ class KLPenalty(Transform):
         for row, divergences in zip(rows, self._divergences(batch), strict=True):
             name, divergence = self.keys.rollout_id(row), divergences.sum()
             totals[name] = totals[name] + divergence if name in totals else divergence
-        rewards, written = [], []
-        for row in rows:
-            divergence = totals[self.keys.rollout_id(row)]
-            reward = row.get(self.rewards_key)
-            # A sparse reward is penalized where it stands, a dense one at its last token.
-            penalty = torch.zeros_like(reward)
-            penalty.view(-1)[-1] = self.coeff * divergence
-            rewards.append(reward - penalty)
-            written.append(divergence.to(reward.dtype).reshape(1, 1))
-        write_column(tensordict, self.rewards_key, rewards)
+        of_rows = [totals[self.keys.rollout_id(row)] for row in rows]
+        written = [one.to(row[self.rewards_key].dtype).reshape(1, 1) for one, row in zip(of_rows, rows, strict=True)]
+        add_to_rewards(tensordict, [-self.coeff * float(one) for one in of_rows], self.rewards_key)
         write_column(tensordict, self.kl_key, written)
         return tensordict
 

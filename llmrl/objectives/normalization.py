@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-Normalization = Literal["std", "mean", "leave_one_out", "none"]
+Normalization = Literal["std", "mean", "leave_one_out", "relative", "none"]
 
 
 def group_advantages(rewards: Sequence[float], normalization: Normalization = "std") -> list[float]:
@@ -16,12 +16,14 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
     - `std`: `(r - mean) / std` (GRPO, arXiv:2402.03300, section 4.1.2), the unbiased standard deviation;
     - `mean`: `r - mean` (Dr. GRPO, arXiv:2503.20783, section 3.2);
     - `leave_one_out`: `r` minus the mean of the others (RLOO, arXiv:2402.14740, section 3.3);
+    - `relative`: `(r - mean) / mean`, of rewards from 0 on: with rewards of 0 and 1 the gradient is nearly that of the
+      likelihood of right answers, in which a rare one counts for more (MaxRL, arXiv:2602.02710);
     - `none`: `r`, for a baseline of the whole batch, see `batch_normalized`.
 
     But for `none`, a group whose rewards are all equal, or of one rollout, has no signal: zeros.
 
     Raises:
-        ValueError: for an unknown normalization.
+        ValueError: for an unknown normalization, or a negative reward with `relative`.
 
     Example:
         >>> group_advantages([0.0, 1.0], "mean"), group_advantages([0.0, 0.0, 1.0], "leave_one_out")
@@ -38,6 +40,13 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
     centred = values - values.mean()
     if normalization == "std":
         centred = centred / values.std().clamp(min=1e-6)
+    elif normalization == "relative":
+        if min(rewards) < 0:
+            raise ValueError(
+                f"normalization='relative' divides by the mean of rewards from 0 on, got {min(rewards)}; shift them, "
+                "or take 'mean' or 'std'."
+            )
+        centred = centred / values.mean()
     elif normalization == "leave_one_out":
         centred = centred * num_rollouts / (num_rollouts - 1)
     return centred.tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from statistics import stdev
+from statistics import fmean, stdev
 
 import torch
 from tensordict import TensorDictBase
@@ -73,7 +73,10 @@ def turn_scales(returns: Mapping[Hashable, Sequence[float]], normalization: Norm
     scales: list[float] = []
     for values in turns_of(list(returns.values())):
         is_constant = normalization != "none" and max(values) == min(values)
-        scales.append(math.inf if is_constant else max(stdev(values), 1e-6) if normalization == "std" else 1.0)
+        scale = max(stdev(values), 1e-6) if normalization == "std" and not is_constant else 1.0
+        if normalization == "relative":
+            scale = fmean(values)
+        scales.append(math.inf if is_constant else scale)
     return scales
 
 

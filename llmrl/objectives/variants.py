@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tensordict.nn import TensorDictModuleBase
 
 from llmrl.objectives.aggregation import Aggregation
+from llmrl.objectives.clipping import BinaryDivergence, is_within_trust_region
 from llmrl.objectives.grpo import GRPOLoss
+from llmrl.objectives.ratios import bounded_exp
 
 
 class DrGRPOLoss(GRPOLoss):
@@ -27,6 +29,52 @@ class DrGRPOLoss(GRPOLoss):
         self, actor_network: TensorDictModuleBase | None = None, *, fixed_length: int, **arguments: Any
     ) -> None:
         super().__init__(actor_network, aggregation="fixed_length", fixed_length=fixed_length, **arguments)
+
+
+class DPPOLoss(GRPOLoss):
+    """The policy gradient within a trust region of divergence, not of ratio (DPPO, arXiv:2602.04879).
+
+    A token's loss is `-r A`, or 0 where its update would leave the region (`is_within_trust_region`); `clip_fraction`
+    is the share of those. As in the paper the region lies around what sampled: do not write old log-probs.
+
+    Args:
+        actor_network: see `GRPOLoss`.
+        max_divergence: bound of the divergence at a token.
+        divergence: `tv`, of "this token or another", or `kl`.
+        arguments: the other keywords of `GRPOLoss`, but those of its clip.
+
+    Raises:
+        TypeError: for `clip_epsilon`, `dual_clip` or `ratio`.
+        ValueError: for a bound that is not positive, or an unknown divergence.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase | None = None,
+        *,
+        max_divergence: float = 0.15,
+        divergence: BinaryDivergence = "tv",
+        **arguments: Any,
+    ) -> None:
+        for name in ("clip_epsilon", "dual_clip", "ratio"):
+            if name in arguments:
+                raise TypeError(f"DPPOLoss has no argument {name!r}: max_divergence bounds an update.")
+        if not max_divergence > 0:
+            raise ValueError(f"max_divergence must be positive, got {max_divergence}.")
+        if divergence not in get_args(BinaryDivergence):
+            raise ValueError(f"divergence must be one of {list(get_args(BinaryDivergence))}, got {divergence!r}.")
+        super().__init__(actor_network, clip_epsilon=(1.0, float("inf")), **arguments)
+        self.max_divergence = max_divergence
+        self.divergence: BinaryDivergence = divergence
+
+    def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        """Return what each trained token costs, `[num_tokens]`."""
+        is_left_out = self._is_clipped(log_ratio.detach(), log_probs.detach(), advantage)
+        return -torch.where(is_left_out, 0.0, bounded_exp(log_ratio) * advantage)
+
+    def _is_clipped(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        old = log_probs - log_ratio
+        return ~is_within_trust_region(log_probs, old, advantage, self.max_divergence, self.divergence)
 
 
 class GSPOLoss(GRPOLoss):

@@ -1,0 +1,130 @@
+"""Length in the reward: of each answer against a budget, or against the other answers to its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.envs.transforms import Transform
+
+from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
+from llmrl.objectives.grouping import GroupKeys, add_to_rewards, split_by_group
+
+LengthReward = Callable[[Sequence[int], Sequence[float]], Sequence[float]]
+"""Of a group's lengths, in sampled tokens, and rewards: what is added to each reward, before it is weighted."""
+
+
+def soft_overlong(
+    lengths: Sequence[int], rewards: Sequence[float] = (), *, max_length: int, cache_length: int
+) -> list[float]:
+    """Return DAPO's soft overlong punishment of each answer (arXiv:2503.14476, equation 13).
+
+    0 up to `max_length - cache_length` tokens, then falling to -1 at `max_length`, and -1 beyond.
+
+    Args:
+        lengths: of answers, in sampled tokens.
+        rewards: without effect.
+        max_length: from which on the punishment is whole.
+        cache_length: over how many tokens it grows.
+
+    Raises:
+        ValueError: unless `0 < cache_length <= max_length`.
+
+    Example:
+        >>> soft_overlong([10, 15, 30], max_length=20, cache_length=10)
+        [0.0, -0.5, -1.0]
+    """
+    if not 0 < cache_length <= max_length:
+        raise ValueError(f"cache_length must be from 1 to max_length={max_length}, got {cache_length}.")
+    return [0.0 - min(1.0, max(0.0, (length - (max_length - cache_length)) / cache_length)) for length in lengths]
+
+
+def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, right_from: float = 1.0) -> list[float]:
+    """Return Kimi k1.5's length reward of a group's answers (arXiv:2501.12599, section 2.3.3).
+
+    From 0.5 for the shortest to -0.5 for the longest; a wrong answer earns nothing by being short. 0 where all are of
+    one length.
+
+    Args:
+        lengths: of a group's answers, in sampled tokens.
+        rewards: theirs.
+        right_from: the reward from which on an answer is right.
+
+    Example:
+        >>> group_relative_length([10, 20, 30, 10], [1.0, 1.0, 1.0, 0.0])
+        [0.5, 0.0, -0.5, 0.0]
+    """
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    values = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [value if reward >= right_from else min(0.0, value) for value, reward in zip(values, rewards, strict=True)]
+
+
+class LengthPenalty(Transform):
+    """Adds `coeff` times a function of lengths to the rewards of rollouts, before `MCAdvantage` compares them.
+
+    The length of a rollout is its number of sampled tokens, over all turns and rows. A batch that was penalized is left
+    alone. Groups are filtered by what they earned before (`GroupRules`), and by `MCAdvantage` after.
+
+    Args:
+        length_reward: `partial(soft_overlong, max_length=..., cache_length=...)`, `group_relative_length`, or any
+            function of a group's lengths and rewards.
+        coeff: of what is added.
+        mask_key, rewards_key: entries read, the reward changed.
+        written_key: entry written, `[1, 1]` a row: what was added.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> rows = [TensorDict({"next": {"reward": torch.ones(1, 1)}, "rollout": {"rollout_id": n, "group_id": 0},
+        ...     "masks": {"all_assistant_mask": torch.ones(n, dtype=torch.bool)}}) for n in (1, 3)]
+        >>> batch = LengthPenalty(group_relative_length, 0.2)(lazy_stack(rows))
+        >>> [round(float(row["next", "reward"]), 2) for row in batch.unbind(0)]
+        [1.1, 0.9]
+    """
+
+    def __init__(
+        self,
+        length_reward: LengthReward | partial[list[float]],
+        coeff: float = 1.0,
+        *,
+        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        rewards_key: NestedKey = ("next", "reward"),
+        written_key: NestedKey = "length_penalty",
+    ) -> None:
+        super().__init__()
+        self.length_reward, self.coeff = length_reward, coeff
+        self.mask_key, self.rewards_key, self.written_key = mask_key, rewards_key, written_key
+        self.keys = GroupKeys(rewards=rewards_key)
+        self.in_keys, self.out_keys = [mask_key, rewards_key], [rewards_key, written_key]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change the rewards of a batch of complete groups, in place.
+
+        Raises:
+            ValueError: when the function does not give a number for each rollout, or for turns, which have rewards of
+                their own.
+        """
+        batch = flat_batch(tensordict)
+        if not batch.batch_size.numel() or has_entry(batch, self.written_key):
+            return tensordict
+        rows, lengths = self.keys.rows(batch), dict[Hashable, int]()
+        if self.keys.are_turns(rows):
+            raise ValueError("LengthPenalty changes rewards of rollouts, and these rows are turns: give training rows.")
+        for row, mask in zip(rows, ragged_column(batch, self.mask_key), strict=True):
+            name = self.keys.rollout_id(row)
+            lengths[name] = lengths.get(name, 0) + int(mask.sum())
+        added: dict[Hashable, float] = {}
+        for group in split_by_group(rows, self.keys):
+            rewards = self.keys.rollout_values([row for row in group if self.keys.scored(row)], self.rewards_key)
+            given = list(self.length_reward([lengths[name] for name in rewards], list(rewards.values())))
+            if len(given) != len(rewards):
+                raise ValueError(f"length_reward must give a number for each of {len(rewards)} rollouts, got {given}.")
+            added |= {name: self.coeff * value for name, value in zip(rewards, given, strict=True)}
+        changes = [added.get(self.keys.rollout_id(row), 0.0) for row in rows]
+        add_to_rewards(tensordict, changes, self.rewards_key)
+        write_column(tensordict, self.written_key, [torch.full((1, 1), change) for change in changes])
+        return tensordict
