@@ -75,11 +75,8 @@ def test_maxrl_compares_turns_and_refuses_negative_rewards():
 def is_kept(new, old, advantage, bound, divergence):
     """The paper's mask, of one token."""
     pi, mu = math.exp(new), math.exp(old)
-    if divergence == "tv":
-        measured = abs(mu - pi)
-    else:
-        measured = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
-    ratio = pi / mu
+    kl = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+    measured, ratio = {"tv": abs(mu - pi), "kl": kl}[divergence], pi / mu
     return not (measured > bound and ((advantage > 0 and ratio > 1) or (advantage < 0 and ratio < 1)))
 
 

@@ -60,7 +60,7 @@ def expected_streams(model, batch):
     parts = {"policy": [], "observations": [], "demonstrations": [], "kl": []}
     for row in batch.unbind(0):
         log_probs, mask = plain_log_probs(model, row), row["masks", "all_assistant_mask"].tolist()
-        if "advantage" not in row.keys():
+        if row.get("advantage", None) is None:
             tokens = [-log_probs[place] for place in range(1, len(mask)) if mask[place]]
             parts["demonstrations"].append(torch.stack(tokens).mean())
             continue
@@ -138,7 +138,7 @@ def test_ranks_add_up():
 def test_rows_without_signal_leave_their_stream_alone():
     batch = mixed_batch()
     for row in batch.unbind(0):
-        if "advantage" in row.keys():
+        if row.get("advantage", None) is not None:
             row["advantage"] = torch.zeros(1, 1)
     policy = TransformersWrapper(tiny_model(), generate=False)
     loss, optimizer = make_streams(policy), torch.optim.SGD(policy.model.parameters(), lr=0.1)
