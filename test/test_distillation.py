@@ -310,6 +310,9 @@ def test_likeliest_ids_bear_extremes_and_refuse_what_makes_no_sense():
         values = chunked_divergence(Head(states, weight), theirs, kind)
         values.sum().backward()
         assert values.isfinite().all() and states.grad.isfinite().all() and values[1] > 0.3
+    beyond = TopK(torch.tensor([[0], [4], [1], [0]]), torch.full((4, 1), -1.0))
+    with pytest.raises(ValueError, match="go up to 4, beyond the student's 4"):
+        chunked_divergence(Head(torch.eye(4), weight), beyond, "reverse")
     for top_k in (0, 4):
         theirs = TopK(torch.zeros(4, top_k, dtype=torch.int64), torch.zeros(4, top_k))
         with pytest.raises(ValueError, match=f"below the 4 ids of the vocabulary, got {top_k}"):

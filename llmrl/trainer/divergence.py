@@ -71,7 +71,7 @@ def chunked_divergence(
 
     Raises:
         ValueError: for an unknown divergence, a beta that is not between 0 and 1, other numbers of positions, or a
-            teacher whose likeliest ids are none, or the whole vocabulary.
+            teacher whose likeliest ids are none, the whole vocabulary, or beyond the student's.
 
     Example:
         >>> same = Head(torch.eye(3), torch.eye(3))
@@ -92,6 +92,11 @@ def chunked_divergence(
         raise ValueError(
             f"top_k must be from 1 to below the {len(student.weight)} ids of the vocabulary, got "
             f"{teacher.token_ids.shape[1]}; a teacher's whole distribution is that of its Head."
+        )
+    if isinstance(teacher, TopK) and num_taught and int(teacher.token_ids.max()) >= len(student.weight):
+        raise ValueError(
+            f"the teacher's likeliest ids go up to {int(teacher.token_ids.max())}, beyond the student's "
+            f"{len(student.weight)}: padding of a larger head is likely to it; take a smaller top_k."
         )
     size = chunk_size or default_chunk_size(student.weight.shape[0], is_gpu=student.states.is_cuda)
     return _ChunkedDivergence.apply(
