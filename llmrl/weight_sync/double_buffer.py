@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -17,6 +17,7 @@ from llmrl._utils.files import flush_to_disk, write_atomically
 from llmrl._utils.safetensors_file import places_of, write_safetensors
 from llmrl.weight_sync.buffers import PackedLayout
 from llmrl.weight_sync.deltas import Delta, DeltaWriter
+from llmrl.weight_sync.partial import NeededPages
 from llmrl.weight_sync.source import ModelWeights
 
 POINTER_NAME = "current.json"
@@ -182,13 +183,21 @@ class DoubleBuffer:
         part.replace(path)
         flush_to_disk(self.folder)
 
-    def read(self, pointer: BufferPointer | None, *, since: FileWeights | None = None) -> FileWeights:
+    def read(
+        self,
+        pointer: BufferPointer | None,
+        *,
+        since: FileWeights | None = None,
+        pages_of: Callable[[PackedLayout], NeededPages | None] | None = None,
+    ) -> FileWeights:
         """Return the weights that `pointer` names, in memory of their own: what the writer does next cannot reach them.
 
         Args:
             pointer: of this folder.
             since: what was read before. Where deltas lead from there, its memory becomes that of the result; in any
                 case it is not to be used again.
+            pages_of: says what is to be kept of a file with this layout; all is read and checked, and of the rest is
+                no memory. Not with deltas.
 
         Raises:
             ValueError: when there are none, or they are not those that were written.
@@ -199,11 +208,10 @@ class DoubleBuffer:
             with contextlib.suppress(ValueError, FileNotFoundError):
                 return self._follow(since, pointer)
         path = self.path(pointer.slot)
-        buffer = torch.empty(pointer.num_bytes, dtype=torch.uint8)
         why = "size or checksum differ"
         try:
             with path.open("rb", buffering=0) as file:
-                num_read, checksum = _read_into(memoryview(buffer.numpy()), file)  # type: ignore[arg-type]
+                buffer, num_read, checksum = _read_file(file, pointer.num_bytes, pages_of)
             if num_read == pointer.num_bytes and checksum == pointer.anchor_checksum:
                 anchor = replace(pointer, serial=pointer.anchor_serial, checksum=checksum)
                 return self._follow(FileWeights.of(buffer, anchor), pointer)
@@ -254,15 +262,7 @@ class FileWeights:
     @classmethod
     def of(cls, buffer: torch.Tensor, pointer: BufferPointer | None = None) -> FileWeights:
         """Read the header of a file ([num_bytes] uint8)."""
-        places = places_of(buffer)
-        layout = PackedLayout(
-            names=tuple(place.name for place in places),
-            dtypes=tuple(place.dtype for place in places),
-            shapes=tuple(place.shape for place in places),
-            offsets=tuple(place.offset for place in places),
-            num_bytes=buffer.numel(),
-        )
-        return cls(layout, buffer, pointer)
+        return cls(_layout_of(buffer, buffer.numel()), buffer, pointer)
 
     def has_layout_of(self, source: ModelWeights) -> bool:
         """Whether the source would be written with the same header."""
@@ -277,13 +277,58 @@ class FileWeights:
         return dict(self.layout.views(self.buffer))
 
 
-def _read_into(view: memoryview, file: FileIO) -> tuple[int, int]:
-    """Fill `view`; number of bytes read and their CRC-32."""
+def _layout_of(head: torch.Tensor, num_bytes: int) -> PackedLayout:
+    """Return where the weights lie in a file of so many bytes that begins with `head`."""
+    places = places_of(head)
+    return PackedLayout(
+        names=tuple(place.name for place in places),
+        dtypes=tuple(place.dtype for place in places),
+        shapes=tuple(place.shape for place in places),
+        offsets=tuple(place.offset for place in places),
+        num_bytes=num_bytes,
+    )
+
+
+def _read_file(
+    file: FileIO, num_bytes: int, pages_of: Callable[[PackedLayout], NeededPages | None] | None
+) -> tuple[torch.Tensor, int, int]:
+    """Return a file's bytes ([num_bytes] uint8), or what is needed of them; how many were read, and their CRC-32."""
+    pages = None
+    if pages_of is not None:
+        size = file.read(8)
+        head = torch.frombuffer(
+            bytearray(size + file.read(min(int.from_bytes(size, "little"), num_bytes))), dtype=torch.uint8
+        )
+        file.seek(0)
+        with contextlib.suppress(ValueError, LookupError, TypeError, RuntimeError):  # damaged, which the checksum shows
+            pages = pages_of(_layout_of(head, num_bytes))
+    if pages is None:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return buffer, *_read_into(_bytes_of(buffer), file)
+    buffer, part = pages.new_buffer(), torch.empty(min(_CHUNK, num_bytes), dtype=torch.uint8)
     end, checksum = 0, 0
+    while end < num_bytes:
+        num_read, checksum = _read_into(_bytes_of(part[: num_bytes - end]), file, checksum)
+        pages.keep(buffer, part[:num_read], end)
+        if not end:
+            buffer[: len(head)] = head
+        end += num_read
+        if num_read < len(part):
+            break
+    return buffer, end, checksum
+
+
+def _read_into(view: memoryview, file: FileIO, checksum: int = 0) -> tuple[int, int]:
+    """Fill `view`; number of bytes read, and the CRC-32 that goes on with theirs."""
+    end = 0
     while end < len(view) and (num_bytes := file.readinto(view[end : end + _CHUNK])):
         checksum = zlib.crc32(view[end : end + num_bytes], checksum)
         end += num_bytes
     return end, checksum
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
 def _name_of(entry: tuple[str, torch.dtype, tuple[int, ...]]) -> str:

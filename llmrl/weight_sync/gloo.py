@@ -8,6 +8,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroup
 
+from llmrl.weight_sync.partial import NeededPages
+
 CHUNK_SIZE = 1 << 26
 """Bytes broadcast at once."""
 TIMEOUT = timedelta(seconds=120)
@@ -29,10 +31,27 @@ def broadcast(group: ProcessGroup, buffer: torch.Tensor) -> None:
     Raises:
         RuntimeError: when a peer is gone.
     """
+    for chunk in buffer.split(CHUNK_SIZE):
+        _broadcast_chunk(group, chunk)
+
+
+def receive_in_part(group: ProcessGroup, buffer: torch.Tensor, pages: NeededPages) -> None:
+    """Take part in `broadcast`, and keep the pages that are needed in `buffer`, a `pages.new_buffer()`.
+
+    Raises:
+        RuntimeError: when a peer is gone.
+    """
+    chunk = torch.empty(min(CHUNK_SIZE, buffer.numel()), dtype=torch.uint8)
+    for start in range(0, buffer.numel(), CHUNK_SIZE):
+        part = chunk[: buffer.numel() - start]
+        _broadcast_chunk(group, part)
+        pages.keep(buffer, part, start)
+
+
+def _broadcast_chunk(group: ProcessGroup, chunk: torch.Tensor) -> None:
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, TIMEOUT
-    for chunk in buffer.split(CHUNK_SIZE):
-        group.broadcast([chunk], options).wait()
+    group.broadcast([chunk], options).wait()
 
 
 def close_group(group: ProcessGroup) -> None:

@@ -20,6 +20,7 @@ from llmrl.engines.vllm_private import (
     restore_layer_on_meta,
 )
 from llmrl.weight_sync.buffers import PackedLayout
+from llmrl.weight_sync.partial import NeededPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,11 @@ class LoadPlan:
 
 def make_load_plan(
     model: torch.nn.Module, layout: PackedLayout, heads: list[tuple[torch.nn.Module, torch.nn.Module]]
-) -> LoadPlan | None:
-    """Return the plan for a model on CPU; `None` when its loaders do more than copy, or its layers more than pack.
+) -> tuple[LoadPlan | None, NeededPages | None]:
+    """Return the plan for a model on CPU, and what of the buffer is read by whoever loads it.
+
+    There is no plan when the model's loaders do more than copy, or its layers more than pack. No pages are named where
+    all are needed, or nobody knows.
 
     Args:
         heads: pairs of an output head and the embedding whose weight it shares.
@@ -151,10 +155,10 @@ def make_load_plan(
                 model.load_weights(layout.views(source))  # type: ignore[operator]  # of a model of vLLM
         except Exception as error:
             if isinstance(error, RuntimeError) and "meta" in str(error):  # a loader that looks at the data
-                return None
+                return None, None
             raise ValueError(f"the engine's model does not take these weights: {_first_line(error)}") from error
     if not recorder.is_copying_only:
-        return None
+        return None, None
     tied = {id(head) for head, _ in heads}
     unread = _unread(layout, [plan for plan, _ in parameters if id(plan.layer) not in tied])
     if unread:
@@ -172,7 +176,16 @@ def make_load_plan(
         wanted.append(plan)
     if missing:
         raise ValueError(f"the update lacks weights for {len(missing)} parameters, among them {missing[:3]}.")
-    return LoadPlan(wanted, heads) if all(map(_is_plain, wanted)) else None
+    load_plan = LoadPlan(wanted, heads) if all(map(_is_plain, wanted)) else None
+    return load_plan, _pages_of(layout, [plan for plan, _ in parameters])
+
+
+def _pages_of(layout: PackedLayout, plans: list[ParameterPlan]) -> NeededPages | None:
+    pages = NeededPages(layout.num_bytes)
+    for source in (source for plan in plans for _, source in plan.copies if source is not None):
+        itemsize = source.dtype.itemsize
+        pages.add(offset=source.offset * itemsize, size=source.size, stride=source.stride, itemsize=itemsize)
+    return None if pages.is_all else pages
 
 
 def _unread(layout: PackedLayout, plans: list[ParameterPlan]) -> list[str]:

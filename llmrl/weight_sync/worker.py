@@ -32,8 +32,9 @@ from llmrl.engines.vllm_private import (
 )
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer, FileWeights
-from llmrl.weight_sync.gloo import broadcast, close_group, open_group
+from llmrl.weight_sync.gloo import broadcast, close_group, open_group, receive_in_part
 from llmrl.weight_sync.load_plan import LoadPlan, make_load_plan
+from llmrl.weight_sync.partial import NeededPages
 
 
 @dataclass
@@ -94,6 +95,7 @@ class WorkerEngine(WeightTransferEngine):
         self._taken: tuple[PackedLayout, torch.Tensor, WorkerUpdateInfo] | None = None
         self._layout: PackedLayout | None = None
         self._plan: LoadPlan | None = None
+        self._pages: NeededPages | None = None
 
     def init_transfer_engine(self, init_info: WorkerInitInfo) -> None:
         """Check that the weights will fit and try the way to the trainer.
@@ -150,7 +152,7 @@ class WorkerEngine(WeightTransferEngine):
         """
         if layout != self._layout:
             with set_current_vllm_config(self.vllm_config):
-                self._plan = make_load_plan(self.model, layout, self._tied_heads)
+                self._plan, self._pages = make_load_plan(self.model, layout, self._tied_heads)
             self._layout = layout
 
     def finish_weight_update(self) -> None:
@@ -173,13 +175,15 @@ class WorkerEngine(WeightTransferEngine):
         """Read, map or receive, and check that it is what was announced."""
         if update_info.pointer:
             pointer, (since, self._held) = BufferPointer(**update_info.pointer), (self._held, None)
-            weights = DoubleBuffer(update_info.folder).read(pointer, since=since)
-            self._held = weights if pointer.anchor_every > 1 else None
+            has_deltas = pointer.anchor_every > 1  # they change any word, and their checksum is of the whole
+            pages_of = None if has_deltas else self._pages_of
+            weights = DoubleBuffer(update_info.folder).read(pointer, since=since, pages_of=pages_of)
+            self._held = weights if has_deltas else None
             return weights.layout, weights.buffer
         layout = PackedLayout.from_plain(update_info.names, update_info.dtype_names, update_info.shapes)
         if layout.num_bytes != update_info.num_bytes:
             raise ValueError(f"{update_info.num_bytes} bytes announced, the layout says {layout.num_bytes}.")
-        buffer = self._map(update_info) if update_info.path else self._receive(update_info.num_bytes)
+        buffer = self._map(update_info) if update_info.path else self._receive(layout)
         if read_tag(buffer) != update_info.tag:
             raise ValueError(f"the buffer holds weights tagged {read_tag(buffer)!r}, not {update_info.tag!r}.")
         return layout, buffer
@@ -205,13 +209,28 @@ class WorkerEngine(WeightTransferEngine):
             self._mapped = (update_info.path, buffer)
         return buffer
 
-    def _receive(self, num_bytes: int) -> torch.Tensor:
+    def _receive(self, layout: PackedLayout) -> torch.Tensor:
         if self._group is None:
             raise ValueError("the trainer has opened no group; call init_weight_transfer_engine first.")
-        if self._received is None or self._received.numel() != num_bytes:
-            self._received = torch.empty(num_bytes, dtype=torch.uint8)
-        broadcast(self._group, self._received)
+        pages = self._pages_of(layout)
+        if self._received is None or self._received.numel() != layout.num_bytes:
+            new = torch.empty(layout.num_bytes, dtype=torch.uint8) if pages is None else pages.new_buffer()
+            self._received = new
+        if pages is None:
+            broadcast(self._group, self._received)
+        else:
+            receive_in_part(self._group, self._received, pages)
         return self._received
+
+    def _pages_of(self, layout: PackedLayout) -> NeededPages | None:
+        """Return what this worker's part of the model is loaded from; None where that is all."""
+        if self.parallel_config.world_size == 1:
+            return None
+        try:
+            self.plan_for(layout)
+        except ValueError:  # is said when the weights are here: others wait for this worker to take them
+            return None
+        return self._pages
 
     def _reload(self, layout: PackedLayout, buffer: torch.Tensor) -> None:
         """Load by vLLM's layerwise reload: for any device and model."""
