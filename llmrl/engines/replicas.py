@@ -95,8 +95,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         self._version = max(engine.policy_version for engine in engines)
         self._are_all_open, self._looked_s = True, -_LOOK_AGAIN_S
         self._pending: dict[str, PendingRequest] = {}
-        self._waiters = Waiters()
-        self._ids = itertools.count()
+        self._waiters, self._ids = Waiters(), itertools.count()
         self._lock = threading.RLock()
         self.hang_timeout_seconds, self.is_shut_down = hang_timeout_seconds, False
         self._watch = None if hang_timeout_seconds is None else HangDetector(hang_timeout_seconds)
@@ -145,7 +144,8 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
     @property
     def policy_version(self) -> int:
         """Version that all living replicas have reached."""
-        self.refresh()
+        if self._are_all_open or time.monotonic() - self._looked_s > _LOOK_AGAIN_S:  # of hundreds one is always dead
+            self.refresh()
         return min((engine.policy_version for engine in self._living()), default=self._version)
 
     @policy_version.setter
