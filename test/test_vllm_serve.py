@@ -8,11 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
+from waiting import wait_until
 from weight_sync_tools import (
     SAMPLING,
+    assert_each_weight_arrives,
     differences_of,
     log_prob_difference,
     make_sender,
@@ -22,8 +26,8 @@ from weight_sync_tools import (
     weights_of,
 )
 
-from llmrl.engines import SamplingConfig, ServerEngine
-from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
+from llmrl.engines import EngineError, EngineReplicas, SamplingConfig, ServerEngine
+from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 
 # Mean absolute difference of log-probs from the model's: 0.005 of this model, which is very sure of its tokens.
 MEAN_TOLERANCE = 0.05
@@ -40,26 +44,33 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def served(real_vllm, tmp_path_factory):
-    """A model with a tied head, and the address of a server of it."""
-    path, port = tmp_path_factory.mktemp("served"), free_port()
-    model = sharp_llama(path)
+def start_server(path, port, *options, **variables):
+    """A server of the model in a folder, in a process of its own."""
     # The server's command is a script of vLLM's package, which is not found by that name where it is built for a CPU.
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port),
         "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--skip-tokenizer-init",
         "--enforce-eager", "--block-size", "32", "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
-        "--weight-transfer-config", '{"backend": "llmrl"}', "--distributed-executor-backend", "uni",
+        "--distributed-executor-backend", "uni", *options,
     ]  # fmt: skip
-    log = (path / "log").open("w")
-    process = subprocess.Popen(
-        command, env=os.environ | VARIABLES, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    yield model, f"http://127.0.0.1:{port}", process
+    environ = os.environ | VARIABLES | variables
+    with (path / "log").open("w") as log:
+        return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def kill(process):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    log.close()
+
+
+@pytest.fixture(scope="module")
+def served(real_vllm, tmp_path_factory):
+    """A model with a tied head, and the address of a server of it."""
+    path, port = tmp_path_factory.mktemp("served"), free_port()
+    model = sharp_llama(path)
+    process = start_server(path, port, "--weight-transfer-config", '{"backend": "llmrl"}')
+    yield model, f"http://127.0.0.1:{port}", process
+    kill(process)
 
 
 def test_it_scores_the_tokens_that_it_is_given(served):
@@ -143,3 +154,139 @@ def test_conversations_go_on_while_a_server_takes_weights_by_memory_gloo_and_fil
         completion = asyncio.run(plain.generate([1, 2], SamplingConfig(max_new_tokens=5, top_k=5, temperature=0.7)))
         assert [len(kept) for kept in completion.sampling_mask] == [5] * 5
     engine.shutdown()
+
+
+# Minutes of starting servers: LLMRL_RESTART_SERVERS=1 asks for them.
+
+
+def errors_by_version(model, original, seeds, turns):
+    """Absolute differences of log-probs from those of the weights that sampled each token, and from the last ones'."""
+    own, last = [], []
+    for version, seed in seeds.items():
+        of_version = [turn for turn in turns if version in turn[1].versions]
+        set_noisy(model, original, seed=seed, size=0.5)
+        for prompt_ids, completion in of_version if version < max(seeds) else turns:
+            errors = differences_of(model, [prompt_ids], [completion])[0].abs().tolist()
+            for error, of_token in zip(errors, completion.versions, strict=True):
+                (own if of_token == version else last).append(error)
+    return sum(own) / len(own), sum(last) / len(last)
+
+
+async def converse(engine, index, is_over, failures):
+    """Turns until it is over; a turn whose server is dead is tried again."""
+    prompt_ids, turns = [1, 493, 198, 148 + index, 314], []
+    while not is_over():
+        try:
+            completion = await engine.generate(prompt_ids, SAMPLING, routing_key=str(index))
+        except EngineError:
+            failures.append(index)
+            await asyncio.sleep(0.5)
+            continue
+        turns.append((prompt_ids, completion))
+        prompt_ids = [*prompt_ids, *completion.token_ids, 198] if len(prompt_ids) < 150 else prompt_ids[:5]
+    return turns
+
+
+restarts = pytest.mark.skipif(not os.environ.get("LLMRL_RESTART_SERVERS"), reason="LLMRL_RESTART_SERVERS is not set")
+
+
+@restarts
+@pytest.mark.timeout(900)
+def test_a_server_that_is_killed_in_updates_gives_no_token_of_other_weights_when_it_is_back(real_vllm, tmp_path):
+    model, port = sharp_llama(tmp_path), free_port()
+    options = ("--weight-transfer-config", '{"backend": "llmrl"}')
+    processes = [start_server(tmp_path, port, *options)]
+    engine = ServerEngine(f"http://127.0.0.1:{port}", weight_sync=True, start_timeout_seconds=240, vocab_size=512)
+    replicas = EngineReplicas([engine], num_retries=0)
+    sender = make_sender(VLLMWeightSyncScheme(), model, replicas)
+    original, seeds, failures, refusals, ended = weights_of(model), {}, [], [], []
+
+    def update(num_versions, pause_s):
+        """Send further versions, each again until it arrives."""
+        for _ in range(num_versions):
+            seed = len(seeds) + 1
+            set_noisy(model, original, seed=seed, size=0.5)
+            while True:
+                try:
+                    seeds[sender.update_weights()] = seed
+                    break
+                except (WeightSyncError, EngineError) as error:
+                    refusals.append(str(error))
+                    time.sleep(0.2)
+            time.sleep(pause_s)
+
+    def play():
+        update(3, 0.3)
+        for is_in_update in (True, False):
+            updating = threading.Thread(target=update, args=(8, 0.0)) if is_in_update else None
+            if updating is not None:
+                updating.start()
+            time.sleep(0.1)  # somewhere in the eight updates
+            kill(processes[-1])
+            processes.append(start_server(tmp_path, port, *options))
+            if updating is not None:
+                updating.join()
+            wait_until(lambda: replicas.serving == {0})  # by itself, where nobody sends new weights
+            assert log_prob_difference(model, replicas) < MEAN_TOLERANCE
+        update(2, 1.0)
+        ended.append(True)
+
+    async def run():
+        talks = [asyncio.create_task(converse(replicas, index, lambda: ended, failures)) for index in range(16)]
+        try:
+            await asyncio.to_thread(play)
+        finally:
+            ended.append(True)
+        return [turn for turns in await asyncio.gather(*talks) for turn in turns]
+
+    try:
+        turns = asyncio.run(run())
+    finally:
+        kill(processes[-1])
+        sender.shutdown()
+        replicas.shutdown()
+    assert engine.num_restarts == 2 and failures and refusals
+    assert {version for _, completion in turns for version in completion.versions} <= {0, *seeds}
+    own, last = errors_by_version(model, original, seeds, turns)
+    print(f"{len(turns)} turns of {len(seeds)} versions, {len(failures)} tried again; {own:.4f} {last:.4f}")
+    assert own < MEAN_TOLERANCE < last / 3
+
+
+@restarts
+@pytest.mark.timeout(900)
+def test_a_server_that_has_no_llmrl_takes_ten_versions_from_files_with_32_conversations_in_flight(real_vllm, tmp_path):
+    (tmp_path / "hidden/llmrl").mkdir(parents=True)
+    (tmp_path / "hidden/llmrl/__init__.py").write_text("raise ImportError('llmrl is not here')")
+    model, port = sharp_llama(tmp_path / "model", is_tied=False), free_port()
+    process = start_server(tmp_path / "model", port, PYTHONPATH=str(tmp_path / "hidden"), VLLM_PLUGINS="")
+    original, seeds, failures, ended = weights_of(model), {}, [], []
+    engine = ServerEngine(f"http://127.0.0.1:{port}", weight_sync=True, start_timeout_seconds=240, vocab_size=512)
+    assert engine.weight_transfer_backend == "files"
+    sender = make_sender(VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path / "weights")), model, engine)
+
+    def play():
+        for seed in range(1, 11):
+            set_noisy(model, original, seed=seed, size=0.5)
+            seeds[sender.update_weights()] = seed
+            assert log_prob_difference(model, engine) < MEAN_TOLERANCE
+            time.sleep(0.5)
+
+    async def run():
+        talks = [asyncio.create_task(converse(engine, index, lambda: ended, failures)) for index in range(32)]
+        try:
+            await asyncio.to_thread(play)
+        finally:
+            ended.append(True)
+        return [turn for turns in await asyncio.gather(*talks) for turn in turns]
+
+    try:
+        turns = asyncio.run(run())
+        assert_each_weight_arrives(model, engine, sender, [name for name, _ in model.named_parameters()], tolerance=0.1)
+    finally:
+        kill(process)
+        sender.shutdown()
+        engine.shutdown()
+    assert list(seeds) == list(range(1, 11)) and not failures
+    own, last = errors_by_version(model, original, seeds, turns)
+    print(f"{len(turns)} turns of {len(seeds)} versions; {own:.4f} {last:.4f}")
+    assert own < MEAN_TOLERANCE < last / 3

@@ -21,14 +21,14 @@ def change_every_parameter(model, *, seed, size):
             parameter.mul_(1 + size * _noise(seed, parameter.shape))
 
 
-def sharp_llama(path):
-    """A random llama with a tied head, small, and sure of its tokens; its engine's checkpoint is at `path`."""
+def sharp_llama(path, *, is_tied=True):
+    """A random llama, small and sure of its tokens, by default with a tied head; its checkpoint is at `path`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, initializer_range=0.2,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=is_tied, initializer_range=0.2,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(path)
