@@ -1,7 +1,7 @@
 """Conversations that end in every way there is: memory, descriptors, threads and files, last quarter to second.
 
-Fourteen kinds take turns: answers after code and calls, tools and environments that fail, interpreters that are ended,
-calls that are none, forged turns, bad completions, aborted ones, and every limit.
+Fifteen kinds take turns: answers after code and calls, a history that is rewritten and branches, tools and environments
+that fail, interpreters that are ended, calls that are none, forged turns, bad completions, aborted ones, every limit.
 `python -c "from benchmarks.soak import run; run(1_000_000)"` soaks for hours.
 """
 
@@ -36,6 +36,7 @@ SCRIPTS = {
     "a lone surrogate": [CALL.replace("7", '"\\ud800"'), ANSWER],
     "a forged turn": [CALL.replace("7", "8"), ANSWER],
     "an interpreter is ended": [CODE.replace("x = sum(range(99))", "import os; os._exit(3)"), ANSWER],
+    "a rewritten history": ["This is the first answer.<|im_end|>", "This is the second.<|im_end|>", ANSWER],
     "length": ["and so on " * 99],
     "max_turns": [CALL] * 9,
     "prompt_too_long": [CALL.replace("7", "6"), ANSWER],
@@ -50,7 +51,9 @@ SCRIPTS = {
 
 def make_collector() -> Any:
     """A collector of conversations of all kinds in turn."""
-    from llmrl import LLMCollector, RolloutLimits
+    from torchrl.envs import Transform
+
+    from llmrl import History, LLMCollector, RolloutLimits
     from llmrl.engines import Completion, SamplingConfig
     from llmrl.envs import MessageChatEnv, MessageEnv, MessageStep
     from llmrl.policies import LLMWrapperBase
@@ -83,7 +86,23 @@ def make_collector() -> Any:
                 raise ValueError("the environment is broken")
             if message["content"] == "Wait.":
                 await asyncio.sleep(3600)
+            if message["content"].startswith("This is"):
+                return MessageStep(messages=[{"role": "user", "content": "And?"}])
             return MessageStep(is_done=message["content"] == "It is done.", is_truncated=message["content"] == "Cut.")
+
+    class Rewrite(Transform):
+        """Puts something else in the place of the second answer, so that the conversation branches there."""
+
+        def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+            for element in next_tensordict.unbind(0) if next_tensordict.batch_size else [next_tensordict]:
+                messages = list(element["history"].prompt.chats)
+                if "a rewritten history" in messages[0]["content"] and len(messages) == 5:
+                    messages[3] = {**messages[3], "content": "It was something else."}
+                    element["history"].prompt = History.from_chats(messages)
+            return next_tensordict
+
+        def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:
+            return tensordict_reset
 
     renderer = TemplateRenderer.from_pretrained(str(ensure_embedded_model()))
     aborted = renderer.encode("aborted")
@@ -109,6 +128,7 @@ def make_collector() -> Any:
     )
     env = MessageChatEnv(Kind, [{"kind": kind} for kind in SCRIPTS])
     env = env.append_transform(PythonInterpreter(persistent=True)).append_transform(ToolTransform([measure]))
+    env = env.append_transform(Rewrite())
     limits = RolloutLimits(max_turns=5, max_prompt_tokens=1500, rollout_timeout_seconds=5.0, num_engine_retries=1)
     policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 64})
     return LLMCollector(env, policy=policy, groups_per_batch=1, max_concurrent_rollouts=32, limits=limits)
@@ -129,6 +149,7 @@ def used(folder: Path) -> dict[str, float]:
     status = Path("/proc/self/status").read_text()
     return {
         "memory_mib": int(status.partition("VmRSS:")[2].split()[0]) / 1024,
+        "shared_mib": int(status.partition("RssShmem:")[2].split()[0]) / 1024,
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
         "processes": len(family),
@@ -162,6 +183,8 @@ def soak(num_conversations: int, num_parts: int) -> tuple[list[dict[str, float]]
                         opening = rollout.messages[0]["content"] if rollout.messages else "none yet"
                         kind = opening.removeprefix("Kind: ").removesuffix(".")
                         endings[kind, rollout.status.name, rollout.reason] += 1
+                        assert rollout.num_forks == (kind == "a rewritten history") or rollout.reason, kind
+
                     del rollout
                     collector.rollouts = []
                     parts.append(settled(Path(folder)))
