@@ -80,7 +80,7 @@ class KLPenalty(Transform):
             totals[name] = totals[name] + divergence if name in totals else divergence
         of_rows = [totals[self.keys.rollout_id(row)] for row in rows]
         written = [one.to(row[self.rewards_key].dtype).reshape(1, 1) for one, row in zip(of_rows, rows, strict=True)]
-        add_to_rewards(tensordict, [-self.coeff * float(one) for one in of_rows], self.rewards_key)
+        add_to_rewards(tensordict, [-self.coeff * float(one.detach()) for one in of_rows], self.rewards_key)
         write_column(tensordict, self.kl_key, written)
         return tensordict
 
