@@ -25,7 +25,7 @@ class FixedLength:
     """An engine whose completions all have `MAX_NEW_TOKENS` tokens and count as ended, not as cut."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.max_model_len = engine, engine.max_model_len
+        self.engine, self.max_model_len, self.vocab_size = engine, engine.max_model_len, engine.vocab_size
 
     @property
     def policy_version(self) -> int:
