@@ -97,6 +97,28 @@ def test_requests_in_flight_over_three_versions_end_on_their_own(engine, model):
         assert own.max() < 1e-3 < 0.1 < difference_of(model, PROMPT, completion).abs().mean(), (seed, own.max())
 
 
+@pytest.mark.parametrize(("pause_mode", "reason"), [("abort", "abort"), ("wait", "length")])
+def test_an_update_ends_or_awaits_requests_where_it_is_told_to(engine, model, pause_mode, reason):
+    sender = make_sender(VLLMWeightSyncScheme(lora="adapter", pause_mode=pause_mode), model, engine)
+    set_adapters(model, 11)
+    version = sender.update_weights()
+
+    async def run():
+        request = asyncio.create_task(engine.generate(PROMPT, SamplingConfig(max_new_tokens=200, ignore_eos=True)))
+        while not await engine.progress():
+            await asyncio.sleep(0.005)
+        set_adapters(model, 12)
+        assert await asyncio.to_thread(sender.update_weights) == version + 1
+        return await request
+
+    completion = asyncio.run(run())
+    sender.shutdown()
+    assert completion.finish_reason == reason
+    assert completion.versions == [version] * len(completion.token_ids)
+    set_adapters(model, 11)
+    assert difference_of(model, PROMPT, completion).abs().max() < 1e-3
+
+
 def test_the_prefix_cache_tells_versions_apart(engine, model):
     sender = make_sender(SCHEME, model, engine)
     num_cached = []
