@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from weight_sync_tools import FakeEngine, difference_of, make_sender, sharp_llam
 from llmrl.engines import AsyncVLLM, EngineReplicas, SamplingConfig
 from llmrl.engines.base import EngineError
 from llmrl.engines.vllm_args import ADAPTER_BACKEND, build_engine_args
+from llmrl.engines.vllm_updates import AdapterUpdates
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError, get_model_metadata
 
 peft = pytest.importorskip("peft")
@@ -283,6 +285,15 @@ def test_engines_that_could_not_hold_adapters_are_refused(takes_long, engine_arg
     given = {"kv_cache_memory": None, "weight_transfer": ADAPTER_BACKEND, "enable_sleep": False, **options}
     with pytest.raises((EngineError, TypeError), match=what):
         build_engine_args("x", is_cpu=False, options={}, engine_args=engine_args, **given)
+
+
+def test_a_model_with_experts_is_refused_on_a_cpu(takes_long, real_vllm):
+    """vLLM would end at the first request: its adapters of experts, which it puts around them anyway, want Triton."""
+    config = SimpleNamespace(get_num_experts=lambda: 4, hf_text_config=SimpleNamespace())
+    lora = SimpleNamespace(max_loras=2, max_lora_rank=8)
+    updates = AdapterUpdates(SimpleNamespace(vllm_config=SimpleNamespace(lora_config=lora, model_config=config)))
+    with pytest.raises(ValueError, match="no adapters beside experts on a CPU"):
+        asyncio.run(updates.open({"model": {}, "rank": 4, "zeros": b""}))
 
 
 def test_an_engine_has_room_for_the_next_rank_that_vllm_knows(takes_long):

@@ -100,8 +100,15 @@ class AdapterUpdates(WholeWeights):
         """Compare the trainer's model and adapters with the engine's, and begin with an adapter that adds nothing.
 
         Raises:
-            ValueError: when the model is another one, a rank is above the engine's, or vLLM does not adapt a layer.
+            ValueError: when the model is another one, a rank is above the engine's, vLLM does not adapt a layer, or the
+                model has experts and runs on a CPU, where vLLM would die of the first request.
         """
+        from llmrl.engines.vllm_private import current_platform
+
+        if current_platform.is_cpu() and self._llm.vllm_config.model_config.get_num_experts():
+            raise ValueError(
+                "vLLM runs no adapters beside experts on a CPU, whichever layers are adapted: send merged weights."
+            )
         own = self._llm.vllm_config.model_config.hf_text_config
         theirs = cast("dict[str, int]", info["model"])
         for name, value in theirs.items():
