@@ -155,9 +155,8 @@ class LLMLoss(LossModule):
         if self.actor_network is None:
             raise ValueError("The loss has no policy: give actor_network.")
         if hasattr(self.actor_network, "packed_log_probs"):
-            replayed = {} if inputs.sampling_mask is None else {"sampling_mask": inputs.sampling_mask}
             batches = self.actor_network.pack(
-                inputs.token_ids, inputs.scored_masks, token_budget=token_budget, **replayed
+                inputs.token_ids, inputs.scored_masks, token_budget=token_budget, **inputs.replay
             )
             for packed, is_repeated in share_of(batches, rank, num_ranks):
                 yield replace(self.packed_loss(inputs, packed), is_repeated=is_repeated)

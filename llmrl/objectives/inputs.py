@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 
 from llmrl._utils.types import Tokenizer
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, value_column
-from llmrl.data.sampling_mask import SamplingMask, read_sampling_masks
+from llmrl.data.routed_experts import Replay, read_replay
 from llmrl.data.tensordicts import batch_elements
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
@@ -69,8 +69,8 @@ class LossInputs:
     num_sequences: int
     group_of_sequence: torch.Tensor
     """[num_sequences] int64: the group of each rollout; a rollout without one is a group by itself."""
-    sampling_mask: SamplingMask | None = None
-    """[num_row_tokens]: where some were sampled from a truncated distribution."""
+    replay: Replay = field(default_factory=Replay)
+    """What of the sampler's computation is made again."""
     weights: torch.Tensor | None = None
     """[num_row_tokens]: set by the loss, for the whole batch."""
 
@@ -148,7 +148,7 @@ def read_inputs(
         group_of_sequence=torch.zeros(num_sequences, dtype=torch.int64)
         .index_copy(0, sequence_of_row, group_of_row)
         .to(device),
-        sampling_mask=read_sampling_masks(batch, lengths),
+        replay=read_replay(batch, lengths),
     )
 
 

@@ -7,6 +7,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, ragged_column
+from llmrl.data.routed_experts import ROUTED_EXPERTS_KEY
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
 
 
@@ -29,7 +30,8 @@ def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options:
         [tensor([-3., -2., -1.])]
     """
     # Rows of their own, so that nothing is written into the batch.
-    rows = flat_batch(batch).select(*policy.in_keys, ATTENTION_MASK_KEY, SAMPLING_MASK_KEY, strict=False).copy()
+    replayed = (SAMPLING_MASK_KEY, ROUTED_EXPERTS_KEY)
+    rows = flat_batch(batch).select(*policy.in_keys, ATTENTION_MASK_KEY, *replayed, strict=False).copy()
     log_probs_key = getattr(policy, "log_probs_key", None)  # of our own policies, which write more
     key = policy.out_keys[0] if log_probs_key is None else (log_probs_key, "full")
     return ragged_column(policy(rows, **options), key)

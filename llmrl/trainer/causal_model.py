@@ -19,6 +19,8 @@ from llmrl.trainer.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.output_head import OutputHead
 from llmrl.trainer.packing import PackedRows
+from llmrl.trainer.routing import Routers, RoutingCounts
+from llmrl.trainer.trained_model import trained_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -60,7 +62,9 @@ class CausalModel:
         """False where each row has a bin of its own, without a mask."""
         self.faults: dict[str, str] = {}
         """Ways of computing rows that would have been preferred, and what is wrong with each."""
-        self._is_offloading = False
+        self._is_offloading = self._is_compiled = False
+        self.routers = Routers(self.model)
+        """Of a mixture of experts; empty for another model."""
         self._choose_computation(probe)
         self.attention_length = self._attention_length()
         """Tokens of a bin at which its attention costs as much as the rest of the model."""
@@ -117,6 +121,7 @@ class CausalModel:
         layers = getattr(self.decoder, "layers", None)
         if layers is None:
             raise TypeError(f"{type(self.decoder).__name__} has no `layers` to compile one by one.")
+        self._is_compiled = True
         # Kinds of layers, with and without gradient, one bin and several: each is compiled once.
         for layer in layers:
             layer.compile(dynamic=True, recompile_limit=_NUM_COMPILED)
@@ -133,8 +138,10 @@ class CausalModel:
 
         Raises:
             ValueError: when a row is longer than the positions after which the model's rotary embedding changes with
-                the length of what it is given.
+                the length of what it is given, or when experts are given to compiled layers.
         """
+        if packed.routed_experts is not None and self._is_compiled:
+            raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")
         if self.model.training != bool(getattr(self.model, "is_gradient_checkpointing", False)):
             self.set_deterministic_mode()
         limit = _position_limit(self.config)
@@ -148,7 +155,17 @@ class CausalModel:
         with contextlib.ExitStack() as context:
             if self._is_offloading and torch.is_grad_enabled():
                 context.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.head.device.type == "cuda"))
-            return decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
+            if not self.routers.num_layers or self._is_compiled or not torch.is_grad_enabled():
+                return decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
+            choices = context.enter_context(self.routers.telling())
+            hidden = decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
+        self.routers.check_told(choices)
+        record = trained_model(self.model)
+        counts = RoutingCounts.of(
+            choices, self.routers.num_experts, packed.token_positions.unique(), packed.routed_experts
+        )
+        record.routing = counts if record.routing is None else record.routing + counts
+        return hidden
 
     def _attention_length(self) -> float:
         """From operations per token: two for each weight, and in each layer four for each key and unit of width.

@@ -13,6 +13,10 @@ from llmrl.trainer.packing import PackedRows
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+ROUTED_EXPERTS = "routed_experts"
+"""An argument of decoder layers, for `Routers`. As such it is there again when gradient checkpointing computes a layer
+anew."""
+
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the configuration of a model's decoder, where it is a part of a larger one."""
@@ -33,8 +37,9 @@ def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_pack
         packed: rows; `one_row_per_bin` when `is_packed` is False.
         is_packed: False leaves mask and positions to the model. Bins are padded on the right, which no token sees.
     """
+    replayed = {} if packed.routed_experts is None else {ROUTED_EXPERTS: packed.routed_experts}
     if not is_packed:
-        return decoder_of(model)(input_ids=packed.input_ids, use_cache=False).last_hidden_state
+        return decoder_of(model)(input_ids=packed.input_ids, use_cache=False, **replayed).last_hidden_state
     config = text_config(model)
     dtype = next(model.parameters()).dtype
     device_type = packed.input_ids.device.type
@@ -50,5 +55,9 @@ def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_pack
         # Without `layer_types` a window, if there is one, holds for every layer (Mistral).
         attention_mask = mask(window=None if layer_types else window)
     return decoder_of(model)(
-        input_ids=packed.input_ids, attention_mask=attention_mask, position_ids=packed.position_ids, use_cache=False
+        input_ids=packed.input_ids,
+        attention_mask=attention_mask,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        **replayed,
     ).last_hidden_state

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,9 @@ class PackedRows:
     """Tokens between two bounds, at most; 0 without."""
     sampling_mask: SamplingMask | None = None
     """[num_scored]: of the scored tokens, where some were sampled from a truncated distribution."""
+    routed_experts: torch.Tensor | None = None
+    """[num_bins * bin_length, num_layers, top_k] int16: experts of each position, -1 where they are the router's to
+    choose; None where they are everywhere."""
 
     @property
     def num_scored(self) -> int:
@@ -112,6 +115,7 @@ def pack_rows(
     attention_length: float = math.inf,
     share_prefixes: bool = True,
     one_row_per_bin: bool = False,
+    routed_experts: Sequence[torch.Tensor] | None = None,
 ) -> list[PackedRows]:
     """Lay ragged rows out as micro-batches of at most `token_budget` computed tokens.
 
@@ -130,6 +134,7 @@ def pack_rows(
         share_prefixes: False lays every row out by itself, for comparison.
         one_row_per_bin: nothing is shared and each row has a bin of its own, for models that carry a state from token
             to token: where a bin holds one row from its start, no mask is needed.
+        routed_experts: `[num_tokens, num_layers, top_k]` int16 each: tokens of other experts are not shared.
 
     Raises:
         ValueError: when the two lists differ in length, a row is empty, or a budget is not positive.
@@ -162,17 +167,22 @@ def pack_rows(
         return []
     tails = [row[num:] for row, num in zip(rows, num_computed, strict=True)]
     rows = [row[:num] for row, num in zip(rows, num_computed, strict=True)]
+    experts = None
+    if routed_experts is not None:
+        experts = [one[:num].cpu().numpy() for one, num in zip(routed_experts, num_computed, strict=True)]
+    alike = rows if experts is None else _numbered(rows, experts)
     # Any total order of tokens groups shared prefixes; that of the raw bytes is the cheapest to sort by.
-    order.sort(key=[row.tobytes() for row in rows].__getitem__)
+    order.sort(key=[row.tobytes() for row in alike].__getitem__)
     shared = [0] * len(order)
     if share_prefixes:
         for place in range(1, len(order)):
-            shared[place] = _num_shared(rows[order[place - 1]], rows[order[place]])
+            shared[place] = _num_shared(alike[order[place - 1]], alike[order[place]])
     lengths = [len(rows[index]) for index in order]
     micro_batches = arrange(
         lengths, shared, token_budget=token_budget, bin_length=bin_length, attention_length=attention_length
     )
-    return [_lay_out(bins, order, shared, rows, tails, scored, token_ids[0].device) for bins in micro_batches]
+    packed = [_lay_out(bins, order, shared, rows, tails, scored, token_ids[0].device) for bins in micro_batches]
+    return packed if experts is None else [_with_experts(one, experts) for one in packed]
 
 
 def _check(
@@ -206,6 +216,22 @@ def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
     differs = left[:num] != right[:num]
     first = int(differs.argmax())
     return first if differs[first] else num
+
+
+def _numbered(rows: list[np.ndarray], experts: list[np.ndarray]) -> list[np.ndarray]:
+    """Return a number for each token, which tokens of the same id and the same experts share."""
+    ids = np.concatenate(rows)[:, None].view(np.int16)
+    told = np.concatenate([ids, np.concatenate(experts).reshape(len(ids), -1)], 1)
+    _, numbers = np.unique(told.view(np.dtype((np.void, told.strides[0]))).ravel(), return_inverse=True)
+    return np.split(numbers, np.cumsum([len(row) for row in rows])[:-1])
+
+
+def _with_experts(packed: PackedRows, experts: list[np.ndarray]) -> PackedRows:
+    """Write the experts of a micro-batch's positions; of padding nobody knows any."""
+    told = torch.from_numpy(np.concatenate([experts[row] for row in packed.rows.tolist()]))
+    column = told.new_full((packed.num_packed_tokens, *told.shape[1:]), -1)
+    column[packed.token_positions.cpu()] = told
+    return replace(packed, routed_experts=column.to(packed.input_ids.device))
 
 
 def _lay_out(

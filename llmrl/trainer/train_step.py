@@ -113,6 +113,9 @@ def train_step(
     output = loss_module.collect(done)
     report.loss = float(output.total_loss())
     report.measurements = output.measurements()
+    if record.routing is not None:
+        report.measurements |= record.routing.summed(record.process_group).to_metrics()
+        record.routing = None
     report.log_probs = _rows_of([(micro.flat_index, micro.log_probs) for micro in done], inputs)
     if hasattr(loss_module.tensor_keys, "policy_version"):
         report.measurements |= check_difference(record, batch, report.log_probs, loss_module.tensor_keys)

@@ -12,6 +12,8 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from llmrl.trainer.routing import RoutingCounts
+
 
 @dataclass(slots=True)
 class TrainedModel:
@@ -33,6 +35,8 @@ class TrainedModel:
     """Whether its log-probs were ever those of the engines, up to rounding."""
     warned_difference: float = 0.0
     """The log-prob difference that was warned of last."""
+    routing: RoutingCounts | None = None
+    """Where a mixture's routers sent tokens since `train_step` told last."""
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup | None:

@@ -17,7 +17,8 @@ from torchrl.modules import LLMMaskedCategorical
 from llmrl._utils.ranks import rank_and_size, share_of
 from llmrl.data import History, LogProbs, Masks, Text, Tokens
 from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, has_padding_mask, ragged_column, write_column
-from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, SamplingMask, read_sampling_masks
+from llmrl.data.routed_experts import ROUTED_EXPERTS_KEY, Replay, read_replay
+from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, SamplingMask
 from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.engines import TransformersEngine
 from llmrl.policies import LLMWrapperBase, WrapperOptions
@@ -43,7 +44,8 @@ class TransformersWrapper(LLMWrapperBase):
     token, which nothing predicts). Without a mask every token is scored. Tokens that are there are scored as they are;
     where a batch has none, they are made of `("history", "full")` with the template, whose mask is then the assistant's
     turns, or of `("text", "full")`, by `input_mode`, and written beside the log-probs. Where rows have a sampling mask
-    (`"sampling_mask"`), a sampled token's distribution is that of the ids which truncation kept.
+    (`"sampling_mask"`), a sampled token's distribution is that of the ids which truncation kept; where they say which
+    experts a mixture routed each token to (`"routed_experts"`), it is computed with those, see `Routers`.
 
     The model is kept in eval mode, gradients flow all the same: dropout would make the trainer's distribution differ
     from the sampler's. With gradient checkpointing enabled, which transformers ties to training mode, it is kept in
@@ -174,8 +176,9 @@ class TransformersWrapper(LLMWrapperBase):
         *,
         token_budget: int | None = None,
         sampling_mask: SamplingMask | None = None,
+        routed_experts: list[torch.Tensor] | None = None,
     ) -> list[PackedRows]:
-        """Return the micro-batches of rows, on the model's device; `sampling_mask` is that of all their tokens."""
+        """Return the micro-batches of rows, on the model's device; see `Replay` for what is replayed."""
         packed = pack_rows(
             token_ids,
             scored_masks,
@@ -183,6 +186,7 @@ class TransformersWrapper(LLMWrapperBase):
             bin_length=self.bin_length,
             attention_length=self._causal_model.attention_length,
             one_row_per_bin=not self._causal_model.is_packed,
+            routed_experts=None if routed_experts is None else self._causal_model.routers.checked(routed_experts),
         )
         if sampling_mask is not None:
             lengths = torch.tensor([len(ids) for ids in token_ids])
@@ -233,12 +237,12 @@ class TransformersWrapper(LLMWrapperBase):
         if self.generate:
             return super().forward(tensordict)
         scored = tensordict if self.inplace else tensordict.copy()
-        token_ids, masks, sampling_mask = self._scored_tokens(scored)
+        token_ids, masks, replay = self._scored_tokens(scored)
         if not assistant_only:
             masks = [torch.ones_like(mask) for mask in masks]
         row_starts = torch.tensor([0, *(ids.shape[0] for ids in token_ids)], device=self.device).cumsum(0)
         log_probs = torch.zeros(int(row_starts[-1]), device=self.device)
-        micro_batches = self.pack(token_ids, masks, sampling_mask=sampling_mask)
+        micro_batches = self.pack(token_ids, masks, **replay)
         for packed, is_repeated in share_of(micro_batches, *rank_and_size(process_group)):
             values, _ = self.packed_log_probs(packed)
             if not is_repeated:
@@ -271,20 +275,20 @@ class TransformersWrapper(LLMWrapperBase):
         """
         self._check_scores("get_dist")
         batch = flat_batch(tensordict.copy())
-        token_ids, _, sampling_mask = self._scored_tokens(batch)
+        token_ids, _, replay = self._scored_tokens(batch)
         is_all = mask_key is None or mask_key == ATTENTION_MASK_KEY
         masks = [torch.ones_like(ids).bool() for ids in token_ids] if is_all else ragged_column(batch, mask_key)
-        return self._masked_dist(token_ids, masks, sampling_mask)
+        return self._masked_dist(token_ids, masks, replay)
 
     def _masked_dist(
-        self, token_ids: list[torch.Tensor], masks: list[torch.Tensor], sampling_mask: SamplingMask | None
+        self, token_ids: list[torch.Tensor], masks: list[torch.Tensor], replay: Replay
     ) -> LLMMaskedCategorical:
         width = max(len(ids) for ids in token_ids)
         starts = torch.tensor([width - len(ids) for ids in token_ids], device=self.device)
         weight, bias = self._causal_model.head.weight(), self._causal_model.head.bias()
         logits = torch.zeros(len(token_ids), width, weight.shape[0], device=self.device)
         is_scored = [torch.ones_like(ids).bool() for ids in token_ids]
-        for packed in self.pack(token_ids, is_scored, sampling_mask=sampling_mask):
+        for packed in self.pack(token_ids, is_scored, **replay):
             with self._autocast():
                 hidden = self._causal_model.hidden_states(packed).flatten(0, 1)[packed.predictors]
             product = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
@@ -299,11 +303,11 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         batch = flat_batch(tensordict.copy())
-        token_ids, masks, sampling_mask = self._scored_tokens(batch)
+        token_ids, masks, replay = self._scored_tokens(batch)
         if has_entry(batch, ("tokens", "prompt")):
             prompts = ragged_column(batch, ("tokens", "prompt"))
             masks = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
-        return self._masked_dist(token_ids, masks, sampling_mask)
+        return self._masked_dist(token_ids, masks, replay)
 
     def _get_rlhf_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         return self._masked_dist(*self._scored_tokens(flat_batch(tensordict.copy())))
@@ -315,10 +319,8 @@ class TransformersWrapper(LLMWrapperBase):
         if self.generate:
             raise RuntimeError(f"{method} needs generate=False: policy.get_new_version(generate=False) scores.")
 
-    def _scored_tokens(
-        self, tensordict: TensorDictBase
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], SamplingMask | None]:
-        """Return the token ids of each row, which are scored, and the sampling mask of all.
+    def _scored_tokens(self, tensordict: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor], Replay]:
+        """Return the token ids of each row, which are scored, and what is replayed.
 
         Tokens and masks are written into a batch that has only text.
         """
@@ -326,7 +328,7 @@ class TransformersWrapper(LLMWrapperBase):
             attention = tensordict.get(self.attention_mask_key).bool()
             tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
         if self.input_mode == "history" and not self.prefer_tokens:
-            for replaced in ("tokens", "masks", SAMPLING_MASK_KEY):
+            for replaced in ("tokens", "masks", SAMPLING_MASK_KEY, ROUTED_EXPERTS_KEY):
                 tensordict.pop(replaced, None)
         is_given = self.input_mode == "tokens" or (self.input_mode == "history" and has_entry(tensordict, _TOKENS))
         if not is_given:
@@ -334,10 +336,10 @@ class TransformersWrapper(LLMWrapperBase):
         batch = flat_batch(tensordict)
         key = self.input_key if self.input_mode == "tokens" else _TOKENS
         token_ids = ragged_column(batch, key)
-        sampling_mask = read_sampling_masks(batch, [len(ids) for ids in token_ids]) if is_given else None
+        replay = read_replay(batch, [len(ids) for ids in token_ids]) if is_given else Replay()
         if not has_entry(batch, _MASK):
-            return token_ids, [torch.ones_like(ids).bool() for ids in token_ids], sampling_mask
-        return token_ids, [mask.bool() for mask in ragged_column(batch, _MASK)], sampling_mask
+            return token_ids, [torch.ones_like(ids).bool() for ids in token_ids], replay
+        return token_ids, [mask.bool() for mask in ragged_column(batch, _MASK)], replay
 
     def _tokenize(self, tensordict: TensorDictBase) -> None:
         """Write tokens and masks of the text or the history of each row."""
