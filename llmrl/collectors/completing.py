@@ -7,6 +7,8 @@ import itertools
 import uuid
 from dataclasses import replace
 
+import numpy as np
+
 from llmrl._utils.failure import contained
 from llmrl._utils.spans import span
 from llmrl.engines import Completion, EngineError, SamplingConfig, completion_budget
@@ -119,4 +121,14 @@ def _joined(parts: list[Completion]) -> Completion:
         log_probs=[log_prob for part in parts for log_prob in part.log_probs],
         versions=[version for part in parts for version in part.versions],
         sampling_mask=[kept for mask in masks for kept in mask] if masks and len(masks) == len(sampled) else None,
+        routed_experts=_joined_experts([part.routed_experts for part in sampled]),
     )
+
+
+def _joined_experts(parts: list[np.ndarray | None]) -> np.ndarray | None:
+    """Join the experts of parts, each of which begins with the prompt: a token has those of who computed it first."""
+    told: list[np.ndarray] = [part for part in parts if part is not None]
+    if not told or len(told) < len(parts):
+        return None
+    starts = [0, *(len(part) for part in told)]
+    return np.concatenate([part[start:] for part, start in zip(told, starts, strict=False)])

@@ -8,6 +8,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from llmrl.data import History, LogProbs, Masks, Rollout, Tokens
+from llmrl.data.routed_experts import routed_experts_entry
 from llmrl.data.sampling_mask import sampling_mask_entry
 from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
@@ -54,6 +55,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
                     "log_probs": container_of(LogProbs, {"full": log_probs}),
                     "policy_versions": tensordict_of({"full": versions}),
                     **sampling_mask_entry(columns.sampling_mask),
+                    **routed_experts_entry(columns.routed_experts),
                     "next": tensordict_of({"reward": torch.full((1, 1), float(rollout.reward))}),
                     "turns": tensordict_of(turns),
                     "reward_breakdown": tensordict_of(breakdown),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CONTEXT_VERSION = -1
 """Policy version of a token that no policy sampled."""
 
 
 class TokenColumns:
-    """Token ids, loss mask, log-probs, versions and sampling mask of one growing sequence, always of one length.
+    """Token ids, loss mask, log-probs, versions, sampling mask and experts of one growing sequence, all of one length.
 
     Pure Python lists, so that it is cheap to extend by a turn and can be tested without tensors.
 
@@ -22,7 +26,7 @@ class TokenColumns:
         ([1, 2, 3], [False, False, True], [0.0, 0.0, -0.5], [-1, -1, 0])
     """
 
-    __slots__ = ("log_probs", "loss_mask", "sampling_mask", "token_ids", "versions")
+    __slots__ = ("log_probs", "loss_mask", "routed_experts", "sampling_mask", "token_ids", "versions")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -35,6 +39,9 @@ class TokenColumns:
         """[num_tokens] the policy version that sampled the token, -1 outside the mask."""
         self.sampling_mask: list[array[int] | None] = []
         """[num_tokens] the ids that truncation kept where the token was sampled, None where all were."""
+        self.routed_experts: list[np.ndarray | None] = []
+        """[num_tokens] of `[num_layers, top_k]`: the experts that made the log-prob here, with which a mixture computed
+        the token before. None at the first token, and where no engine told; so a turn's are all of its own request."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -47,6 +54,7 @@ class TokenColumns:
         self.log_probs.extend([0.0] * count)
         self.versions.extend([CONTEXT_VERSION] * count)
         self.sampling_mask.extend([None] * count)
+        self.routed_experts.extend([None] * count)
 
     def append_completion(
         self,
@@ -55,8 +63,12 @@ class TokenColumns:
         log_probs: Sequence[float] | None,
         versions: Sequence[int] | None,
         sampling_mask: Sequence[array[int] | None] | None = None,
+        routed_experts: np.ndarray | None = None,
     ) -> None:
         """Append sampled tokens.
+
+        `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, are of all tokens but the last, those before the
+        sampled ones, too; a token that has experts keeps them: those of who computed it first.
 
         Raises:
             ValueError: when `log_probs` or `versions` are missing, or a column has not one value a token.
@@ -69,6 +81,15 @@ class TokenColumns:
         self.log_probs.extend(log_probs)
         self.versions.extend(versions)
         self.sampling_mask.extend(sampling_mask)
+        self.routed_experts.extend([None] * len(token_ids))
+        if routed_experts is not None:
+            if len(routed_experts) != len(self) - 1:
+                raise ValueError(f"routed_experts must be of {len(self) - 1} tokens, got {len(routed_experts)}.")
+            start = len(self)
+            while start > 1 and self.routed_experts[start - 1] is None:
+                start -= 1
+            # A copy: the request's own also has what earlier turns hold.
+            self.routed_experts[start:] = list(routed_experts[start - 1 :].copy())
 
     def extend(self, columns: TokenColumns) -> None:
         """Append the tokens of other columns, as they are."""
@@ -77,6 +98,7 @@ class TokenColumns:
         self.log_probs += columns.log_probs
         self.versions += columns.versions
         self.sampling_mask += columns.sampling_mask
+        self.routed_experts += columns.routed_experts
 
     def mark_context(self, start: int, stop: int) -> None:
         """Make tokens `start` to `stop` context: they stay and are not trained.
@@ -100,6 +122,7 @@ class TokenColumns:
         columns.log_probs = self.log_probs[start:stop]
         columns.versions = self.versions[start:stop]
         columns.sampling_mask = self.sampling_mask[start:stop]
+        columns.routed_experts = self.routed_experts[start:stop]
         return columns
 
 

@@ -17,7 +17,7 @@ _NO_BATCH = torch.Size(())
 RESERVED_ENTRIES = frozenset((
     "_reset", "action", "columns", "conversation", "done", "env_answer", "env_error", "env_info", "env_traceback",
     "finish_reason", "history", "log_probs", "masks", "message_env", "next", "policy_versions", "reward", "rollout",
-    "sampling_mask", "terminated", "text", "tokens", "tools", "truncated",
+    "routed_experts", "sampling_mask", "terminated", "text", "tokens", "tools", "truncated",
 ))  # fmt: skip
 """Entries of a conversation that have a meaning of their own; columns of these names are kept apart."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from transformers import PreTrainedTokenizerBase
 
@@ -101,6 +102,9 @@ class Completion:
     sampling_mask: list[array[int]] | None = None
     """[num_tokens] of `array("i")`: the ids that truncation kept where each token was sampled, the token's own among
     them; None where it was asked to keep all, or not to tell."""
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """[num_prompt_tokens + num_tokens - 1, num_layers, top_k] int16: the experts that a mixture computed each token
+    with, from the prompt's first to the last but one; None where the engine does not tell."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Engine measurements for this request, such as `num_cached_tokens`."""
 

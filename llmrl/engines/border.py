@@ -73,6 +73,24 @@ def check_completion(
         raise _wrong_value("versions", versions, lambda value: 0 <= value <= _LARGEST_VERSION, "a number from 0 on")
 
 
+def check_routed_experts(completion: Completion, num_prompt_tokens: int) -> None:
+    """Refuse experts that are not those of the prompt and the completion.
+
+    Raises:
+        EngineError: naming what came and what was expected.
+    """
+    experts = completion.routed_experts
+    if experts is None or not completion.token_ids:
+        return
+    num_computed = num_prompt_tokens + len(completion.token_ids) - 1
+    shape = tuple(getattr(experts, "shape", ()))
+    if len(shape) != 3 or shape[0] != num_computed or str(experts.dtype) != "int16" or (experts < 0).any():
+        raise EngineError(
+            f"The engine returned routed_experts of shape {list(shape)}, {getattr(experts, 'dtype', type(experts))}; "
+            f"int16 of shape [{num_computed}, num_layers, top_k] is expected, ids from 0 on of all tokens but the last."
+        )
+
+
 def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None:
     """Refuse a mask without an entry for a token, or one that is empty, repeats an id or lacks the token's own."""
     mask = completion.sampling_mask

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from llmrl.engines.base import Completion, FinishReason, SamplingConfig
+from llmrl.engines.expert_routers import Routers
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedModel
@@ -37,6 +39,8 @@ class DecodedSequence:
     versions: list[int] = field(default_factory=list)
     sampling_mask: list[array[int]] = field(default_factory=list)
     """Of every token, where its request wants to know what truncation kept; empty elsewhere."""
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    """`[num_tokens, num_layers, top_k]` of each forward pass; empty for a model without routers that are known."""
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
 
@@ -68,6 +72,7 @@ class DecodedSequence:
             self.finish_reason or "abort",
             stop_string=self.stop_string,
             sampling_mask=self.sampling_mask if self.sampling.needs_sampling_mask else None,
+            routed_experts=np.concatenate(self.routed_experts) if self.routed_experts else None,
         )
 
 
@@ -80,7 +85,7 @@ class DecodingBatch:
         from transformers import DynamicCache
 
         self.sequences = list(sequences)
-        self._model, self._generator = model, generator
+        self._model, self._generator, self._routers = model, generator, Routers(model)
         self._device = next(model.parameters()).device
         self._cache = DynamicCache(config=model.config)
         length = max(len(one.prompt_ids) for one in sequences)
@@ -130,14 +135,20 @@ class DecodingBatch:
     @torch.no_grad()
     def _forward(self, token_ids: torch.Tensor, version: int) -> None:
         positions = (self._attention_mask.cumsum(1) - 1).clamp(min=0)[:, -token_ids.shape[1] :]
-        output = self._model(
-            input_ids=token_ids,
-            attention_mask=self._attention_mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self._routers.telling() as choices:
+            output = self._model(
+                input_ids=token_ids,
+                attention_mask=self._attention_mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        if choices and len(choices) == self._routers.num_layers:
+            told = torch.stack([used for _, used in choices], 1).short().cpu().numpy()
+            for one, experts in zip(self.sequences, np.split(told, len(self.sequences)), strict=True):
+                num_new = len(one.prompt_ids) if not one.routed_experts else 1
+                one.routed_experts.append(experts[len(experts) - num_new :])
         self._logits = output.logits[:, -1].float()
         # The next token is sampled from these logits, whatever weights are loaded until then.
         self._version = version

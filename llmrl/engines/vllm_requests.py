@@ -179,6 +179,8 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
         finish_reason=cast(FinishReason, sample.finish_reason),
         stop_string=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
         sampling_mask=_sampling_mask(sample, vocab_size),
+        # Where the engine was started with `enable_return_routed_experts`, as uint8 or uint16.
+        routed_experts=None if sample.routed_experts is None else sample.routed_experts.astype("int16"),
         metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
     )
 

@@ -19,7 +19,8 @@ from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_o
 from llmrl.transforms import IncrementalTokenizer, environment_parts
 
 WRITTEN_BY_POLICIES = (
-    "history", "text", "tokens", "log_probs", "masks", "policy_versions", "sampling_mask", "finish_reason",
+    "history", "text", "tokens", "log_probs", "masks", "policy_versions", "sampling_mask", "routed_experts",
+    "finish_reason",
 )  # fmt: skip
 """Entries of a turn that a policy writes; what it reads next is without them, but for those that a step writes."""
 

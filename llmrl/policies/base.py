@@ -17,12 +17,13 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import CONTEXT_VERSION, ChatHistory, History, LogProbs, Masks, Text, Tokens
+from llmrl.data.routed_experts import ROUTED_EXPERTS_KEY, routed_experts_entry
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, sampling_mask_entry
 from llmrl.data.templated_text import template_named
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
 from llmrl.engines.base import ChecksSampling
-from llmrl.engines.border import check_completion
+from llmrl.engines.border import check_completion, check_routed_experts
 from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 
@@ -247,6 +248,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             vocab_size=vocab_size,
             needs_sampling_mask=sampling.needs_sampling_mask,
         )
+        check_routed_experts(completion, len(prompt_ids))
         return completion
 
     def prepare(self, element: TensorDictBase) -> Conversation:
@@ -317,10 +319,11 @@ def answered(conversation: Conversation, completion: Completion) -> Conversation
         log_probs=completion.log_probs,
         versions=completion.versions,
         sampling_mask=completion.sampling_mask,
+        routed_experts=completion.routed_experts,
     )
 
 
-_BESIDE = ("policy_versions", SAMPLING_MASK_KEY, "conversation", "finish_reason")
+_BESIDE = ("policy_versions", SAMPLING_MASK_KEY, ROUTED_EXPERTS_KEY, "conversation", "finish_reason")
 _PARTS = ("prompt", "response")
 
 
@@ -337,7 +340,8 @@ def _write_tensors(element: TensorDictBase, conversation: Conversation, log_prob
         element.set(log_probs_key, container_of(LogProbs, {"response": log_probs[split:], "full": log_probs}))
     element.set("masks", container_of(Masks, masks))
     element.set("policy_versions", tensordict_of({"full": versions}))
-    for key, entry in sampling_mask_entry(conversation.sampling_mask).items():
+    replayed = sampling_mask_entry(conversation.sampling_mask) | routed_experts_entry(conversation.routed_experts)
+    for key, entry in replayed.items():
         element.set(key, entry)
 
 

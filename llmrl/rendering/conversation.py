@@ -15,6 +15,7 @@ from llmrl.rendering.tool_calls import ToolCall
 from llmrl.rendering.turn import Column, TokenBuffer, TurnNode
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Mode = Literal["auto", "token", "message"]
@@ -246,6 +247,7 @@ class Conversation:
         log_probs: Sequence[float],
         versions: Sequence[int],
         sampling_mask: Sequence[array[int] | None] | None = None,
+        routed_experts: np.ndarray | None = None,
     ) -> Conversation:
         """Return the conversation after the engine answered its prompt, `[num_completion_tokens]` each.
 
@@ -255,7 +257,13 @@ class Conversation:
         if self._before is None:
             raise ValueError("there is no prompt to complete; call with_prompt first.")
         held = self._extendable()
-        held.columns.append_completion(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
+        held.columns.append_completion(
+            token_ids,
+            log_probs=log_probs,
+            versions=versions,
+            sampling_mask=sampling_mask,
+            routed_experts=routed_experts,
+        )
         node = TurnNode.over(
             self.node,
             self._num_kept,
@@ -321,6 +329,11 @@ class Conversation:
     def sampling_mask(self) -> list[array[int] | None]:
         """`[num_tokens]`: the ids that truncation kept where a held token was sampled, None where all were."""
         return self._held.columns.sampling_mask[: self._num_tokens]
+
+    @property
+    def routed_experts(self) -> list[np.ndarray | None]:
+        """`[num_tokens]`: the experts that made a held token's log-prob, see `TokenColumns`."""
+        return self._held.columns.routed_experts[: self._num_tokens]
 
     def reconcile(self) -> Reconciliation:
         """Return the training rows of the turns so far, with the counts of how they came about."""

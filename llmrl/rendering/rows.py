@@ -98,8 +98,9 @@ def open_row(leaf: TurnNode) -> TokenColumns:
 
 
 def _columns_of(turns: Sequence[tuple[TurnNode, int]]) -> TokenColumns:
-    first, columns = turns[0][0], TokenColumns()
-    columns.append_context([] if first.parent is None else first.parent.token_ids()[: first.num_kept_tokens])
+    first = turns[0][0]
+    columns = TokenColumns() if first.parent is None else first.parent.prefix(first.num_kept_tokens)
+    columns.mark_context(0, len(columns))
     for turn, num_left in turns:
         columns.extend(turn.columns(num_left))
     return columns

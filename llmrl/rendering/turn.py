@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from llmrl.data import TokenColumns
+from llmrl.data.columns import check_per_token
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, ReconciliationKind, classify
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Column = Literal["token_ids", "loss_mask", "log_probs", "versions"]
@@ -89,10 +91,14 @@ class TurnNode:
         versions: Sequence[int],
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
         sampling_mask: Sequence[array[int] | None] | None = None,
+        routed_experts: Sequence[np.ndarray | None] | None = None,
     ) -> None:
         columns = TokenColumns()
         columns.append_context(context_ids)
         columns.append_completion(completion_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
+        if routed_experts is not None:  # of its context and its completion
+            check_per_token(columns.token_ids, routed_experts=routed_experts)
+            columns.routed_experts = list(routed_experts)
         self._set(parent, num_kept_tokens, columns, 0, len(completion_ids), fork_threshold_tokens)
 
     def _set(
@@ -199,24 +205,32 @@ class TurnNode:
 
     def token_ids(self) -> list[int]:
         """Return prompt and completion, `[num_tokens]`, put together on demand."""
-        pieces: list[list[int]] = []
-        num_wanted = self.num_tokens
+        return self.prefix(self.num_tokens).token_ids
+
+    def prefix(self, num_tokens: int) -> TokenColumns:
+        """Return its first `num_tokens` tokens, whichever turns they are of."""
+        pieces: list[TokenColumns] = []
         for node in self.ancestors():
-            pieces.append(node.columns().token_ids[: max(0, num_wanted - node.num_kept_tokens)])
-            num_wanted = min(num_wanted, node.num_kept_tokens)
-        return [token for piece in reversed(pieces) for token in piece]
+            pieces.append(node.columns().copy(max(0, num_tokens - node.num_kept_tokens)))
+            num_tokens = min(num_tokens, node.num_kept_tokens)
+        whole = TokenColumns()
+        for piece in reversed(pieces):
+            whole.extend(piece)
+        return whole
 
     def __reduce__(self) -> tuple[object, ...]:
         # Flat, because a chain of parents pickled one inside the other meets the recursion limit.
         records = [
             (n.num_kept_tokens, n.context_ids, n.completion_ids, n.log_probs, n.versions, n.fork_threshold_tokens,
-             n.sampling_mask)
+             n.sampling_mask, n.columns().routed_experts)
             for n in self.path()
         ]  # fmt: skip
         return _rebuild_path, (records,)
 
 
-_Record = tuple[int, list[int], list[int], list[float], list[int], int, "list[array[int] | None]"]
+_Record = tuple[
+    int, list[int], list[int], list[float], list[int], int, "list[array[int] | None]", "list[np.ndarray | None]"
+]
 
 
 def _rebuild_path(records: Sequence[_Record]) -> TurnNode:

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
+from llmrl._utils.model_parts import decoder_of, text_config
+from llmrl.engines.expert_routers import Routers
 from llmrl.trainer.attention import register_packed_attention
-from llmrl.trainer.decoder import decoder_hidden_states, decoder_of, text_config
+from llmrl.trainer.decoder import decoder_hidden_states
 from llmrl.trainer.exactness import ExactnessProbe
 from llmrl.trainer.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.output_head import OutputHead
 from llmrl.trainer.packing import PackedRows
-from llmrl.trainer.routing import Routers, RoutingCounts
+from llmrl.trainer.routing import RoutingCounts
 from llmrl.trainer.trained_model import trained_model
 
 if TYPE_CHECKING:
@@ -159,7 +161,10 @@ class CausalModel:
                 return decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
             choices = context.enter_context(self.routers.telling())
             hidden = decoder_hidden_states(self.model, packed, is_packed=self.is_packed)
-        self.routers.check_told(choices)
+        if packed.routed_experts is not None:
+            self.routers.check_told(choices)
+        elif len(choices) != self.routers.num_layers:
+            return hidden
         record = trained_model(self.model)
         counts = RoutingCounts.of(
             choices, self.routers.num_experts, packed.token_positions.unique(), packed.routed_experts

@@ -7,26 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmrl._utils.model_parts import decoder_of, text_config
+from llmrl.engines.expert_routers import ROUTED_EXPERTS
 from llmrl.trainer.masks import IMPLEMENTATION, Mask, packed_mask
 from llmrl.trainer.packing import PackedRows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-ROUTED_EXPERTS = "routed_experts"
-"""An argument of decoder layers, for `Routers`. As such it is there again when gradient checkpointing computes a layer
-anew."""
-
-
-def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the configuration of a model's decoder, where it is a part of a larger one."""
-    return getattr(model.config, "text_config", None) or model.config
-
-
-def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return a causal language model without its head."""
-    base = model.base_model
-    return model.model if base is model and hasattr(model, "model") else base
+    from transformers import PreTrainedModel
 
 
 def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_packed: bool) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl.trainer.decoder import decoder_hidden_states, decoder_of, text_config
+from llmrl._utils.model_parts import decoder_of, text_config
+from llmrl.trainer.decoder import decoder_hidden_states
 from llmrl.trainer.log_probs import LogitTransform
 from llmrl.trainer.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.output_head import OutputHead

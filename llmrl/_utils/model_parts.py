@@ -1,0 +1,20 @@
+"""The parts of a transformers model that engines and trainers look at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the configuration of a model's decoder, where it is a part of a larger one."""
+    return getattr(model.config, "text_config", None) or model.config
+
+
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """Return a causal language model without its head."""
+    base = model.base_model
+    return model.model if base is model and hasattr(model, "model") else base

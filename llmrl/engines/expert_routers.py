@@ -1,0 +1,216 @@
+"""Routing replay: a mixture's forward pass with the experts that the engine chose, weighted by the trainer's router.
+
+Rounding sends some tokens to other experts in the engine than in the trainer, and log-probs differ by far more than
+rounding then. "Rollout Routing Replay" (R3, arXiv:2510.11370) takes the choice from the engine and the weights of what
+was chosen from the trained router, whose gradients so stay what they are.
+
+A router of transformers chooses by one `topk` of its scores, and makes weights of the chosen scores as its model does
+(renormalised, or scaled, or not). So nothing of that is written again here: its own code runs with another choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from llmrl._utils.model_parts import decoder_of, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROUTED_EXPERTS = "routed_experts"
+"""An argument of decoder layers, `[num_tokens, num_layers, top_k]`, -1 where a router is to choose by itself. As an
+argument it is there again when gradient checkpointing computes a layer anew."""
+
+Choices = list[tuple[torch.Tensor, torch.Tensor]]
+"""Of each router, `[num_tokens, top_k]` each: what it would choose, and what was computed with."""
+
+
+class _Router(Protocol):
+    num_experts: int
+    top_k: int
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]: ...
+
+
+class _Pass(threading.local):
+    """What the forward pass of this thread is told, and tells; an engine may use the same model in another one."""
+
+    forced: torch.Tensor | None = None
+    choices: Choices | None = None
+
+
+_PASS = _Pass()
+
+
+class Routers:
+    """The routers of a transformers model, which tell their choices and take others instead.
+
+    Recognised is the module of a decoder's layer that has `top_k`, `num_experts` and a weight, and returns logits,
+    weights and ids: those of Qwen3-MoE, Mixtral, OLMoE, gpt-oss, DeepSeek-V3 and their kin.
+
+    Args:
+        model: a causal language model; one without experts has no router.
+
+    Example:
+        >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+        >>> config = Qwen3MoeConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, head_dim=4,
+        ...                         num_key_value_heads=2, moe_intermediate_size=4, num_experts=4,
+        ...                         num_experts_per_tok=2)
+        >>> model = Qwen3MoeForCausalLM(config).eval()
+        >>> routers = Routers(model)
+        >>> with routers.telling() as choices:
+        ...     _ = model(input_ids=torch.tensor([[1, 2, 3]]))
+        >>> len(choices), choices[0][1].shape
+        (2, torch.Size([3, 2]))
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._name = type(model).__name__
+        config = text_config(model)
+        self._has_experts = any(
+            (getattr(config, name, None) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        )
+        self.num_layers = self.num_experts = self.top_k = 0
+        layers = getattr(decoder_of(model), "layers", ())
+        self._num_decoder_layers, self._places = len(layers), list[int]()
+        for place, layer in enumerate(layers):
+            router = next(filter(_is_router, layer.modules()), None)
+            if router is not None:
+                self.num_experts, self.top_k = router.num_experts, router.top_k
+                self._places.append(place)
+                _hook_once(router.register_forward_hook, router._forward_hooks, _after_router)
+            index = None if router is None else self.num_layers
+            self.num_layers += router is not None
+            _hook_once(layer.register_forward_pre_hook, layer._forward_pre_hooks, _before_layer, index)
+
+    def checked(self, routed_experts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """Return what rows were routed to, `[num_tokens, num_layers, top_k]` each; None for a model without experts.
+
+        Such a model, a teacher of another kind, say, computes as ever. vLLM tells of every layer of the decoder; of
+        those without experts nothing is read.
+
+        Raises:
+            TypeError: for a model with experts whose routers are not recognised.
+            ValueError: when rows were routed by a model of another shape.
+        """
+        if not self.num_layers and not self._has_experts:
+            return None
+        if not self.num_layers:
+            raise TypeError(
+                f"The rows say which experts they were routed to, and the routers of {self._name} are not known: drop "
+                f"{ROUTED_EXPERTS!r} from the rows to let it choose by itself."
+            )
+        if all(experts.shape[1] == self._num_decoder_layers for experts in routed_experts):
+            routed_experts = [experts[:, self._places] for experts in routed_experts]
+        shape = (self.num_layers, self.top_k)
+        for row, experts in enumerate(routed_experts):
+            largest = int(experts.max()) if experts.numel() else 0
+            if experts.shape[1:] != shape or largest >= self.num_experts:
+                raise ValueError(
+                    f"{ROUTED_EXPERTS!r} of row {row} has shape {tuple(experts.shape)} and ids up to {largest}; the "
+                    f"{shape[0]} routers of {self._name} choose {shape[1]} of {self.num_experts} experts. Drop it from "
+                    "rows that another model sampled."
+                )
+        return routed_experts
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[Choices]:
+        """Forward passes of this thread append what each router chose, layer after layer."""
+        outer, _PASS.choices = _PASS.choices, []
+        try:
+            yield _PASS.choices
+        finally:
+            _PASS.choices = outer
+
+    def check_told(self, choices: Choices) -> None:
+        """Refuse a model whose layers did not compute by their routers once each.
+
+        Raises:
+            TypeError: naming the model.
+        """
+        if len(choices) != self.num_layers:
+            raise TypeError(
+                f"{len(choices)} of the {self.num_layers} routers of {self._name} return logits, weights and ids, each "
+                f"once: it cannot be given experts. Drop {ROUTED_EXPERTS!r} from the rows to let it choose by itself."
+            )
+
+
+def _is_router(module: torch.nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    top_k, num_experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
+    is_sized = isinstance(top_k, int) and isinstance(num_experts, int) and isinstance(weight, torch.Tensor)
+    return is_sized and "router" in type(module).__name__.lower()
+
+
+def _hook_once(
+    register: Callable[..., object], hooks: Mapping[int, object], hook: Callable[..., object], *bound: object
+) -> None:
+    """Add a hook that is there once, however many engines and trainers a model has; copies of a model have it, too."""
+    if not any(isinstance(one, functools.partial) and one.func is hook for one in hooks.values()):
+        register(functools.partial(hook, *bound), with_kwargs=True)
+
+
+def _before_layer(
+    index: int | None, layer: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]
+) -> tuple[tuple[object, ...], dict[str, torch.Tensor]] | None:
+    """Take the argument that the layer does not know."""
+    if torch.compiler.is_compiling():
+        return None
+    routed_experts = kwargs.pop(ROUTED_EXPERTS, None)
+    _PASS.forced = None if index is None or routed_experts is None else routed_experts[:, index].long()
+    return args, kwargs
+
+
+def _after_router(
+    router: _Router, args: tuple[object, ...], kwargs: dict[str, object], output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...] | None:
+    """Compute once more with the given experts, where there are any, and tell."""
+    if torch.compiler.is_compiling():
+        return None
+    forced, _PASS.forced = _PASS.forced, None
+    if not isinstance(output, tuple) or len(output) != 3 or output[2].shape[-1:] != (router.top_k,):
+        return None  # of another kind: it tells nothing, and whoever gives it experts hears of that
+    own = output[2]
+    if forced is not None:
+        with _Chosen(forced, router.num_experts) as chosen:
+            output = router.forward(*args, **kwargs)
+        if chosen.num_choices != 1 or not torch.equal(output[2], chosen.token_experts):
+            raise TypeError(f"{type(router).__name__} does not choose experts by one topk: its choice cannot be given.")
+    if _PASS.choices is not None:
+        _PASS.choices.append((own.detach(), output[2].detach()))
+    return output
+
+
+class _Chosen(TorchFunctionMode):
+    """The `topk` that chooses among experts, with other ids and their scores."""
+
+    def __init__(self, forced: torch.Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._forced, self._num_experts = forced, num_experts
+        self.num_choices = 0
+        self.token_experts = forced
+
+    def __torch_function__(
+        self,
+        func: Callable[..., torch.return_types.topk],
+        types: object,
+        args: Sequence[torch.Tensor] = (),
+        kwargs: dict[str, torch.Tensor] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        if scores.shape[-1] != self._num_experts or result.indices.shape != self._forced.shape:
+            return result
+        self.num_choices += 1
+        self.token_experts = torch.where(self._forced >= 0, self._forced, result.indices)
+        return torch.return_types.topk((scores.gather(-1, self.token_experts), self.token_experts))
