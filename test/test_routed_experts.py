@@ -1,9 +1,12 @@
 """The experts that an engine tells, on their way to a row: each token has those of the request that computed it."""
 
 import asyncio
+import base64
+import io
 import pickle
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +20,7 @@ from llmrl.collectors.completing import _joined
 from llmrl.data.routed_experts import routed_experts_entry
 from llmrl.engines import Completion, EngineError, SamplingConfig, TransformersEngine
 from llmrl.engines.border import check_routed_experts
+from llmrl.engines.server_messages import read_generated, read_response
 from llmrl.engines.vllm_requests import read_completion
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import GRPOLoss
@@ -196,6 +200,29 @@ def test_parts_of_a_completion_are_joined_each_with_the_experts_of_who_computed_
 def test_experts_of_other_tokens_are_refused(told):
     with pytest.raises(EngineError, match=r"of shape \[4, num_layers, top_k\]"):
         check_routed_experts(Completion([5, 6], [-1.0] * 2, [0] * 2, "stop", routed_experts=told), 3)
+
+
+@pytest.mark.parametrize("read", [read_generated, partial(read_response, version=0)])
+def test_what_a_server_tells_is_read(read):
+    def choice(told):
+        return {
+            "finish_reason": "stop",
+            "token_ids": [5, 6],
+            "logprobs": {"content": [{"logprob": -1.0}] * 2, "token_logprobs": [-1.0] * 2},
+            "weight_versions": [{"version": "0", "start": 0, "end": 2}],
+            "routed_experts": told,
+        }
+
+    experts, written = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2), io.BytesIO()
+    np.save(written, experts, allow_pickle=False)
+    told = base64.b64encode(written.getvalue()).decode()
+    completion = read({"choices": [choice(told)]}, server="it", budget=4)
+    check_routed_experts(completion, 3)
+    assert completion.routed_experts.tolist() == experts.tolist()
+    assert read({"choices": [choice(None)]}, server="it", budget=4).routed_experts is None
+    for broken in ("", "!", told[:40], 7, base64.b64encode(pickle.dumps([1])).decode()):
+        with pytest.raises(EngineError, match="no array"):
+            read({"choices": [choice(broken)]}, server="it", budget=4)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

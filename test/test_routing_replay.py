@@ -124,6 +124,7 @@ def test_metrics_count_what_was_told_and_where_tokens_went():
     for row in rows:
         row["routed_experts"] = told
     loss = GRPOLoss(policy)
+    scored(policy, drawn_rows(0))  # is no part of a step
     report = train_step(loss, lazy_stack(rows), torch.optim.SGD(model.parameters(), lr=0.0))
     # The last token is not computed, one is not told: 6 tokens in 3 layers. What is changed in the first layer may
     # change what later layers would choose for that token and those after it.
@@ -147,6 +148,11 @@ def test_a_model_without_experts_computes_as_ever_and_one_of_another_shape_is_re
     rows[0]["routed_experts"] = torch.zeros(1, NUM_LAYERS, TOP_K, dtype=torch.int16)
     with pytest.raises(ValueError, match="neither cut nor padded"):
         scored(policy, rows)
+
+
+def test_compiled_layers_are_refused():
+    with pytest.raises(ValueError, match="compile_layers=True cannot replay"):
+        scored(TransformersWrapper(make_model(), generate=False, compile_layers=True), drawn_rows(1))
 
 
 def test_routers_that_are_not_known_are_refused_by_name(monkeypatch):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from array import array
 from collections.abc import Mapping
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from llmrl.engines.base import Completion, EngineError, SamplingConfig
 from llmrl.engines.border import check_completion
@@ -235,7 +239,8 @@ def _completion(
     if type(log_probs) is list:  # JSON may write a whole number without a point
         log_probs = [float(value) if type(value) is int and abs(value) < 2**53 else value for value in log_probs]
     stop_string = stop_reason if isinstance(stop_reason, str) else None
-    completion = Completion(token_ids, log_probs, versions, finish_reason, stop_string, mask)
+    experts = _routed_experts(choice, server)
+    completion = Completion(token_ids, log_probs, versions, finish_reason, stop_string, mask, experts)
     try:
         check_completion(completion, budget=budget, vocab_size=vocab_size)
     except EngineError as error:
@@ -245,6 +250,17 @@ def _completion(
 
 def _is_kept(log_prob: object) -> bool:
     return isinstance(log_prob, (int, float)) and log_prob > _CUT
+
+
+def _routed_experts(choice: JsonObject, server: str) -> np.ndarray | None:
+    """Return the experts that vLLM tells where it was started with `--enable-return-routed-experts`."""
+    told = choice.get("routed_experts")
+    if told is None:
+        return None
+    try:
+        return np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False).astype(np.int16)
+    except (TypeError, ValueError, EOFError) as error:
+        raise EngineError(f"{server} returned routed_experts that are no array: {error}") from None
 
 
 def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[array[int]]:

@@ -102,6 +102,7 @@ def train_step(
     report.num_trained_tokens = inputs.num_scored
     report.num_row_tokens = inputs.is_scored.shape[0]
     optimizer.zero_grad(set_to_none=True)
+    record.routing = None  # of others' forward passes
     done: list[MicroLoss] = []
     for micro in loss_module.micro_losses(inputs, batch, token_budget=token_budget, rank=rank, num_ranks=num_ranks):
         micro.total().backward()
@@ -115,7 +116,6 @@ def train_step(
     report.measurements = output.measurements()
     if record.routing is not None:
         report.measurements |= record.routing.summed(record.process_group).to_metrics()
-        record.routing = None
     report.log_probs = _rows_of([(micro.flat_index, micro.log_probs) for micro in done], inputs)
     if hasattr(loss_module.tensor_keys, "policy_version"):
         report.measurements |= check_difference(record, batch, report.log_probs, loss_module.tensor_keys)

@@ -36,7 +36,7 @@ class TrainedModel:
     warned_difference: float = 0.0
     """The log-prob difference that was warned of last."""
     routing: RoutingCounts | None = None
-    """Where a mixture's routers sent tokens since `train_step` told last."""
+    """Where a mixture's routers sent tokens since `train_step` began last."""
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup | None:
