@@ -150,6 +150,22 @@ def test_a_model_without_experts_computes_as_ever_and_one_of_another_shape_is_re
         scored(policy, rows)
 
 
+def test_layers_without_experts_are_passed_over_where_an_engine_tells_of_all():
+    policy = TransformersWrapper(make_model(mlp_only_layers=[1], intermediate_size=8), generate=False)
+    rows = [row for row in drawn_rows(4) if row.get("routed_experts", None) is not None]
+    told = scored(policy, rows)
+    for row in rows:
+        row["routed_experts"][:, 1] = 0  # what vLLM has there
+    assert scored(policy, rows).equal(told)
+    fewer = [row.clone() for row in rows]
+    for row in fewer:
+        row["routed_experts"] = row["routed_experts"][:, [0, 2]]
+    assert scored(policy, fewer).equal(told)
+    for row in fewer:
+        row["routed_experts"] = row["routed_experts"].flip(1)
+    assert not scored(policy, fewer).equal(told)
+
+
 def test_compiled_layers_are_refused():
     with pytest.raises(ValueError, match="compile_layers=True cannot replay"):
         scored(TransformersWrapper(make_model(), generate=False, compile_layers=True), drawn_rows(1))

@@ -181,7 +181,9 @@ def _after_router(
     if forced is not None:
         with _Chosen(forced, router.num_experts) as chosen:
             output = router.forward(*args, **kwargs)
-        if chosen.num_choices != 1 or not torch.equal(output[2], chosen.token_experts):
+        # The comparison waits for a device, and is needed only where ids were made anew.
+        is_taken = output[2] is chosen.token_experts or torch.equal(output[2], chosen.token_experts)
+        if chosen.num_choices != 1 or not is_taken:
             raise TypeError(f"{type(router).__name__} does not choose experts by one topk: its choice cannot be given.")
     if _PASS.choices is not None:
         _PASS.choices.append((own.detach(), output[2].detach()))
