@@ -266,8 +266,12 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """As exact as float32 is, or refused."""
-        return not self.loss_mask or (self.log_prob_error < 2e-5 and self.gradient_error < 1e-4)
+        """As exact as float32 is, or refused.
+
+        Layers with a state add up rounding over a row, more or less by the processor's vectors: up to 2.3e-5 was seen.
+        A mask or a position that is wrong moves log-probs by hundredths.
+        """
+        return not self.loss_mask or (self.log_prob_error < 1e-4 and self.gradient_error < 1e-4)
 
 
 def compare(model_type: str, *, config: Any = None, **arguments: Any) -> Comparison:
