@@ -1,11 +1,12 @@
 """What an update of the weights costs requests in flight, by `pause_mode` and `reset_running_requests`.
 
 vLLM on the CPU with the embedded model in float32, and eight conversations that ask for 32 tokens again and again, a
-new prompt each time. Four updates through shared memory come a second apart, many times as often as in a run. *Stands still* is from the pause to the
-resumption, in which no token comes; *tokens per s* counts tokens that arrived while the updates came, beside as many
-seconds without any. With `keep` and the reset, contexts are read again by the new weights; without it, they stay those
-of old ones, and later tokens are computed from both. With `wait` an update comes when the requests have ended, and with
-`abort` they end with what they have; the collector then goes on with a new request, which is not counted as a loss.
+new prompt each time. Four updates through shared memory come a second apart, many times as often as in a run. *Stands
+still* is from the pause to the resumption, in which no token comes; *tokens per s* counts tokens that arrived while
+the updates came, beside as many seconds without any. With `keep` and the reset, contexts are read again by the new
+weights; without it, they stay those of old ones, and later tokens are computed from both. With `wait` an update comes
+when the requests have ended, and with `abort` they end with what they have; the collector then goes on with a new
+request, which is not counted as a loss.
 """
 
 from __future__ import annotations
