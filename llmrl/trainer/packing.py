@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmrl.data.routed_experts import unknown_experts
 from llmrl.data.sampling_mask import SamplingMask
 from llmrl.trainer.bins import MicroBatch, arrange
 
@@ -229,7 +230,7 @@ def _numbered(rows: list[np.ndarray], experts: list[np.ndarray]) -> list[np.ndar
 def _with_experts(packed: PackedRows, experts: list[np.ndarray]) -> PackedRows:
     """Write the experts of a micro-batch's positions; of padding nobody knows any."""
     told = torch.from_numpy(np.concatenate([experts[row] for row in packed.rows.tolist()]))
-    column = told.new_full((packed.num_packed_tokens, *told.shape[1:]), -1)
+    column = unknown_experts(packed.num_packed_tokens, told.shape[1:])
     column[packed.token_positions.cpu()] = told
     return replace(packed, routed_experts=column.to(packed.input_ids.device))
 
