@@ -190,6 +190,21 @@ async def converse(engine, index, is_over, failures):
 restarts = pytest.mark.skipif(not os.environ.get("LLMRL_RESTART_SERVERS"), reason="LLMRL_RESTART_SERVERS is not set")
 
 
+def turns_while(play, engine, num_conversations, ended, failures):
+    """The turns of so many conversations that go on until `play`, in a thread, has returned."""
+
+    async def run():
+        indices = range(num_conversations)
+        talks = [asyncio.create_task(converse(engine, index, lambda: ended, failures)) for index in indices]
+        try:
+            await asyncio.to_thread(play)
+        finally:
+            ended.append(True)
+        return [turn for turns in await asyncio.gather(*talks) for turn in turns]
+
+    return asyncio.run(run())
+
+
 @restarts
 @pytest.mark.timeout(900)
 def test_a_server_that_is_killed_in_updates_gives_no_token_of_other_weights_when_it_is_back(real_vllm, tmp_path):
@@ -231,16 +246,8 @@ def test_a_server_that_is_killed_in_updates_gives_no_token_of_other_weights_when
         update(2, 1.0)
         ended.append(True)
 
-    async def run():
-        talks = [asyncio.create_task(converse(replicas, index, lambda: ended, failures)) for index in range(16)]
-        try:
-            await asyncio.to_thread(play)
-        finally:
-            ended.append(True)
-        return [turn for turns in await asyncio.gather(*talks) for turn in turns]
-
     try:
-        turns = asyncio.run(run())
+        turns = turns_while(play, replicas, 16, ended, failures)
     finally:
         kill(processes[-1])
         sender.shutdown()
@@ -271,16 +278,8 @@ def test_a_server_that_has_no_llmrl_takes_ten_versions_from_files_with_32_conver
             assert log_prob_difference(model, engine) < MEAN_TOLERANCE
             time.sleep(0.5)
 
-    async def run():
-        talks = [asyncio.create_task(converse(engine, index, lambda: ended, failures)) for index in range(32)]
-        try:
-            await asyncio.to_thread(play)
-        finally:
-            ended.append(True)
-        return [turn for turns in await asyncio.gather(*talks) for turn in turns]
-
     try:
-        turns = asyncio.run(run())
+        turns = turns_while(play, engine, 32, ended, failures)
         assert_each_weight_arrives(model, engine, sender, [name for name, _ in model.named_parameters()], tolerance=0.1)
     finally:
         kill(process)
