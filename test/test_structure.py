@@ -299,3 +299,15 @@ def test_every_package_imports_without_vllm_ray_and_transformers(own_programs):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_workers_end_needs_torch_and_vllm_only(own_programs):
+    """A vLLM in an environment of its own has none of what the trainer needs."""
+    code = (
+        "import sys; import torch; from_torch = set(sys.modules);"
+        " import llmrl.weight_sync.plugin, llmrl.engines.vllm_args, llmrl.weight_sync.buffers,"
+        " llmrl.weight_sync.double_buffer, llmrl.weight_sync.gloo, llmrl.weight_sync.deadline;"
+        " print(*{name.split('.')[0] for name in set(sys.modules) - from_torch} - set(sys.stdlib_module_names))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(result.stdout.split()) - {"numpy"} == {"llmrl"}  # torch imports numpy, with some builds later than here

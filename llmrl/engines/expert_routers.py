@@ -20,10 +20,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from llmrl._utils.model_parts import decoder_of, text_config
-from llmrl.data.routed_experts import ROUTED_EXPERTS_KEY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+ROUTED_EXPERTS = "routed_experts"
+"""What rows and decoder layers call them; written here too, since `llmrl.data` needs more than a worker's end has."""
 
 Choices = list[tuple[torch.Tensor, torch.Tensor]]
 """Of each router, `[num_tokens, top_k]` each: what it would choose, and what was computed with."""
@@ -102,7 +104,7 @@ class Routers:
         if not self.num_layers:
             raise TypeError(
                 f"The rows say which experts they were routed to, and the routers of {self._name} are not known: drop "
-                f"{ROUTED_EXPERTS_KEY!r} from the rows to let it choose by itself."
+                f"{ROUTED_EXPERTS!r} from the rows to let it choose by itself."
             )
         if all(experts.shape[1] == self._num_decoder_layers for experts in routed_experts):
             routed_experts = [experts[:, self._places] for experts in routed_experts]
@@ -111,7 +113,7 @@ class Routers:
             largest = int(experts.max()) if experts.numel() else 0
             if experts.shape[1:] != shape or largest >= self.num_experts:
                 raise ValueError(
-                    f"{ROUTED_EXPERTS_KEY!r} of row {row} has shape {tuple(experts.shape)} and ids up to {largest}; "
+                    f"{ROUTED_EXPERTS!r} of row {row} has shape {tuple(experts.shape)} and ids up to {largest}; "
                     f"the {shape[0]} routers of {self._name} choose {shape[1]} of {self.num_experts} experts. Drop it "
                     "from rows that another model sampled."
                 )
@@ -135,7 +137,7 @@ class Routers:
         if len(choices) != self.num_layers:
             raise TypeError(
                 f"{len(choices)} of the {self.num_layers} routers of {self._name} return logits, weights and ids, each "
-                f"once: it cannot be given experts. Drop {ROUTED_EXPERTS_KEY!r} from the rows to let it choose by "
+                f"once: it cannot be given experts. Drop {ROUTED_EXPERTS!r} from the rows to let it choose by "
                 "itself."
             )
 
@@ -164,7 +166,7 @@ def _before_layer(
     """
     if torch.compiler.is_compiling():
         return None
-    routed_experts = kwargs.pop(ROUTED_EXPERTS_KEY, None)
+    routed_experts = kwargs.pop(ROUTED_EXPERTS, None)
     _PASS.forced = None if index is None or routed_experts is None else routed_experts[:, index].long()
     return args, kwargs
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmrl._utils.model_parts import decoder_of, text_config
-from llmrl.data.routed_experts import ROUTED_EXPERTS_KEY
+from llmrl.engines.expert_routers import ROUTED_EXPERTS
 from llmrl.trainer.masks import IMPLEMENTATION, Mask, packed_mask
 from llmrl.trainer.packing import PackedRows
 
@@ -24,7 +24,7 @@ def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_pack
         packed: rows; `one_row_per_bin` when `is_packed` is False.
         is_packed: False leaves mask and positions to the model. Bins are padded on the right, which no token sees.
     """
-    replayed = {} if packed.routed_experts is None else {ROUTED_EXPERTS_KEY: packed.routed_experts}
+    replayed = {} if packed.routed_experts is None else {ROUTED_EXPERTS: packed.routed_experts}
     if not is_packed:
         return decoder_of(model)(input_ids=packed.input_ids, use_cache=False, **replayed).last_hidden_state
     config = text_config(model)
