@@ -85,6 +85,8 @@ class SlowScheme(Scheme):
 
         def load():
             assert self.called.wait(60)
+            if not update.set_running_or_notify_cancel():
+                return
             if number == self.failing_update:
                 update.set_exception(RuntimeError("the engine is gone"))
             else:
