@@ -11,7 +11,7 @@ import torch.distributed as dist
 from loss_batches import ragged_batch, tiny_model, with_lora
 from torch.distributed.tensor import DTensor
 
-from llmrl.engines import TransformersEngine
+from llmrl.engines import EngineError, TransformersEngine
 from llmrl.objectives import GRPOLoss
 from llmrl.trainer import EngineTeacher, TransformersWrapper, shard_model, train_step, write_log_probs
 
@@ -102,14 +102,27 @@ def scored_by_an_engine(key: Any) -> dict[str, Any]:
     asked = []
 
     class Counted(TransformersEngine):
+        is_gone = False
+
         async def score(self, token_ids: Any, *, top_k: int = 0) -> Any:
+            if self.is_gone:
+                raise EngineError("the teacher is gone")
             asked.append(token_ids)
             return await super().score(token_ids, top_k=top_k)
 
     batch = gradient_batch()
     with Counted(tiny_model()) as engine:
-        write_log_probs(EngineTeacher(policy, engine, tokenizer=None), batch, key)
-    return {"rows": [row[key] for row in batch.unbind(0)], "own": len(asked)}
+        teacher = EngineTeacher(policy, engine, tokenizer=None)
+        engine.is_gone = dist.get_rank() == 1
+        errors = [None] * dist.get_world_size()
+        try:
+            write_log_probs(teacher, batch, key)
+        except (EngineError, RuntimeError) as error:
+            dist.all_gather_object(errors, f"{type(error).__name__}: {error}")
+        engine.is_gone = False
+        asked.clear()
+        write_log_probs(teacher, batch, key)
+    return {"rows": [row[key] for row in batch.unbind(0)], "own": len(asked), "errors": errors}
 
 
 def main() -> None:

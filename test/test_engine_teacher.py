@@ -14,7 +14,7 @@ from test_engines_server import LoopbackServer, web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmrl.collectors import Demonstrations
-from llmrl.engines import EngineError, SamplingConfig, ServerEngine, TransformersEngine
+from llmrl.engines import EngineError, EngineReplicas, SamplingConfig, ServerEngine, TransformersEngine
 from llmrl.objectives import TeacherAdvantage
 from llmrl.rendering import TemplateRenderer
 from llmrl.runs.imitation_config import TeacherConfig
@@ -124,8 +124,8 @@ def test_it_stands_where_a_teachers_model_does(student, teacher_path, eager, bat
     copies = [batch.clone() for _ in range(2)]
     render = partial(TemplateRenderer(tiny_tokenizer).render, add_generation_prompt=True)
     hints = ["It is 1.", "", "Think first, then say it."]
-    with TransformersEngine(teacher_path) as engine:
-        teacher = EngineTeacher(student, engine, tokenizer=tiny_tokenizer)
+    with EngineReplicas([TransformersEngine(teacher_path) for _ in range(2)]) as engines:
+        teacher = EngineTeacher(student, engines, tokenizer=tiny_tokenizer)
         model = load_teacher(student, teacher_path, tokenizer=tiny_tokenizer)
         for given, copy in zip((model, teacher), copies, strict=True):
             TeacherAdvantage()(write_log_probs(given, copy, TEACHER))
@@ -150,8 +150,9 @@ def test_what_it_cannot_do_exactly_is_refused(student, teacher_path, tiny_model_
             EngineTeacher(warm, engine, tokenizer=tiny_tokenizer)
         with pytest.raises(ValueError, match=r"another tokenizer .*1 entries .*'<other>'"):
             EngineTeacher(student, engine, tokenizer=others)
-        with pytest.raises(TypeError, match="ScriptedEngine has no method score"):
-            EngineTeacher(student, ScriptedEngine([[1]]), tokenizer=tiny_tokenizer)
+        for silent in (ScriptedEngine([[1]]), EngineReplicas([engine, ScriptedEngine([[1]])])):
+            with pytest.raises(TypeError, match="ScriptedEngine has no method score"):
+                EngineTeacher(student, silent, tokenizer=tiny_tokenizer)
         teacher = EngineTeacher(student, engine, tokenizer=tiny_tokenizer)
         with pytest.raises(ValueError, match="context is 40"):
             write_log_probs(teacher, batch, TEACHER)

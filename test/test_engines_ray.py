@@ -9,9 +9,10 @@ import signal
 import time
 
 import pytest
+import torch
 from waiting import is_running, wait_until
 
-from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig
+from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, TokenScores
 from llmrl.engines.ray_engine import RayEngine
 from llmrl.testing import ScriptedEngine
 
@@ -53,6 +54,51 @@ def test_completions_arrive_whole_and_refusals_are_those_of_the_engine(engine):
     with pytest.raises(ValueError, match="100"):
         asyncio.run(engine.generate([5] * 100, SAMPLING))
     assert engine.is_alive
+
+
+def start_scoring():
+    class ScoringEngine(ScriptedEngine):
+        """Says of each token its own number as a log-prob, of the first that it waits."""
+
+        async def score(self, token_ids, *, top_k=0):
+            if token_ids[0] == 0:
+                raise ValueError("0 is refused")
+            if token_ids[0] == 1:
+                await asyncio.sleep(3600)
+            ids = torch.tensor(token_ids)
+            return TokenScores(-ids.float(), ids[:, None].expand(-1, top_k), -ids[:, None].float().expand(-1, top_k))
+
+    return RayEngine.start(lambda: ScoringEngine([[1]]), ray_options=RAY_OPTIONS)
+
+
+def test_given_tokens_are_scored_in_the_actor_and_by_another_where_it_dies(engine, ray_cluster):
+    with pytest.raises(TypeError, match="the engine in the actor does not score given tokens"):
+        asyncio.run(engine.score([5, 6]))
+
+    async def run(engines):
+        with pytest.raises(ValueError, match="0 is refused"):
+            await engines[0].score([0, 5])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engines[0].score([1, 5]), 0.2)
+        assert engines[0].num_in_flight == 0
+        task = asyncio.create_task(engines.score([1, 7]))
+        while not any(one.num_in_flight for one in engines):
+            await asyncio.sleep(0.01)
+        place = engines.loads.index(1)
+        ray_cluster.kill(engines[place]._actor)
+        while not engines[1 - place].num_in_flight:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        assert (engines.num_retried, engines.num_deaths, engines.loads) == (1, 1, (0, 0))
+        return await engines.score([2, 7], top_k=3)
+
+    with EngineReplicas([start_scoring() for _ in range(2)]) as engines:
+        scores = asyncio.run(run(engines))
+        assert scores.log_probs.tolist() == [-2.0, -7.0]
+        assert scores.top_ids.tolist() == [[2] * 3, [7] * 3]
+        assert torch.equal(scores.top_log_probs, -scores.top_ids.float())
+        assert sum(one.num_in_flight for one in engines) == 0
 
 
 def test_many_requests_are_in_flight_at_once(engine):

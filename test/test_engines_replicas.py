@@ -8,9 +8,18 @@ import threading
 import time
 
 import pytest
+import torch
 from waiting import wait_until
 
-from llmrl.engines import AsyncVLLM, Engine, EngineError, EngineReplicas, SamplingConfig
+from llmrl.engines import (
+    AsyncVLLM,
+    Engine,
+    EngineError,
+    EngineReplicas,
+    SamplingConfig,
+    ScoresTokens,
+    TokenScores,
+)
 from llmrl.engines.launch import start_engines
 from llmrl.testing import ScriptedEngine
 
@@ -132,6 +141,50 @@ def test_a_failure_of_a_living_replica_is_tried_again_on_another_and_then_raised
         asyncio.run(engines.generate([9], SAMPLING))
     assert engines.serving == {0, 1}
     assert sum(engines.loads) == 0
+
+
+class ScoringEngine(ScriptedEngine):
+    """Says of each token its own number as a log-prob, once it is allowed to."""
+
+    def __init__(self, number):
+        super().__init__([[number]])
+        self.number, self.num_scored = number, 0
+
+    async def score(self, token_ids, *, top_k=0):
+        await asyncio.sleep(0)
+        if not self.is_alive:
+            raise EngineError("died")
+        self.num_scored += 1
+        empty = torch.empty(len(token_ids), top_k)
+        return TokenScores(torch.full((len(token_ids),), -1.0 - self.number), empty.long(), empty)
+
+
+def test_given_tokens_are_scored_by_any_replica_and_again_where_one_dies():
+    engines = EngineReplicas([ScoringEngine(number) for number in range(3)])
+    assert isinstance(engines, ScoresTokens)
+
+    async def run():
+        tasks = [asyncio.create_task(engines.score([5] * length, top_k=2)) for length in range(2, 14)]
+        await asyncio.sleep(0)
+        assert engines.loads == (4, 4, 4)
+        engines[1].shutdown()
+        return await asyncio.gather(*tasks)
+
+    scores = asyncio.run(run())
+    assert [tuple(score.top_ids.shape) for score in scores] == [(length, 2) for length in range(2, 14)]
+    assert {float(score.log_probs[0]) for score in scores} == {-1.0, -3.0}
+    assert sum(engine.num_scored for engine in engines) == 12 and not engines[1].num_scored
+    assert (engines.num_retried, engines.num_deaths, engines.loads) == (4, 1, (0, 0, 0))
+    engines.shutdown()
+    with pytest.raises(EngineError, match="None of the 3"):
+        asyncio.run(engines.score([5, 6]))
+
+
+def test_replicas_that_do_not_score_tokens_say_so():
+    engines = make(2)
+    with pytest.raises(TypeError, match="ScriptedEngine does not score given tokens"):
+        asyncio.run(engines.score([5, 6]))
+    assert engines.loads == (0, 0)
 
 
 def test_a_dead_replica_is_restarted_and_gets_the_current_weights_before_it_serves():

@@ -93,3 +93,10 @@ def test_ranks_score_their_share_of_a_batch_and_have_all_of_it(sharded: dict[str
         for actual in both:
             expected = (plain_log_probs(tiny_model(), row) * mask).float()
             torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_teacher_that_fails_one_rank_fails_all_of_them(sharded: dict[str, Any]) -> None:
+    """None waits for another, and the next batch is scored."""
+    first, second = sharded["by an engine"]["errors"]
+    assert second == "EngineError: the teacher is gone"
+    assert first == "RuntimeError: rank 1 failed, so rank 0 ends, too: EngineError: the teacher is gone"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Never
 
 from llmrl._utils.imports import require
@@ -19,14 +18,14 @@ from llmrl.engines.base import (
     Engine,
     EngineError,
     PauseMode,
-    ReportsProgress,
     SamplingConfig,
     TransferInfo,
-    UpdatableEngine,
     check_request,
 )
-from llmrl.engines.load import METRICS, EngineLoad, take_load
+from llmrl.engines.load import METRICS, EngineLoad
+from llmrl.engines.ray_actor import EngineActor, EngineDiedError, EngineFacts
 from llmrl.engines.ray_cluster import connect
+from llmrl.engines.scores import TokenScores
 
 if TYPE_CHECKING:
     import torch
@@ -37,76 +36,6 @@ MAX_IN_FLIGHT = 1 << 16
 """Calls that an actor works on at once; Ray holds back what comes beyond."""
 _LOAD_SECONDS = 5.0
 """A metric is not waited for any longer."""
-
-
-class EngineDiedError(EngineError):
-    """The engine in the actor is dead, though the actor lives."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What never changes about an engine; where it takes no weights, nothing is said of how."""
-
-    max_model_len: int
-    vocab_size: int | None
-    host: str
-    model_dtype: torch.dtype | None = None
-    quantization: str | None = None
-    num_workers: int = 0
-    weight_transfer_backend: str | None = None
-
-    @classmethod
-    def of(cls, engine: Engine) -> EngineFacts:
-        """Describe an engine of this process."""
-        here = cls(engine.max_model_len, engine.vocab_size, socket.gethostname())
-        if not isinstance(engine, UpdatableEngine):
-            return here
-        names = ("model_dtype", "quantization", "num_workers", "weight_transfer_backend")
-        return replace(here, **{name: getattr(engine, name) for name in names})
-
-
-class EngineActor:
-    """What runs in the actor: the engine, and a watch over it."""
-
-    async def start(self, make_engine: Callable[[], Engine]) -> EngineFacts:
-        """Start the engine; what never changes about it. Not in `__init__`, whose errors arrive as text only."""
-        self._engine = await asyncio.to_thread(make_engine)
-        return EngineFacts.of(self._engine)
-
-    async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> Completion:
-        """Do what the engine's method does."""
-        try:
-            return await self._engine.generate(prompt_ids, sampling, request_id=request_id)
-        except EngineError as error:
-            if self._engine.is_alive:
-                raise
-            raise EngineDiedError(str(error)) from error
-
-    async def abort(self, request_id: str) -> None:
-        """Do what the engine's method does."""
-        await self._engine.abort(request_id)
-
-    async def progress(self) -> int | None:
-        """Return the engine's progress, if it has one."""
-        return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
-
-    async def take_load(self, reader: str) -> EngineLoad | None:
-        """Return the engine's load, if it tells one."""
-        return take_load(self._engine, reader)
-
-    async def call(self, method: str, *arguments: object, **options: object) -> tuple[object, int]:
-        """Call a blocking method of the engine; return its result, and the version that the engine has afterwards."""
-        result = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
-        return result, self._engine.policy_version
-
-    async def set_policy_version(self, version: int) -> None:
-        """Count on from `version`."""
-        self._engine.policy_version = version
-
-    async def wait_until_dead(self) -> None:
-        """Return when the engine can serve no more; the caller hears of the actor's own death through Ray."""
-        while self._engine.is_alive:
-            await asyncio.sleep(0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +169,39 @@ class RayEngine:
         if request_id is None:
             request_id = str(next(self._id_counter))
         check_request(request_id, prompt_ids, self._in_flight)
+        with self._in_flight_as(request_id):
+            try:
+                return await self._actor.generate.remote(list(prompt_ids), sampling, self._id_there(request_id))
+            except asyncio.CancelledError:
+                self._actor.abort.remote(self._id_there(request_id))
+                raise
+
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return what the engine makes of `[num_tokens]` tokens.
+
+        Raises:
+            TypeError: when the engine in the actor does not score tokens.
+            ValueError: as its own `score`.
+            EngineError: as its own `score`, or when the actor died.
+        """
+        if not self._facts.scores_tokens:
+            raise TypeError("the engine in the actor does not score given tokens; it has no method score.")
+        with self._in_flight_as(f"score-{next(self._id_counter)}"):
+            scores = self._actor.score.remote(list(token_ids), top_k)
+            try:
+                return await scores
+            except asyncio.CancelledError:
+                require("ray", extra="ray").cancel(scores)
+                raise
+
+    @contextlib.contextmanager
+    def _in_flight_as(self, request_id: str) -> Iterator[None]:
+        """Count a request while it is under way; its errors are those of the engine."""
         if not self.is_alive:
             raise EngineError("The engine's actor is dead; start a new one.")
         self._in_flight.add(request_id)
         try:
-            return await self._actor.generate.remote(list(prompt_ids), sampling, self._id_there(request_id))
-        except asyncio.CancelledError:
-            self._actor.abort.remote(self._id_there(request_id))
-            raise
+            yield
         except Exception as error:
             raise self._translated(error) from error
         finally:

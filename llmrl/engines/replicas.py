@@ -10,25 +10,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from llmrl.engines.base import Completion, Engine, EngineError, HasTokenizer, SamplingConfig, UpdatableEngine
+from llmrl.engines.base import Engine, HasTokenizer, UpdatableEngine
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector
 from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
-from llmrl.engines.router import NoReplicaError, Router
+from llmrl.engines.replica_requests import LOOK_AGAIN_S, EngineT, ReplicaRequests
+from llmrl.engines.router import Router
 from llmrl.engines.vllm import AsyncVLLM
 
 _LOGGER = logging.getLogger(__name__)
-_LOOK_AGAIN_S = 0.1
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EngineT = TypeVar("EngineT", bound=Engine)
 
-
-class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
+class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
     """Sends requests to one of several engines, as a `Router` chooses, and again to another when that one fails.
 
     A replica that dies is noticed at once, its requests are tried again elsewhere under new ids, and, where `restart`
@@ -93,7 +91,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         self._recovering: dict[int, threading.Thread] = {}
         self._unproven: set[int] = set()  # restarted, and not seen with the weights of the others yet
         self._version = max(engine.policy_version for engine in engines)
-        self._are_all_open, self._looked_s = True, -_LOOK_AGAIN_S
+        self._are_all_open, self._looked_s = True, -LOOK_AGAIN_S
         self._pending: dict[str, PendingRequest] = {}
         self._waiters, self._ids = Waiters(), itertools.count()
         self._lock = threading.RLock()
@@ -144,7 +142,7 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
     @property
     def policy_version(self) -> int:
         """Version that all living replicas have reached."""
-        if self._are_all_open or time.monotonic() - self._looked_s > _LOOK_AGAIN_S:  # of hundreds one is always dead
+        if self._are_all_open or time.monotonic() - self._looked_s > LOOK_AGAIN_S:  # of hundreds one is always dead
             self.refresh()
         return min((engine.policy_version for engine in self._living()), default=self._version)
 
@@ -171,64 +169,6 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
         """Replicas that take requests now."""
         self.refresh()
         return self._router.open_replicas
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingConfig,
-        *,
-        request_id: str | None = None,
-        routing_key: str | None = None,
-    ) -> Completion:
-        """Sample one completion on one of the replicas; waits where all are being restarted.
-
-        Raises:
-            ValueError: as the replica's own `generate`.
-            EngineError: when it failed on `num_retries` + 1 replicas, or none serves and none is being restarted.
-        """
-        if request_id is None:
-            request_id = f"replicas-{id(self):x}-{next(self._ids)}"
-        elif request_id in self._pending:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
-        pending = self._pending[request_id] = PendingRequest()
-        failed_on: set[int] = set()
-        if self._watch is not None and (self._watching is None or self._watching.done()):
-            self._watching = asyncio.create_task(self.watch_for_hangs(lambda: bool(self._pending)))
-        try:
-            for attempt in itertools.count():
-                pending.attempt_id = request_id if attempt == 0 else f"{request_id}/retry-{attempt}"
-                if (assigned := await self._assign(pending, routing_key, failed_on)) is None:
-                    break
-                index, engine = assigned
-                try:
-                    completion = await engine.generate(
-                        prompt_ids, sampling, request_id=pending.attempt_id, routing_key=routing_key
-                    )
-                    self._restarts_in_a_row[index] = 0
-                    return completion
-                except EngineError:
-                    failed_on.add(index)
-                    self.refresh()
-                    if attempt == self._num_retries or self.is_shut_down:
-                        raise
-                    self.num_retried += 1
-                finally:
-                    pending.engine = None
-                    with self._lock:
-                        self._router.release(pending.attempt_id)
-        finally:
-            del self._pending[request_id]
-        return Completion([], [], [], "abort")
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has, which is nothing while it waits to be tried again."""
-        if (pending := self._pending.get(request_id)) is None:
-            return
-        pending.is_aborted = True
-        if pending.engine is not None:
-            await pending.engine.abort(pending.attempt_id)
-        else:
-            self._waiters.wake()
 
     def refresh(self) -> None:
         """Look at every replica: who lives, and who holds the current weights; to be called after a weight update.
@@ -285,39 +225,6 @@ class EngineReplicas(Sequence[EngineT], Generic[EngineT]):
 
     def _living(self) -> list[EngineT]:
         return [engine for index, engine in enumerate(self._engines) if index not in self._dead]
-
-    async def _assign(
-        self, pending: PendingRequest, routing_key: str | None, avoid: set[int]
-    ) -> tuple[int, Engine] | None:
-        """Book the request on a replica that lives and is current; `None` when it was aborted meanwhile."""
-        while not pending.is_aborted:
-            if not self._are_all_open and time.monotonic() - self._looked_s > _LOOK_AGAIN_S:
-                self.refresh()
-            with self._lock:
-                try:
-                    index = self._router.assign(pending.attempt_id, routing_key, avoid=avoid)
-                except NoReplicaError as error:
-                    if self.is_shut_down or not self._recovering:
-                        raise EngineError(self._why_none()) from error
-                    waiter = self._waiters.add()
-                else:
-                    engine = self._engines[index]
-                    if engine.is_alive and engine.policy_version == self._version:
-                        pending.engine = engine
-                        return index, engine
-                    self._router.release(pending.attempt_id)
-                    self.refresh()
-                    continue
-            await waiter
-        return None
-
-    def _why_none(self) -> str:
-        if len(self._dead) == len(self._engines) or self.is_shut_down:
-            return f"None of the {len(self._engines)} engines is running; start new ones."
-        return (
-            f"None of the {len(self._engines)} engines may serve: {len(self._dead)} are dead, "
-            f"{len(self._unproven)} without weights of version {self._version}; send the weights again."
-        )
 
     def replace_hanging(self, engine: Engine) -> None:
         """End an engine that hangs, and start another in its place, as for a dead one; does not wait for it."""

@@ -11,11 +11,12 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from llmrl._utils.asynchronous import run_sync
-from llmrl._utils.ranks import rank_and_size
+from llmrl._utils.ranks import gather_or_fail, rank_and_size
 from llmrl._utils.types import Tokenizer
 from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.data.sampling_mask import read_sampling_masks
 from llmrl.engines.base import HasTokenizer
+from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.scores import ScoresTokens, TokenScores
 from llmrl.engines.server_scores import ServerScores
 from llmrl.trainer.trained_model import trained_model
@@ -40,7 +41,8 @@ class EngineTeacher:
     Args:
         policy: the student, which scores.
         engine: `ServerEngine("http://host:8000")` of a `vllm serve`, an `AsyncVLLM`, a `TransformersEngine`, or
-            whatever has their `score`; with room for the longest row and one token more.
+            whatever has their `score`, several of them too (`EngineReplicas`); with room for the longest row and one
+            token more.
         tokenizer: the student's.
 
     Raises:
@@ -54,21 +56,24 @@ class EngineTeacher:
     """
 
     def __init__(self, policy: TransformersWrapper, engine: ScoresTokens, *, tokenizer: Tokenizer) -> None:
-        if not isinstance(engine, ScoresTokens):
-            raise TypeError(
-                f"engine must score given tokens, and {type(engine).__name__} has no method score; take an AsyncVLLM, "
-                "a ServerEngine or a TransformersEngine."
-            )
+        engines = list(engine) if isinstance(engine, EngineReplicas) else [engine]
+        for one in engines:
+            if not isinstance(one, ScoresTokens):
+                raise TypeError(
+                    f"engine must score given tokens, and {type(one).__name__} has no method score; take an AsyncVLLM, "
+                    "a ServerEngine or a TransformersEngine."
+                )
         if policy.temperature != 1:
             raise ValueError(
                 f"the student samples at temperature {policy.temperature:g}, and an engine gives the log-probs of "
                 "given tokens at temperature 1 alone: sample at temperature 1, or load the teacher (load_teacher), "
                 "which is computed at the student's."
             )
-        if isinstance(engine, ServerScores):
-            _check_served_tokenizer(engine, tokenizer)
-        elif isinstance(engine, HasTokenizer) and (theirs := engine.get_tokenizer()) is not None:
-            check_same_tokenizer(tokenizer, theirs, teacher=type(engine).__name__)
+        for one in engines:
+            if isinstance(one, ServerScores):
+                _check_served_tokenizer(one, tokenizer)
+            elif isinstance(one, HasTokenizer) and (theirs := one.get_tokenizer()) is not None:
+                check_same_tokenizer(tokenizer, theirs, teacher=type(one).__name__)
         self.engine = engine
         self._student = policy
 
@@ -82,7 +87,7 @@ class EngineTeacher:
 
         Raises:
             ValueError: for rows from truncated distributions, or longer than the engine takes.
-            EngineError: when the engine cannot.
+            EngineError: when the engine cannot, here or on another rank.
         """
         rows = flat_batch(batch)
         token_ids = [ids.cpu() for ids in ragged_column(rows, _TOKENS)]
@@ -97,11 +102,7 @@ class EngineTeacher:
         group = trained_model(self._student.model).process_group
         rank, num_ranks = rank_and_size(group)
         own = [(ids, mask, top_k) for ids, mask in zip(token_ids, masks, strict=True)][rank::num_ranks]
-        scored = run_sync(self._scored(own))
-        if group is None:
-            return scored
-        parts: list[list[TokenScores]] = [[] for _ in range(num_ranks)]
-        torch.distributed.all_gather_object(parts, scored, group=group)
+        parts = gather_or_fail(lambda: run_sync(self._scored(own)), group)
         return [parts[index % num_ranks][index // num_ranks] for index in range(len(token_ids))]
 
     async def _scored(self, rows: list[tuple[torch.Tensor, torch.Tensor, int]]) -> list[TokenScores]:

@@ -1,0 +1,100 @@
+"""What runs in a Ray actor: an engine, and a watch over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from llmrl.engines.base import Completion, Engine, EngineError, ReportsProgress, SamplingConfig, UpdatableEngine
+from llmrl.engines.load import EngineLoad, take_load
+from llmrl.engines.scores import ScoresTokens, TokenScores
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineDiedError(EngineError):
+    """The engine in the actor is dead, though the actor lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What never changes about an engine; where it takes no weights, nothing is said of how."""
+
+    max_model_len: int
+    vocab_size: int | None
+    host: str
+    scores_tokens: bool
+    model_dtype: torch.dtype | None = None
+    quantization: str | None = None
+    num_workers: int = 0
+    weight_transfer_backend: str | None = None
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineFacts:
+        """Describe an engine of this process."""
+        scores_tokens = isinstance(engine, ScoresTokens)
+        here = cls(engine.max_model_len, engine.vocab_size, socket.gethostname(), scores_tokens)
+        if not isinstance(engine, UpdatableEngine):
+            return here
+        names = ("model_dtype", "quantization", "num_workers", "weight_transfer_backend")
+        return replace(here, **{name: getattr(engine, name) for name in names})
+
+
+class EngineActor:
+    """What runs in the actor: the engine, and a watch over it."""
+
+    async def start(self, make_engine: Callable[[], Engine]) -> EngineFacts:
+        """Start the engine; what never changes about it. Not in `__init__`, whose errors arrive as text only."""
+        self._engine = await asyncio.to_thread(make_engine)
+        return EngineFacts.of(self._engine)
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> Completion:
+        """Do what the engine's method does."""
+        with self._told_if_dead():
+            return await self._engine.generate(prompt_ids, sampling, request_id=request_id)
+
+    async def score(self, token_ids: list[int], top_k: int) -> TokenScores:
+        """Do what the engine's method does; `RayEngine` asks only where there is one."""
+        assert isinstance(self._engine, ScoresTokens)
+        with self._told_if_dead():
+            return await self._engine.score(token_ids, top_k=top_k)
+
+    @contextlib.contextmanager
+    def _told_if_dead(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            if self._engine.is_alive:
+                raise
+            raise EngineDiedError(str(error)) from error
+
+    async def abort(self, request_id: str) -> None:
+        """Do what the engine's method does."""
+        await self._engine.abort(request_id)
+
+    async def progress(self) -> int | None:
+        """Return the engine's progress, if it has one."""
+        return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
+
+    async def take_load(self, reader: str) -> EngineLoad | None:
+        """Return the engine's load, if it tells one."""
+        return take_load(self._engine, reader)
+
+    async def call(self, method: str, *arguments: object, **options: object) -> tuple[object, int]:
+        """Call a blocking method of the engine; return its result, and the version that the engine has afterwards."""
+        result = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
+        return result, self._engine.policy_version
+
+    async def set_policy_version(self, version: int) -> None:
+        """Count on from `version`."""
+        self._engine.policy_version = version
+
+    async def wait_until_dead(self) -> None:
+        """Return when the engine can serve no more; the caller hears of the actor's own death through Ray."""
+        while self._engine.is_alive:
+            await asyncio.sleep(0.1)
