@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -34,11 +35,12 @@ def test_partial_rollouts_go_on_after_an_update_that_aborted_them(vllm_engine, r
             collector.update_policy_weights_()
         thread = threading.Thread(target=lambda: batches.append(collector.next()))
         thread.start()
-        deadline = time.monotonic() + 240
-        while vllm_engine.num_in_flight < 8:
+        deadline, num_tokens = time.monotonic() + 240, []
+        while len(set(num_tokens)) < 8:  # tokens have come when it has changed so often
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(0.1)
+            if vllm_engine.num_in_flight == 8:
+                num_tokens.append(asyncio.run(vllm_engine.progress()))
         # The weights are those that the engine has: what changes is their version.
         version = collector.update_policy_weights_(reference_model)
         thread.join()

@@ -46,7 +46,8 @@ class LoopbackServer:
         return web.json_response({"data": [self.model_entry]})
 
     async def _complete(self, request):
-        self.bodies.append(await request.json())
+        body = await request.json()
+        self.bodies.append(body)
         self.headers.append(request.headers)
         try:
             await asyncio.sleep(self.latency_s)
@@ -63,7 +64,7 @@ class LoopbackServer:
             while True:
                 await response.write(b" ")
                 await asyncio.sleep(0.01)
-        return web.json_response({"choices": [self.choice if self.answer is None else self.answer(self.bodies[-1])]})
+        return web.json_response({"choices": [self.choice if self.answer is None else self.answer(body)]})
 
     def close(self):
         if not self._background.is_closed:
