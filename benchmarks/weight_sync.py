@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,20 +25,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.weight_deltas import measure_deltas, seconds_of
 from llmrl.engines import AsyncVLLM
 from llmrl.testing.embedded_model import ensure_embedded_model
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, get_model_metadata
-from llmrl.weight_sync.double_buffer import DoubleBuffer
-from llmrl.weight_sync.source import ModelWeights
 
 NUM_REPEATS = 7
 GOAL = 0.1
 """Of the time that a checkpoint takes: saved to a folder in page cache, and reloaded by vLLM itself."""
 GROWTH = {"2M": (128, 4, 8192), "20M": (384, 8, 16384), "100M": (768, 12, 32768), "360M": (1024, 24, 49152)}
 """Random llamas: hidden size, layers, vocabulary."""
-LEARNING_RATES = {"addition (the demo)": 2e-5, "gsm8k": 1e-6}
-"""Of the scripts' tasks."""
-NUM_STEPS = 6
 TITLES = {
     "sync": "sync, all of it",
     "stage_s": "  pack and cast (the engine generates)",
@@ -53,13 +48,6 @@ TITLES = {
     "double_buffer": "sync through files (double buffer)",
     "torchrl_files": "torchrl's double buffer: write and read its files",
 }
-
-
-def seconds_of(action: Callable[[], Any]) -> float:
-    """Wall-clock seconds of one call."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
 
 
 def medians_of(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -192,62 +180,6 @@ def measure_growth() -> dict[str, dict[str, float]]:
     return results
 
 
-def measure_deltas(path: str, learning_rate: float) -> dict[str, float]:
-    """What the double buffer writes of true steps, of AdamW on float32 weights that are sent in bfloat16.
-
-    Medians of bytes and seconds of deltas to those of whole files, writing and reading apart; the first step, in which
-    every moment is new, is left out.
-    """
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    source, rows = ModelWeights(model, torch.bfloat16), []
-    with tempfile.TemporaryDirectory() as folder:
-        whole = DoubleBuffer(f"{folder}/whole")
-        deltas = DoubleBuffer(f"{folder}/deltas", anchor_every=NUM_STEPS + 2)
-        held = deltas.read(deltas.write(source))
-        for _ in range(NUM_STEPS + 1):
-            with torch.no_grad():  # the model's own words, as a policy's are
-                token_ids = model.generate(
-                    torch.tensor([[1]] * 4), do_sample=True, max_new_tokens=32, min_new_tokens=32
-                )
-            advantages = torch.randn(4, 1)
-            log_probs = model(token_ids).logits[:, :-1].log_softmax(-1).gather(2, token_ids[:, 1:, None])[..., 0]
-            (-(advantages * log_probs).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            row = {"whole_write_s": seconds_of(lambda: whole.write(source))}
-            row["delta_write_s"] = seconds_of(lambda: deltas.write(source))
-            row["whole_read_s"] = seconds_of(lambda: whole.read(whole.pointer()))
-            started = time.perf_counter()
-            held = deltas.read(deltas.pointer(), since=held)
-            row["delta_read_s"] = time.perf_counter() - started
-            pointer, reference = deltas.pointer(), whole.pointer()
-            assert pointer is not None
-            assert reference is not None
-            assert pointer.checksum == reference.checksum, "bit by bit the same file"
-            row["bytes_ratio"] = deltas.delta_path(pointer.serial).stat().st_size / pointer.num_bytes
-            rows.append(row)
-    result = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
-    return result | {
-        "write_ratio": result["delta_write_s"] / result["whole_write_s"],
-        "read_ratio": result["delta_read_s"] / result["whole_read_s"],
-    }
-
-
-def print_deltas(console: Console, results: dict[str, dict[str, float]]) -> None:
-    """Print what deltas cost, beside whole files."""
-    table = Table(title="Files: what a step changed, beside all weights (bfloat16 of a float32 trainer)")
-    for column in ("learning rate of", "bytes", "write, s", "of whole", "read, s", "of whole"):
-        table.add_column(column, justify="right")
-    for name, row in results.items():
-        shares = [f"{row[key]:.4f}" for key in ("bytes_ratio", "delta_write_s", "write_ratio", "delta_read_s")]
-        table.add_row(name, *shares, f"{row['read_ratio']:.4f}")
-    console.print(table)
-
-
 def run() -> dict[str, Any]:
     """Measure the embedded model, then random ones of growing size, then what true steps change."""
     from transformers.utils.logging import disable_progress_bar
@@ -278,10 +210,7 @@ def run() -> dict[str, Any]:
         table.add_row(name, *cells, f"{row['sync'] / number * 1e9:.2f}")
     console.print(table)
 
-    path = str(Path(ensure_embedded_model()))
-    deltas = {name: measure_deltas(path, learning_rate) for name, learning_rate in LEARNING_RATES.items()}
-    print_deltas(console, deltas)
-
+    deltas = measure_deltas(str(Path(ensure_embedded_model())))
     ratio = medians["sync"] / medians["checkpoint"]
     return {
         "name": "weight_sync",

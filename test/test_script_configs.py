@@ -228,6 +228,7 @@ def test_engine_and_trainer_have_one_dtype():
 def test_weights_travel_as_the_configuration_says(tmp_path):
     scheme = sync_scheme(config("grpo", "sync.transport=files", f"run.path={tmp_path}", "sync.anchor_every=8"))
     assert (scheme.remote_addr, scheme.anchor_every) == (str(tmp_path / "weights"), 8)
+    assert sync_scheme(config("grpo", "sync.anchor_every=8")).anchor_every == 8
     assert sync_scheme(config("grpo", "sync.pause_mode=wait")).pause_mode == "wait"
     scheme = sync_scheme(config("grpo", "sync.reset_running_requests=false"))
     assert scheme.master_address is None and (scheme.pause_mode, scheme.reset_running_requests) == ("keep", False)
@@ -238,6 +239,12 @@ def test_weights_travel_as_the_configuration_says(tmp_path):
         ((*alone, "sync.transport=files"), r"sync\.lora=adapter needs sync\.transport=direct, got files"),
         ((*alone, "hardware=gpu1"), r"sync\.lora=adapter needs sync\.transport=direct, got ipc"),
         ((*alone, "sync.max_adapters=1"), r"sync\.max_adapters must be at least 2, got 1"),
+        (
+            ("hardware=gpu1", "sync.anchor_every=8"),
+            r"anchor_every=8 needs sync\.transport=direct or files, got ipc",
+        ),
+        ((*alone, "sync.anchor_every=8"), r"sync\.anchor_every=8 is of all weights, and sync\.lora=adapter sends few"),
+        (("sync.anchor_every=0",), r"sync\.anchor_every must be at least 1, got 0"),
         (("sync.lora=adapters",), r"sync\.lora must be one of merged, adapter; got 'adapters'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -62,13 +62,19 @@ def test_every_parameter_arrives_at_every_replica(
     if way == "gloo":
         out_of_reach(monkeypatch)
     is_file = way == "double buffer"
-    scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path)) if is_file else VLLMWeightSyncScheme()
-    sender = make_sender(scheme, reference_model, engines)
+    anchors = {"anchor_every": 1 if way == "shared memory" else 4}
+    files = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path), **anchors)
+    sender = make_sender(files if is_file else VLLMWeightSyncScheme(**anchors), reference_model, engines)
     version = max(engine.policy_version for engine in engines)
     set_noisy(reference_model, original, seed=len(way), size=0.05)
     assert sender.update_weights() == version + 1
+    if anchors["anchor_every"] > 1:
+        with torch.no_grad():
+            reference_model.model.norm.weight[:16].mul_(3)
+        assert log_prob_difference(reference_model, engines[1]) > 3 * MEAN_TOLERANCE
+        assert sender.update_weights() == version + 2
     sender.shutdown()
-    assert [engine.policy_version for engine in engines] == [version + 1] * 2
+    assert len({engine.policy_version for engine in engines}) == 1
     for engine in engines:
         assert log_prob_difference(reference_model, engine) < max(MEAN_TOLERANCE, 2 * level)
     assert set(sender.last_timings) == {"stage_s", "pause_s", "send_s", "load_s", "resume_s"}

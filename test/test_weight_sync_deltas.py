@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -41,6 +43,28 @@ def test_bytes_of_any_kind_are_a_delta_or_refused(data, num_gap_bytes):
     assert (np.diff(positions) > 0).all()
     with pytest.raises(ValueError):
         Delta.from_bytes(data).apply(torch.zeros(8, dtype=torch.uint8))
+
+
+def test_a_delta_that_would_grow_without_bound_is_refused_before_it_does():
+    bomb = zlib.compress(bytes(1 << 26))
+    for num_gap_bytes in (-1, 0, 4, 1 << 26):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match="a damaged delta"):
+                Delta(2, 0, 0, num_gap_bytes, bomb).apply(torch.zeros(64, dtype=torch.uint8))
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_the_largest_delta_is_within_the_bound():
+    """Every word changes; and one word beyond the longest gap."""
+    every, last = np.arange(2000), np.array([1999])
+    for positions in (every, last):
+        data, num_gap_bytes = encode(positions, np.full(len(positions), 7, dtype=np.uint16))
+        image = torch.zeros(4000, dtype=torch.uint8)
+        Delta(2, 0, 0, num_gap_bytes, zlib.compress(data)).apply(image)
+        assert np.flatnonzero(image.view(torch.int16).numpy() == 7).tolist() == positions.tolist()
 
 
 def random_weights(rng, shapes):

@@ -113,14 +113,22 @@ class TestTensorParallelWorkers:
         sender.shutdown()
 
     @pytest.mark.parametrize("way", ["gloo", "double buffer"])
-    def test_every_way_reaches_every_worker(self, two_workers, monkeypatch, tmp_path, way):
+    @pytest.mark.parametrize("anchor_every", [1, 4], ids=["all weights", "deltas"])
+    def test_every_way_reaches_every_worker(self, two_workers, monkeypatch, tmp_path, way, anchor_every):
         model, engine = two_workers
         if way == "gloo":
             out_of_reach(monkeypatch)
         is_file = way == "double buffer"
-        scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path)) if is_file else VLLMWeightSyncScheme()
+        files = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path), anchor_every=anchor_every)
+        scheme = files if is_file else VLLMWeightSyncScheme(anchor_every=anchor_every)
         sender = make_sender(scheme, model, engine)
         change_every_parameter(model, seed=len(way), size=0.3)
+        assert log_prob_difference(model, engine) > STALE
+        sender.update_weights()
+        assert log_prob_difference(model, engine) < TOLERANCE
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.view(-1)[::61] *= -3
         assert log_prob_difference(model, engine) > STALE
         sender.update_weights()
         sender.shutdown()

@@ -68,7 +68,7 @@ class SyncConfig:
     reset_running_requests: bool = True
     """Read kept requests again by the new weights, so that no token is computed from blocks of old ones."""
     anchor_every: int = 1
-    """Of `files`: all weights are written at every so many updates, and in between what has changed."""
+    """Through files or gloo all weights are sent at every so many updates, and in between what has changed."""
     lora: SentLoRA = "merged"
     """Adapters are added to the weights that are sent, or go alone (`adapter`): requests then end on their own."""
     max_adapters: int = 4
@@ -80,6 +80,14 @@ class SyncConfig:
         check_choice("sync.lora", self.lora, ("merged", "adapter"))
         if self.lora == "adapter" and self.transport != "direct":
             raise ValueError(f"sync.lora=adapter needs sync.transport=direct, got {self.transport}.")
+        if self.anchor_every < 1:
+            raise ValueError(f"sync.anchor_every must be at least 1, got {self.anchor_every}.")
+        if self.anchor_every > 1 and self.transport == "ipc":
+            raise ValueError(f"sync.anchor_every={self.anchor_every} needs sync.transport=direct or files, got ipc.")
+        if self.anchor_every > 1 and self.lora == "adapter":
+            raise ValueError(
+                f"sync.anchor_every={self.anchor_every} is of all weights, and sync.lora=adapter sends few."
+            )
         if self.max_adapters < 2:
             raise ValueError(f"sync.max_adapters must be at least 2, got {self.max_adapters}: one beside another.")
 

@@ -172,10 +172,11 @@ def sync_scheme(cfg: ScriptConfig) -> VLLMWeightSyncScheme:
         "pause_mode": cfg.sync.pause_mode,
         "reset_running_requests": cfg.sync.reset_running_requests,
         "rank": this_rank(),
+        "anchor_every": cfg.sync.anchor_every,
     }
     if cfg.sync.transport == "files":
         folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
-        return VLLMDoubleBufferSyncScheme(remote_addr=folder, anchor_every=cfg.sync.anchor_every, **kept)
+        return VLLMDoubleBufferSyncScheme(remote_addr=folder, **kept)
     # Engines on other hosts meet the trainer at an address that they can reach.
     address = own_address() if cfg.ray.address is not None else None
     return VLLMWeightSyncScheme(master_address=address, lora=cfg.sync.lora, **kept)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from llmrl._utils.safetensors_file import TensorPlace
 
 ALIGNMENT = 64
 """Bytes: each tensor starts on its own cache line."""
@@ -66,6 +69,11 @@ class PackedLayout:
             size = torch.Size(shape).numel() * dtype.itemsize
             yield name, buffer[offset : offset + size].view(dtype).view(shape)
 
+    def places(self) -> list[TensorPlace]:
+        """Return where the tag and each weight lie; the tag has no name."""
+        weights = zip(self.names, self.dtypes, self.shapes, self.offsets, strict=True)
+        return [TensorPlace("", torch.uint8, (HEADER_SIZE,), 0), *(TensorPlace(*place) for place in weights)]
+
     @classmethod
     def from_plain(
         cls, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
@@ -105,6 +113,16 @@ def read_tag(buffer: torch.Tensor) -> str:
         'version 1'
     """
     return bytes(buffer[:HEADER_SIZE].tolist()).rstrip(b"\0").decode("ascii", errors="replace")
+
+
+def checksum_of(buffer: torch.Tensor) -> int:
+    """Return the CRC-32 of a buffer's bytes ([num_bytes] uint8).
+
+    Example:
+        >>> checksum_of(torch.zeros(2, dtype=torch.uint8))
+        1104745215
+    """
+    return zlib.crc32(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
 
 class SharedBuffer:

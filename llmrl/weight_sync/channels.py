@@ -14,9 +14,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from llmrl.engines.base import EngineError, TransferInfo
-from llmrl.weight_sync.buffers import HEADER_SIZE, UNREACHABLE, PackedLayout, SharedBuffer, write_tag
+from llmrl.weight_sync.buffers import HEADER_SIZE, UNREACHABLE, PackedLayout, SharedBuffer, checksum_of, write_tag
+from llmrl.weight_sync.deltas import DeltaWriter
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
-from llmrl.weight_sync.gloo import broadcast, close_group, open_group
+from llmrl.weight_sync.gloo import NOT_FOLLOWED, broadcast, close_group, open_group
 from llmrl.weight_sync.source import ModelWeights
 
 logger = logging.getLogger(__name__)
@@ -105,13 +106,22 @@ class MemoryChannel(Channel):
 
     Args:
         rendezvous: address and port where such a group meets.
+        anchor_every: see `VLLMWeightSyncScheme`. What changed is noted while it is packed, without a copy of the
+            weights before, and only where some engine needs a broadcast.
     """
 
-    def __init__(self, source: ModelWeights, rendezvous: Callable[[], tuple[str, int]]) -> None:
-        self._source, self._rendezvous = source, rendezvous
+    def __init__(
+        self, source: ModelWeights, rendezvous: Callable[[], tuple[str, int]], *, anchor_every: int = 1
+    ) -> None:
+        self._source, self._rendezvous, self._anchor_every = source, rendezvous, anchor_every
         self._shared: SharedBuffer | None = None
         self._layout: PackedLayout | None = None
         self._tag = ""
+        self._is_broadcast, self._num_deltas = False, 0
+        self.checksum: int | None = None
+        """Of the staged bytes, where deltas may lead on from them."""
+        self.delta: tuple[int, torch.Tensor] | None = None
+        """The checksum that it leads on from, and its bytes, [num_delta_bytes] uint8."""
 
     @property
     def layout(self) -> PackedLayout:
@@ -133,22 +143,44 @@ class MemoryChannel(Channel):
             ValueError: when the source yields others than it announces.
         """
         assert version is not None, "somebody has to read the memory"
-        self._tag, self._layout = "", None
+        before, base = (self._layout, self.checksum) if self._tag else (None, None)
+        self._tag, self._layout, self.checksum, self.delta = "", None, None, None
         layout = self.layout
         if self._shared is None or self._shared.num_bytes != layout.num_bytes:
             self.close()
             self._shared = SharedBuffer(layout.num_bytes)
-        buffer = self._shared.tensor
-        write_tag(buffer, "being written")
-        views = layout.views(buffer)
+        buffer, tag = self._shared.tensor, uuid.uuid4().hex
+        num_deltas, self._num_deltas = self._num_deltas, 0
+        if base is not None and before == layout and num_deltas + 1 < self._anchor_every:
+            self._change(buffer, tag, version, base)
+            self._num_deltas = 0 if self.delta is None else num_deltas + 1
+        else:
+            self._pack(buffer, tag)
+        self._tag = tag
+        return version
+
+    def _pack(self, buffer: torch.Tensor, tag: str) -> None:
+        write_tag(buffer, tag)  # which nobody is told before the rest is there
+        views = self.layout.views(buffer)
         for given_name, tensor in self._source.uncast():
             name, view = next(views)
             if name != given_name or view.shape != tensor.shape:
                 raise ValueError(f"the source announced {name!r} {tuple(view.shape)} and yielded {given_name!r}.")
             view.copy_(tensor)
-        self._tag = uuid.uuid4().hex
-        write_tag(buffer, self._tag)
-        return version
+        if self._is_broadcast and self._anchor_every > 1:
+            self.checksum = checksum_of(buffer)
+
+    def _change(self, buffer: torch.Tensor, tag: str, version: int, base: int) -> None:
+        """Pack them over those of before, and note what changes."""
+        header, writer = torch.empty(HEADER_SIZE, dtype=torch.uint8), DeltaWriter(buffer, self.layout.places())
+        write_tag(header, tag)
+        writer.put("", header)
+        for name, tensor in self._source:
+            writer.put(name, tensor)
+        self.checksum = checksum_of(buffer)
+        delta = writer.finish(version, base, self.checksum)
+        if delta is not None and 2 * len(data := delta.to_bytes()) < len(buffer):
+            self.delta = base, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def roll_back(self) -> None:
         """Hold no weights."""
@@ -182,6 +214,7 @@ class MemoryChannel(Channel):
         finally:
             probe.close()
         client.init_weight_transfer_engine({"layout": layout})  # refuses another model's weights before anyone waits
+        self._is_broadcast = True
         return _Broadcast(self, client, *self._rendezvous())
 
     def close(self) -> None:
@@ -207,7 +240,7 @@ class _SharedMemory:
 
 
 class _Broadcast:
-    """Broadcasts the staged weights to the workers of one client."""
+    """Broadcasts the staged weights to the workers of one client, or what changed since those that they hold."""
 
     def __init__(self, channel: MemoryChannel, client: Client, address: str, port: int) -> None:
         self._channel, self._client = channel, client
@@ -217,18 +250,40 @@ class _Broadcast:
         pool.shutdown(wait=False)
         client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
         self._group: ProcessGroup | None = opening.result()
+        self._held: int | None = None
+        """Checksum of what all workers took last."""
 
     def send_weights(self) -> None:
         shared, described = self._channel.staged()
+        checksum, delta = self._channel.checksum, self._channel.delta
+        held, self._held = self._held, None
+        if checksum is not None:
+            described["checksum"] = checksum
+        if delta is None or delta[0] != held or not self._is_followed(delta[1], described):
+            self._send(shared.tensor, described)
+        self._held = checksum
+
+    def _is_followed(self, delta: torch.Tensor, described: TransferInfo) -> bool:
+        try:
+            self._send(delta, {**described, "num_delta_bytes": len(delta)})
+        except EngineError as error:
+            if NOT_FOLLOWED not in str(error):
+                raise
+            logger.warning("an engine is sent all weights: %s", error)
+            return False
+        return True
+
+    def _send(self, data: torch.Tensor, described: TransferInfo) -> None:
         group = self._group
         assert group is not None, "a way that was closed is opened anew"
         self._client.start_weight_update()
         with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(broadcast, group, shared.tensor)
+            sending = pool.submit(broadcast, group, data)
             try:
                 self._client.update_weights(described)
-            except BaseException:
-                self.shutdown()  # the broadcast itself ends with the worker that stands still
+            except BaseException as error:
+                if NOT_FOLLOWED not in str(error):
+                    self.shutdown()  # the broadcast itself ends with the worker that stands still
                 raise
             sending.result()
 

@@ -1,4 +1,4 @@
-"""What changed between two versions of a file of weights: which words, and by how much.
+"""What changed between two versions of a file or a buffer of weights: which words, and by how much.
 
 A step of the optimizer moves few weights far enough to change them in bfloat16, and those by a unit or two of their
 last place. So positions are written as the gaps between them, and what is added to each word as its two bytes apart:
@@ -31,10 +31,10 @@ Words = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """From one version of a file to the next; both are named by their checksums."""
+    """From one version of a file or a buffer to the next; both are named by their checksums."""
 
     serial: int
-    """Of the write that it leads to."""
+    """Of the write, or the version, that it leads to."""
     base_checksum: int
     checksum: int
     num_gap_bytes: int
@@ -42,13 +42,13 @@ class Delta:
     """Gaps, low bytes and high bytes, compressed."""
 
     def to_bytes(self) -> bytes:
-        """Return it as it is written to a file."""
+        """Return it as it is written to a file, or sent."""
         header = {name: value for name, value in asdict(self).items() if name != "data"}
         return json.dumps(header).encode() + b"\n" + self.data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Delta:
-        """Read a file.
+        """Read what `to_bytes` returned.
 
         Raises:
             ValueError: when it is damaged.
@@ -60,17 +60,16 @@ class Delta:
             raise ValueError(f"not a delta: {error}") from error
 
     def apply(self, image: torch.Tensor) -> None:
-        """Change a file's bytes ([num_bytes] uint8) in place; after an error they are of no version.
+        """Change the bytes ([num_bytes] uint8) in place; after an error they are of no version.
 
         Raises:
             ValueError: when the data are damaged, or point outside.
         """
-        try:
-            data = zlib.decompress(self.data)
-        except zlib.error as error:
-            raise ValueError(f"a damaged delta: {error}") from error
-        positions, differences = decode(data, self.num_gap_bytes)
         words = _words_of(image.numpy())
+        # No gap byte without a word that it passes or changes, and no change without a gap byte.
+        positions, differences = decode(
+            _decompress(self.data, 3 * min(self.num_gap_bytes, len(words))), self.num_gap_bytes
+        )
         if len(positions) and positions[-1] >= len(words):
             raise ValueError(f"a delta of other weights: it changes word {positions[-1]} of {len(words)}.")
         words[positions] += differences
@@ -162,6 +161,18 @@ class DeltaWriter:
             return None
         data, num_gap_bytes = encode(positions, differences)
         return Delta(serial, base_checksum, checksum, num_gap_bytes, zlib.compress(data, _LEVEL))
+
+
+def _decompress(data: bytes, max_num_bytes: int) -> bytes:
+    """Refuse what grows beyond a bound before it is in memory: a few damaged bytes may stand for any number."""
+    stream = zlib.decompressobj()
+    try:
+        result = stream.decompress(data, max(max_num_bytes, 0) + 1)
+    except zlib.error as error:
+        raise ValueError(f"a damaged delta: {error}") from error
+    if len(result) > max_num_bytes or not stream.eof:
+        raise ValueError(f"a damaged delta: its {len(data)} bytes do not end within {max_num_bytes}.")
+    return result
 
 
 def _words_of(data: npt.NDArray[np.uint8]) -> Words:

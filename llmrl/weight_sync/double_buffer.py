@@ -15,7 +15,7 @@ import torch
 
 from llmrl._utils.files import flush_to_disk, write_atomically
 from llmrl._utils.safetensors_file import places_of, write_safetensors
-from llmrl.weight_sync.buffers import PackedLayout
+from llmrl.weight_sync.buffers import PackedLayout, checksum_of
 from llmrl.weight_sync.deltas import Delta, DeltaWriter
 from llmrl.weight_sync.partial import NeededPages
 from llmrl.weight_sync.source import ModelWeights
@@ -151,7 +151,7 @@ class DoubleBuffer:
         writer = DeltaWriter(written.buffer, places_of(written.buffer))
         for name, tensor in source:
             writer.put(name, tensor)
-        checksum = zlib.crc32(memoryview(written.buffer.numpy()))  # type: ignore[arg-type]
+        checksum = checksum_of(written.buffer)
         delta = writer.finish(current.serial + 1, current.checksum, checksum)
         self._written = written
         path, is_worth_it = self.delta_path(current.serial + 1), delta is not None
@@ -235,7 +235,7 @@ class DoubleBuffer:
             checksum = delta.checksum
         is_new = start.pointer.serial < pointer.serial
         if is_new:
-            checksum = zlib.crc32(memoryview(start.buffer.numpy()))  # type: ignore[arg-type]
+            checksum = checksum_of(start.buffer)
         if checksum != pointer.checksum:
             raise ValueError(f"the deltas up to write {pointer.serial} make other weights: the checksum differs.")
         return replace(start, pointer=pointer)

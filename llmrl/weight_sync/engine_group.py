@@ -132,9 +132,10 @@ class EngineGroup:
         if not channel.is_collective:
 
             def reach(member: Member) -> None:
-                member.connection = channel.connect(member)
+                if member.connection is None:
+                    member.connection = channel.connect(member)
 
-            self.each([member for member in members if member.connection is None], reach)
+            self.each(members, reach)  # all of them, so that a new one that dies is not taken for every engine
         elif self._shared is None or self._shared[0] != members:
             self.disconnect()
             timeout = min(TRANSFER_SECONDS, (self._hang_timeout_seconds or math.inf) / 3)

@@ -8,12 +8,16 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroup
 
+from llmrl.weight_sync.buffers import checksum_of
+from llmrl.weight_sync.deltas import Delta
 from llmrl.weight_sync.partial import NeededPages
 
 CHUNK_SIZE = 1 << 26
 """Bytes broadcast at once."""
 TIMEOUT = timedelta(seconds=120)
 """Of opening a group, and of each chunk. A peer that dies is noticed at once; this is for one that hangs."""
+NOT_FOLLOWED = "the delta does not lead to the weights that were announced"
+"""How the refusal of a worker starts that needs the whole."""
 
 
 def open_group(address: str, port: int, *, rank: int, world_size: int) -> ProcessGroup:
@@ -35,17 +39,79 @@ def broadcast(group: ProcessGroup, buffer: torch.Tensor) -> None:
         _broadcast_chunk(group, chunk)
 
 
-def receive_in_part(group: ProcessGroup, buffer: torch.Tensor, pages: NeededPages) -> None:
-    """Take part in `broadcast`, and keep the pages that are needed in `buffer`, a `pages.new_buffer()`.
+class Receiver:
+    """A worker's end of a group, with the memory that broadcasts fill and deltas change.
 
-    Raises:
-        RuntimeError: when a peer is gone.
+    Args:
+        group: with the trainer as rank 0.
     """
-    chunk = torch.empty(min(CHUNK_SIZE, buffer.numel()), dtype=torch.uint8)
-    for start in range(0, buffer.numel(), CHUNK_SIZE):
-        part = chunk[: buffer.numel() - start]
-        _broadcast_chunk(group, part)
-        pages.keep(buffer, part, start)
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._buffer: torch.Tensor | None = None
+        self._checksum: int | None = None
+        """Of the buffer, where a delta may lead on from it."""
+
+    def receive(self, num_bytes: int, *, pages: NeededPages | None, checksum: int | None) -> torch.Tensor:
+        """Take part in the `broadcast` of the whole; the buffer ([num_bytes] uint8), which the next one fills again.
+
+        Args:
+            num_bytes: of the whole.
+            pages: what is to be kept of it; all where it is None.
+            checksum: the CRC-32 of the whole, where deltas may follow: then all is kept, and checked.
+
+        Raises:
+            RuntimeError: when a peer is gone.
+            ValueError: when the checksum differs.
+        """
+        self._checksum = None
+        if checksum is not None:
+            pages = None
+        if self._buffer is None or self._buffer.numel() != num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8) if pages is None else pages.new_buffer()
+        if pages is None:
+            broadcast(self._group, self._buffer)
+        else:
+            self._receive_in_part(self._buffer, pages)
+        if checksum is not None and checksum_of(self._buffer) != checksum:
+            raise ValueError("the weights that came are not those that were sent: the checksum differs.")
+        self._checksum = checksum
+        return self._buffer
+
+    def receive_delta(self, num_delta_bytes: int) -> torch.Tensor:
+        """Take part in the broadcast of a delta; the buffer of before ([num_bytes] uint8), changed by it.
+
+        Raises:
+            RuntimeError: when a peer is gone.
+            ValueError: when it does not lead from what is here to what it names; then the whole is to be sent.
+        """
+        data = torch.empty(num_delta_bytes, dtype=torch.uint8)
+        broadcast(self._group, data)
+        base, self._checksum = self._checksum, None
+        try:
+            delta = Delta.from_bytes(data.numpy().tobytes())
+            if self._buffer is None or base is None or delta.base_checksum != base:
+                raise ValueError("it builds on others.")
+            delta.apply(self._buffer)
+            if checksum_of(self._buffer) != delta.checksum:
+                raise ValueError("the checksum differs.")
+        except ValueError as error:
+            raise ValueError(f"{NOT_FOLLOWED}: {error}") from error
+        self._checksum = delta.checksum
+        return self._buffer
+
+    def close(self) -> None:
+        """Leave the group, and let go of the memory."""
+        close_group(self._group)
+        self._buffer = self._checksum = None
+
+    def _receive_in_part(self, buffer: torch.Tensor, pages: NeededPages) -> None:
+        """Keep the pages that are needed in `buffer`, a `pages.new_buffer()`."""
+        chunk = torch.empty(min(CHUNK_SIZE, buffer.numel()), dtype=torch.uint8)
+        for start in range(0, buffer.numel(), CHUNK_SIZE):
+            part = chunk[: buffer.numel() - start]
+            _broadcast_chunk(self._group, part)
+            pages.keep(buffer, part, start)
 
 
 def _broadcast_chunk(group: ProcessGroup, chunk: torch.Tensor) -> None:

@@ -37,6 +37,10 @@ class VLLMWeightSyncScheme(KnownArguments):
         reset_running_requests: drop the key-value blocks of kept requests too, so that no block of old weights is
             used; without it they go on from old blocks, faster and off by that.
         rank: of this trainer process; 0 sends, the others only help to gather sharded weights.
+        anchor_every: where bytes travel by gloo or files, send all weights at every so many updates, and in between
+            what changed since the one before: in bfloat16 a hundredth of the bytes, bit by bit the same weights. An
+            engine that missed one is sent all. Workers keep a copy of the weights; with files, so does the trainer.
+            Engines that map the trainer's memory need none.
         lora: what is sent of a model with adapters: its weights with the adapters' added (`merged`), or the adapters
             alone (`adapter`), to engines started with `weight_transfer="adapters"`. Requests in flight then end on the
             adapter that they began with, without a pause, and an update waits only where all that an engine holds
@@ -45,7 +49,8 @@ class VLLMWeightSyncScheme(KnownArguments):
             a model is read as it is, where it is.
 
     Raises:
-        ValueError: for an unknown `pause_mode` or `lora`, or a negative rank.
+        ValueError: for an unknown `pause_mode` or `lora`, a negative rank, `anchor_every` below 1, or above 1 where
+            weights are streamed between GPUs, or vLLM by itself reads the folder.
 
     Example:
         >>> sender = VLLMWeightSyncScheme().create_sender()
@@ -60,6 +65,7 @@ class VLLMWeightSyncScheme(KnownArguments):
     pause_mode: PauseMode = "keep"
     reset_running_requests: bool = True
     rank: int = 0
+    anchor_every: int = 1
     lora: Literal["merged", "adapter"] = "merged"
     gpus_per_replica: int | None = None
     num_replicas: int | None = None
@@ -74,6 +80,10 @@ class VLLMWeightSyncScheme(KnownArguments):
             raise ValueError(f"lora must be 'merged' or 'adapter', got {self.lora!r}.")
         if self.rank < 0:
             raise ValueError(f"rank must not be negative, got {self.rank}.")
+        if self.anchor_every < 1:
+            raise ValueError(f"anchor_every must be at least 1, got {self.anchor_every}.")
+        if self.anchor_every > 1 and self.lora == "adapter":
+            raise ValueError(f"anchor_every={self.anchor_every} is of all weights, and lora='adapter' sends few.")
 
     def create_sender(self) -> WeightSync:
         """Make the trainer's end."""
@@ -95,7 +105,16 @@ class VLLMWeightSyncScheme(KnownArguments):
         if isinstance(source, AdapterWeights):
             return AdapterChannel(source)
         if backend == LLMRL_BACKEND:
-            return MemoryChannel(source, lambda: self._rendezvous(self.master_address or own_address()))
+            return MemoryChannel(
+                source,
+                lambda: self._rendezvous(self.master_address or own_address()),
+                anchor_every=self.anchor_every,
+            )
+        if self.anchor_every > 1:
+            raise ValueError(
+                f"anchor_every={self.anchor_every}: an engine with weight_transfer={backend!r} is sent all weights; "
+                f"leave it at 1, or start the engine with weight_transfer={LLMRL_BACKEND!r}."
+            )
         return StreamChannel(source, backend, lambda: self._rendezvous(self.master_address or "127.0.0.1"))
 
     def _rendezvous(self, address: str) -> tuple[str, int]:
@@ -114,16 +133,10 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     Args:
         remote_addr: the folder, as the trainer sees it.
         local_addr: the same folder as the engines' hosts see it; `remote_addr` when not given.
-        anchor_every: write all weights at every so many updates, and in between what changed since the one before:
-            in bfloat16 a hundredth of the bytes, bit by bit the same weights. Trainer and workers keep a copy of them.
-
-    Raises:
-        ValueError: for `anchor_every` below 1, or above 1 where vLLM by itself reads the folder.
     """
 
     remote_addr: str
     local_addr: str | None = None
-    anchor_every: int = 1
     _needs_engine: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -132,8 +145,6 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
             raise ValueError(
                 "lora='adapter' goes through VLLMWeightSyncScheme: the files hold all of a model's weights."
             )
-        if self.anchor_every < 1:
-            raise ValueError(f"anchor_every must be at least 1, got {self.anchor_every}.")
 
     def create_receiver(self, vllm_engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
         """Make the end of engines that the trainer cannot call: one, or several that are to hold the same weights."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 
 from llmrl.engines.base import TransferInfo
 from llmrl.engines.vllm_private import (
@@ -32,7 +31,7 @@ from llmrl.engines.vllm_private import (
 )
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer, FileWeights
-from llmrl.weight_sync.gloo import broadcast, close_group, open_group, receive_in_part
+from llmrl.weight_sync.gloo import Receiver, open_group
 from llmrl.weight_sync.load_plan import LoadPlan, make_load_plan
 from llmrl.weight_sync.partial import NeededPages
 
@@ -69,6 +68,10 @@ class WorkerUpdateInfo(WeightTransferUpdateInfo):
     names: list[str] = field(default_factory=list)
     dtype_names: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
+    checksum: int | None = None
+    """Of what is broadcast, where deltas may lead on from it."""
+    num_delta_bytes: int = 0
+    """Of the delta that is broadcast in place of the whole; 0 where the whole is."""
 
 
 class WorkerEngine(WeightTransferEngine):
@@ -81,8 +84,7 @@ class WorkerEngine(WeightTransferEngine):
 
     init_info_cls = WorkerInitInfo
     update_info_cls = WorkerUpdateInfo
-    _group: ProcessGroup | None = None
-    _received: torch.Tensor | None = None
+    _receiver: Receiver | None = None
     _mapped: tuple[str, torch.Tensor] = ("", torch.empty(0))
     _held: FileWeights | None = None
     """What was read last of a double buffer, from which deltas may lead on."""
@@ -118,9 +120,10 @@ class WorkerEngine(WeightTransferEngine):
         if init_info.master_address:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
-            self._group = open_group(
+            group = open_group(
                 init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size
             )
+            self._receiver = Receiver(group)
 
     def start_weight_update(self) -> None:
         """Forget what an update before took and did not finish."""
@@ -183,7 +186,7 @@ class WorkerEngine(WeightTransferEngine):
         layout = PackedLayout.from_plain(update_info.names, update_info.dtype_names, update_info.shapes)
         if layout.num_bytes != update_info.num_bytes:
             raise ValueError(f"{update_info.num_bytes} bytes announced, the layout says {layout.num_bytes}.")
-        buffer = self._map(update_info) if update_info.path else self._receive(layout)
+        buffer = self._map(update_info) if update_info.path else self._receive(update_info, layout)
         if read_tag(buffer) != update_info.tag:
             raise ValueError(f"the buffer holds weights tagged {read_tag(buffer)!r}, not {update_info.tag!r}.")
         return layout, buffer
@@ -195,9 +198,9 @@ class WorkerEngine(WeightTransferEngine):
 
     def shutdown(self) -> None:
         """Leave the group, let go of the trainer's memory."""
-        if self._group is not None:
-            close_group(self._group)
-        self._group = self._received = None
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
         self._mapped = ("", torch.empty(0))
 
     def _map(self, update_info: WorkerUpdateInfo) -> torch.Tensor:
@@ -209,18 +212,12 @@ class WorkerEngine(WeightTransferEngine):
             self._mapped = (update_info.path, buffer)
         return buffer
 
-    def _receive(self, layout: PackedLayout) -> torch.Tensor:
-        if self._group is None:
+    def _receive(self, update_info: WorkerUpdateInfo, layout: PackedLayout) -> torch.Tensor:
+        if self._receiver is None:
             raise ValueError("the trainer has opened no group; call init_weight_transfer_engine first.")
-        pages = self._pages_of(layout)
-        if self._received is None or self._received.numel() != layout.num_bytes:
-            new = torch.empty(layout.num_bytes, dtype=torch.uint8) if pages is None else pages.new_buffer()
-            self._received = new
-        if pages is None:
-            broadcast(self._group, self._received)
-        else:
-            receive_in_part(self._group, self._received, pages)
-        return self._received
+        if update_info.num_delta_bytes:
+            return self._receiver.receive_delta(update_info.num_delta_bytes)
+        return self._receiver.receive(layout.num_bytes, pages=self._pages_of(layout), checksum=update_info.checksum)
 
     def _pages_of(self, layout: PackedLayout) -> NeededPages | None:
         """Return what this worker's part of the model is loaded from; None where that is all."""
