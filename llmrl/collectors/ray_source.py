@@ -13,6 +13,7 @@ from typing import Any
 
 from torchrl.envs import EnvBase, TransformedEnv
 
+from llmrl._utils.garbage import search_rarely
 from llmrl._utils.imports import require
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.rows import portable_turn, rollout_rows
@@ -147,6 +148,7 @@ class RaySource:
         ray.get([slot.actor.process_id.remote() for slot in self._slots])  # an author's mistake is raised here
         for slot in self._slots:
             slot.is_ready = True
+        self._search_as_before = search_rarely(self)
 
     def _new_actor(self) -> Any:
         return self._class.options(**self._options).remote(*self._arguments)
@@ -252,6 +254,7 @@ class RaySource:
 
     def shutdown(self) -> None:
         """End the actors; Ray goes on."""
+        self._search_as_before()
         ray = require("ray", extra="ray")
         for slot in self._slots:
             ray.kill(slot.actor)

@@ -16,7 +16,8 @@ from llmrl._utils.spans import here, span
 from llmrl.collectors.agents import AgentEndpoint
 from llmrl.collectors.completing import Completer
 from llmrl.collectors.concurrency import TurnCounts
-from llmrl.collectors.stepper import EnvStepper, Opening
+from llmrl.collectors.scheduler import RolloutTask
+from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
 from llmrl.data.tensordicts import dataset_columns, non_tensor, plain
 from llmrl.endpoint import SessionLimits
@@ -111,13 +112,16 @@ class RolloutRunner:
             )
             self._endpoint = AgentEndpoint(policy, self.completer, session_limits)
 
-    async def run(self, opening: Opening, rollout: Rollout) -> Rollout:
-        """Play one conversation from its opening to its end; never raises for its sake.
+    async def run(self, job: RolloutTask) -> Rollout:
+        """Play one conversation to its end; never raises for its sake.
 
-        `rollout` is its record; it is filled as the conversation goes on.
+        Args:
+            job: its record, which is filled as the conversation goes on, and, as its payload, its opening (`Opening`),
+                which is taken out: nobody needs those tensors after the first turn.
         """
+        [rollout] = job.records
         with span("invoke_agent", rollout.env) as current:
-            await self._run(opening, rollout)
+            await self._run(job, rollout)
             if current is not None:
                 told = {"llmrl.group_id": rollout.group_id, "llmrl.status": rollout.status.name.lower()}
                 counts = {"llmrl.num_turns": rollout.num_turns, "llmrl.reward": rollout.reward}
@@ -126,13 +130,13 @@ class RolloutRunner:
                     current.set_attribute("error.type", rollout.error.partition(":")[0])
         return rollout
 
-    async def _run(self, opening: Opening, rollout: Rollout) -> None:
+    async def _run(self, job: RolloutTask, rollout: Rollout) -> None:
         started = asyncio.get_running_loop().time()
         held: list[TensorDictBase] = []
         try:
             try:
                 async with asyncio.timeout(self.limits.rollout_timeout_seconds) as limit:
-                    await self._open_and_play(opening, rollout, held)
+                    await self._open_and_play(job, rollout, held)
             except (asyncio.CancelledError, GeneratorExit):
                 raise
             except BaseException as error:
@@ -153,7 +157,17 @@ class RolloutRunner:
         _refuse_reward(rollout)
         rollout.seconds = asyncio.get_running_loop().time() - started
 
-    async def _open_and_play(self, opening: Opening, rollout: Rollout, held: list[TensorDictBase]) -> None:
+    async def _open_and_play(self, job: RolloutTask, rollout: Rollout, held: list[TensorDictBase]) -> None:
+        await self._open(job, rollout, held)
+        if rollout.status.is_settled:
+            return
+        if self._agent_env is not None:
+            await self._play_agent(self._agent_env, held[0], rollout, held)
+        else:
+            await self._play(rollout, held)
+
+    async def _open(self, job: RolloutTask, rollout: Rollout, held: list[TensorDictBase]) -> None:
+        opening, job.payload = job.payload, None
         try:
             element = await self.stepper.open(opening)
         except Exception as error:
@@ -165,10 +179,6 @@ class RolloutRunner:
         if _is_any(element.get("done")):  # a game that was over before this player's turn
             rollout.status, rollout.is_scored = decide_status(is_terminated=True), True
             rollout.reward = float(element.get("reward", torch.zeros(1)).sum())
-        elif self._agent_env is not None:
-            await self._play_agent(self._agent_env, element, rollout, held)
-        else:
-            await self._play(rollout, held)
 
     @staticmethod
     def open(element: TensorDictBase) -> Rollout:

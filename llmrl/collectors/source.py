@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
 from llmrl._utils.failure import as_exception, describe
+from llmrl._utils.garbage import search_rarely
 from llmrl._utils.numbers import location_of
 from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner, as_scored
@@ -68,6 +69,7 @@ class EnvSource:
         self._are_groups_whole = self.is_group_scored or self.num_players > 1
         is_in_groups = self.prompts is not None and (in_groups or self._are_groups_whole)
         self.group_size = self.prompts.num_samples if self.prompts is not None and is_in_groups else 1
+        self._search_as_before = search_rarely(self)
 
     @property
     def engine(self) -> Engine:
@@ -176,8 +178,7 @@ class EnvSource:
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
         """Play one rollout to its end."""
-        opening, job.payload = job.payload, None  # its tensors are not needed until the group has settled
-        return [await self.runner.run(opening, job.records[0])]
+        return [await self.runner.run(job)]
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
         """Score a group together where its rubric does; a failed member leaves all of them unscored."""
@@ -197,3 +198,4 @@ class EnvSource:
         """End the environment's threads; environment and engine are their owner's."""
         self.stepper.shutdown()
         self.runner.judge_loop.close()
+        self._search_as_before()
