@@ -211,6 +211,31 @@ def test_a_difference_is_told_again_only_when_it_has_doubled_or_is_new() -> None
     sender.shutdown()
 
 
+def test_of_an_engine_in_int8_the_first_batch_says_what_rounding_costs_and_more_is_told() -> None:
+    def trained(temperatures: list[float]) -> tuple[list[TrainStepReport], list[str]]:
+        trainer = Trainer()
+        trainer.optimizer.param_groups[0]["lr"] = 0.0
+        sender = trainer.connect()
+        trained_model(trainer.model).is_engine_int8 = True
+        reports: list[TrainStepReport] = []
+
+        def step(temperature: float) -> None:
+            batch = sampled_batch(trainer.model, version=sender.update_weights(), temperature=temperature)
+            reports.append(trainer.step(batch))
+
+        messages = messages_of(lambda: [step(temperature) for temperature in temperatures])
+        sender.shutdown()
+        return reports, messages
+
+    reports, messages = trained([0.95, 0.93, 0.7, 1.0])
+    bounds = [report.measurements["on_policy_difference_bound"] for report in reports]
+    assert bounds == [pytest.approx(2 * reports[0].measurements["log_prob_difference_mean"])] * 4 and bounds[0] > 0.001
+    assert len(messages) == 1 and "  1. the engine computes in int8" in messages[0]
+    reports, messages = trained([0.1])
+    assert reports[0].measurements["on_policy_difference"] > 0.5
+    assert len(messages) == 1 and "rounding explains 0.5" in messages[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_low_precision_hidden_states_have_log_probs_of_logits_that_are_not_rounded(

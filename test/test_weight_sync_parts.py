@@ -284,7 +284,7 @@ def test_what_an_engine_took_is_discarded_when_the_update_is_abandoned():
     ("attribute", "value", "message"),
     [
         ("weight_transfer_backend", None, "weight_transfer=True"),
-        ("quantization", "fp8", "quantised \\(fp8\\)"),
+        ("quantization", "fp8", "quantised \\(fp8,"),
         ("model_dtype", torch.float32, "one dtype, got torch.float32 and torch.bfloat16"),
         ("weight_transfer_backend", "ipc", "one weight-transfer backend"),
     ],

@@ -10,7 +10,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, Self, TypeVar, Unpack
 
 from llmrl._utils.arguments import KnownArguments, keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
@@ -25,6 +25,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
+from llmrl.engines.quantized import quantization_of
 from llmrl.engines.vllm_args import ADAPTER_BACKEND, NCCL_BACKEND, TorchRLOptions, in_own_words
 from llmrl.engines.vllm_private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm_requests import generate_one, num_reported, sampling_params, unless_it_dies
@@ -71,7 +72,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
         self.model_dtype = llm.vllm_config.model_config.dtype
         """dtype of the weights in the engine."""
-        self.quantization: str | None = llm.vllm_config.model_config.quantization
+        self.quantization: str | None = quantization_of(llm.vllm_config)
         """How the weights in the engine are quantised, `None` when they are not."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
         self.host = socket.gethostname()
@@ -104,6 +105,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         seed: int = 0,
         enable_prefix_caching: bool = True,
         weight_transfer: bool | str = True,
+        quantization: Literal["int8"] | None = None,
         enable_sleep: bool = False,
         cpu_threads: int | None = None,
         hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
@@ -129,6 +131,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU. `adapters` takes
                 LoRA adapters in place of weights, of up to `max_lora_rank` (16) and `max_loras` (4) versions at a time
                 (`engine_args`).
+            quantization: `int8` rounds the linear layers of a folder's model, on a CPU, and those of each update.
             enable_sleep: allow `sleep`, on a GPU that a trainer shares.
             cpu_threads: of an engine on CPU; all cores when not given, right for a loop that never generates and
                 trains at once. Give fewer where a trainer runs beside it.
@@ -160,6 +163,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             os.fspath(model_name),
             kv_cache_memory=kv_cache_memory,
             weight_transfer=weight_transfer,
+            quantization=quantization,
             enable_sleep=enable_sleep,
             cpu_threads=cpu_threads,
             log_level=log_level,

@@ -63,6 +63,7 @@ _NAMES = {
     "engine.arg_utils": ("AsyncEngineArgs",),
     "exceptions": ("VLLMClientError",),
     "lora.request": ("LoRARequest",),
+    "model_executor.kernels.linear.scaled_mm.cpu": ("CPUInt8ScaledMMLinearKernel",),
     "model_executor.layers.attention": ("is_deferred_attention_layer",),
     "model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
     "model_executor.layers.linear": ("LinearBase", "UnquantizedLinearMethod"),
@@ -164,6 +165,23 @@ def forget_packing_of_experts(model: torch.nn.Module) -> None:
     for method in methods:
         if isinstance(method, _find("FusedMoEMethodBase")):
             method.moe_kernel = None
+
+
+@functools.cache
+def keep_scales_of_int8_layers() -> None:
+    """Let vLLM's CPU kernel of int8 layers hold the scales that its oneDNN handle reads.
+
+    The handle knows their address only. A layerwise reload makes new scales and a handle for them, copies them into the
+    old ones and frees them: the handle would multiply by whatever is there next.
+    """
+    kernel = _find("CPUInt8ScaledMMLinearKernel")
+    process = kernel.process_weights_for_onednn
+
+    def process_and_hold(self: Any, layer: torch.nn.Module) -> None:
+        process(self, layer)
+        self.held_scales = getattr(layer, self.layer_param_names[1])
+
+    kernel.process_weights_for_onednn = process_and_hold
 
 
 def forget_loaded(model: torch.nn.Module) -> None:

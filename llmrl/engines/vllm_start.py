@@ -10,7 +10,8 @@ from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import EngineError
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.load import LoadMeter
-from llmrl.engines.vllm_args import build_engine_args
+from llmrl.engines.quantized import checkpoint_for
+from llmrl.engines.vllm_args import ADAPTER_BACKEND, build_engine_args
 from llmrl.engines.vllm_private import start_llm
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def start_vllm(
     *,
     kv_cache_memory: int | None,
     weight_transfer: bool | str,
+    quantization: str | None,
     enable_sleep: bool,
     cpu_threads: int | None,
     log_level: str,
@@ -31,7 +33,7 @@ def start_vllm(
     """Start an engine; see `AsyncVLLM.from_pretrained`. `options` are those that carry vLLM's own name.
 
     Raises:
-        ImportError, TypeError, EngineError: see `AsyncVLLM.from_pretrained`.
+        ImportError, TypeError, ValueError, EngineError: see `AsyncVLLM.from_pretrained`.
     """
     logging.getLogger("vllm").setLevel(log_level)
     with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
@@ -49,11 +51,15 @@ def start_vllm(
         options["max_num_seqs"] = 128
     threads = (cpu_threads or available_cores()) if is_cpu else None
     variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
+    takes_adapters = weight_transfer == ADAPTER_BACKEND
     background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
     try:
-        with starting_environment(variables | transfer_variables(weight_transfer)):
+        with (
+            checkpoint_for(model, quantization, is_cpu=is_cpu, takes_adapters=takes_adapters) as folder,
+            starting_environment(variables | transfer_variables(weight_transfer)),
+        ):
             arguments = build_engine_args(
-                model,
+                folder,
                 is_cpu=is_cpu,
                 kv_cache_memory=kv_cache_memory,
                 weight_transfer=weight_transfer,
@@ -62,7 +68,7 @@ def start_vllm(
                 engine_args=engine_args,
             )
             return background.run(start_llm(arguments, load)), background, load
-    except (TypeError, EngineError):
+    except (TypeError, ValueError, EngineError):
         background.close()
         raise
     except Exception as error:

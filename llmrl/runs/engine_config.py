@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     PauseMode = Literal["keep", "wait", "abort"]
+    Quantization = Literal["int8"]
     SentLoRA = Literal["merged", "adapter"]
     Transport = Literal["direct", "ipc", "files"]
 else:  # OmegaConf knows no Literal: it checks that they are strings, and we which ones
-    PauseMode = SentLoRA = Transport = str
+    PauseMode = Quantization = SentLoRA = Transport = str
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -39,6 +40,8 @@ class EngineConfig:
     """No compilation; null is true on CPU, where it costs more than it saves in minutes."""
     cpu_threads: int | None = None
     """Of an engine on CPU; null is all cores."""
+    quantization: Quantization | None = None
+    """`int8` rounds the linear layers of an engine on CPU; `train.importance_cap` corrects for it."""
     sleep_while_training: bool | None = None
     """Give the trainer all of a GPU that the two share (`sync.transport=ipc`); null: where they take turns."""
     use_ray: bool = False
@@ -51,6 +54,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"engine.{name} must be at least 1, got {value}.")
+        if self.quantization is not None:
+            check_choice("engine.quantization", self.quantization, ("int8",))
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"engine.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
 

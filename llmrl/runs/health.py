@@ -130,6 +130,7 @@ def _mismatch(history: _History) -> Iterator[Finding]:
     causes = (
         "stale weights: an update did not reach the engine, or key-value blocks of old weights are in use",
         "engine and trainer compute in different dtypes",
+        "engines in int8, of which rounding costs more than at first (engine.quantization)",
         "another temperature than the trainer's, or truncation that it does not replay (replay=False)",
         "the engine was started from another checkpoint, or with other options of the model",
     )

@@ -132,6 +132,7 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         "enforce_eager": cfg.engine.enforce_eager,
         "cpu_threads": cfg.engine.cpu_threads,
         "seed": cfg.seed,
+        "quantization": cfg.engine.quantization,
         "weight_transfer": _WEIGHT_TRANSFER[cfg.sync.transport],
         "enable_sleep": cfg.engine_sleeps,
         "engine_args": {"tensor_parallel_size": cfg.engine.tensor_parallel_size},

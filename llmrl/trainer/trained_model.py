@@ -27,6 +27,10 @@ class TrainedModel:
     """The ranks that it is sharded over."""
     engine_dtype: torch.dtype | None = None
     """dtype of the engines that its weights are sent to."""
+    is_engine_int8: bool = False
+    """Whether their linear layers compute in int8."""
+    int8_difference: float | None = None
+    """The log-prob difference that int8 made of the first batch on weights that they were sent."""
     engine_version: int | None = None
     """Version of the engines' weights that are its own, but for `num_updates`."""
     num_updates: int = 0

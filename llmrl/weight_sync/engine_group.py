@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS
+from llmrl.engines.quantized import INT8
 from llmrl.engines.replicas import EngineReplicas
-from llmrl.engines.vllm_args import ADAPTER_BACKEND
+from llmrl.engines.vllm_args import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.weight_sync.deadline import TRANSFER_SECONDS
 from llmrl.weight_sync.member import AllWorkers, Member
 
@@ -83,6 +84,11 @@ class EngineGroup:
     def model_dtype(self) -> torch.dtype:
         """dtype that weights are sent in."""
         return self._engines[0].model_dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the engines compute in int8."""
+        return self._engines[0].quantization is not None
 
     def members(self) -> list[Member]:
         """Return the engines that live now, each the same member as before as long as it does.
@@ -303,14 +309,16 @@ def _require_alike(engine: UpdatableEngine, first: UpdatableEngine) -> None:
     backend = engine.weight_transfer_backend
     if backend is None:
         raise ValueError("an engine was started with weight_transfer=False; start it with weight_transfer=True.")
-    if engine.quantization is not None:
+    if engine.quantization is not None and (engine.quantization != INT8 or backend != LLMRL_BACKEND):
         raise ValueError(
-            f"an engine is quantised ({engine.quantization}): the trainer's weights are not, and would have to be "
-            "quantised again at each update, which no test covers; start the engine without quantization."
+            f"an engine is quantised ({engine.quantization}, weight_transfer={backend!r}): the trainer's weights are "
+            f"rounded for {INT8!r} on a CPU alone (AsyncVLLM.from_pretrained(quantization={INT8!r})), with "
+            f"weight_transfer={LLMRL_BACKEND!r}; start the engine without quantization."
         )
     for name, own, other in (
         ("weight-transfer backend", backend, first.weight_transfer_backend),
         ("dtype", engine.model_dtype, first.model_dtype),
+        ("quantization", str(engine.quantization), str(first.quantization)),
     ):
         if own != other:
             raise ValueError(f"engines that are to hold the same weights must share one {name}, got {own} and {other}.")

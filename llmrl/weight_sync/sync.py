@@ -15,6 +15,7 @@ from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.trainer.trained_model import TrainedModel, trained_model
 from llmrl.weight_sync.channels import Channel
 from llmrl.weight_sync.engine_group import EngineGroup
+from llmrl.weight_sync.int8 import Int8Weights
 from llmrl.weight_sync.source import ModelMetadata, ModelWeights, get_model_metadata, model_of
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class WeightSync:
             if self._group is None or self._channel is None:
                 return
             if (record := self._record()) is not None:
-                record.engine_dtype = self._group.model_dtype
+                record.engine_dtype, record.is_engine_int8 = self._group.model_dtype, self._group.is_quantized
                 if record.engine_version is None:  # both hold the weights that they started with
                     record.engine_version = self._group.policy_version
                 self._compare_dtypes(record)
@@ -220,7 +221,9 @@ class WeightSync:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        source = self._source = self._make_source(self._model, None if self._group is None else self._group.model_dtype)
+        is_quantized = self._group is not None and self._group.is_quantized
+        make_source = Int8Weights if is_quantized else self._make_source
+        source = self._source = make_source(self._model, None if self._group is None else self._group.model_dtype)
         if self._rank == 0:
             self._channel = self._open_channel(source, None if self._group is None else self._group.backend)
         return source

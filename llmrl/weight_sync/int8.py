@@ -1,0 +1,64 @@
+"""Weights for engines that compute in int8: rounded on the way, as such a checkpoint holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from llmrl.engines.quantized import int8_layers, to_int8
+from llmrl.weight_sync.source import ModelWeights, WeightMeta, checkpoint_name
+
+
+class Int8Weights(ModelWeights):
+    """A model's weights, of which those of linear layers but the head are int8, with a scale for each output.
+
+    That is a checkpoint of compressed-tensors ("W8A8": weights symmetric by channel, activations rounded by the engine
+    at each token), where `round(weight / scale)` is in -127 to 127 and the scale the row's largest magnitude / 127.
+
+    Raises:
+        ValueError: for a sharded model, one with matrices beside linear layers and embeddings (experts, convolutions),
+            and weights given by name, of which it is not known which are linear.
+
+    Example:
+        >>> source = Int8Weights(torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False)))
+        >>> [(meta.name, meta.dtype) for meta in source.metadata()]
+        [('0.weight', torch.int8), ('0.weight_scale', torch.float32)]
+    """
+
+    def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, dtype)
+        if not isinstance(model, torch.nn.Module) or self.is_sharded:
+            raise ValueError(
+                "engines in int8 take the weights of a whole model of this process, neither sharded nor by name: start "
+                "engines without quantization."
+            )
+        names = (name.removesuffix(".base_layer") for name in int8_layers(model))
+        self._rounded = {checkpoint_name(f"{name}.weight") for name in names}
+
+    def metadata(self) -> list[WeightMeta]:
+        """Return what each weight is that an iteration yields, in its order."""
+        if self.override:
+            raise ValueError("update_weights(weights=...) sends weights as they are, and the engines take int8.")
+        sent = []
+        for meta in super().metadata():
+            if meta.name in self._rounded:
+                sent.append(meta._replace(dtype=torch.int8))
+                sent.append(WeightMeta(f"{meta.name}_scale", torch.float32, (meta.shape[0], 1)))
+            else:
+                sent.append(meta)
+        return sent
+
+    def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return each weight, rounded or as it is."""
+        for name, tensor in super().uncast():
+            if name in self._rounded:
+                rounded, scale = to_int8(tensor)
+                yield name, rounded
+                yield f"{name}_scale", scale
+            else:
+                yield name, tensor
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta, (name, tensor) in zip(self.metadata(), self.uncast(), strict=True):
+            yield name, tensor.to(meta.dtype)
