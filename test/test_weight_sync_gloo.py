@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +18,6 @@ from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError, channels
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, read_tag
 from llmrl.weight_sync.gloo import Receiver, open_group
 
-pytestmark = pytest.mark.usefixtures("takes_long")
 STEPS = ["reached", "group", "start", "broadcast", "taken", "finish"]
 
 
@@ -141,13 +144,17 @@ def test_a_small_change_is_a_small_broadcast_and_all_comes_every_so_often(sent):
     sender.shutdown()
 
 
-def test_engines_near_and_far_hold_the_bits_through_any_history(sent):
-    """Random changes, engines that die at a random step, refuse, come new or come late; plain tensors are the truth."""
+def test_engines_near_and_far_hold_the_bits_through_any_history(sent, caplog):
+    """Random changes, engines that die at a random step, refuse, come new or come late; plain tensors are the truth.
+
+    Nothing of the dead stays behind: the short form of `python -m benchmarks soak_deaths`.
+    """
+    caplog.set_level(logging.ERROR)  # pytest would keep each error, and what it came from
     choose, generator = random.Random(1), np.random.default_rng(1)
     weights, engines = make_weights(), [NearEngine(), FarEngine(), FarEngine()]
     sender = make_sender(weights, engines, anchor_every=5)
-    num_failed = 0
-    for _ in range(60):
+    num_failed, used = 0, []
+    for turn in range(60):
         change(weights, generator, choose.choice([0.0, 0.002, 0.002, 0.01, 0.9]))
         event, victim = choose.random(), choose.choice(engines[1:])
         if event < 0.15:
@@ -169,8 +176,13 @@ def test_engines_near_and_far_hold_the_bits_through_any_history(sent):
                 continue
             assert engine.policy_version == version
             assert_same(engine, weights)
+        if turn in (29, 59):
+            sender.update_weights()
+            gc.collect()
+            used.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
     num_small = sum(size < 8000 for size in sent)
     assert num_failed > 2 and 30 < num_small < len(sent) - 10
+    assert used[1] <= used[0]
     sender.shutdown()
 
 

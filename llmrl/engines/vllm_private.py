@@ -39,7 +39,6 @@ RELOAD_METHOD = "reload_weights"
 # Module of vLLM -> its names that llmrl uses.
 _NAMES = {
     "config": ("ModelConfig", "VllmConfig", "WeightTransferConfig", "set_current_vllm_config"),
-    "distributed.utils": ("stateless_init_torch_distributed_process_group",),
     "distributed.weight_transfer.base": (
         "WeightTransferEngine",
         "WeightTransferInitInfo",

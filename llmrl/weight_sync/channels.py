@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Protocol
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroupGloo
 
 from llmrl.engines.base import EngineError, TransferInfo
 from llmrl.weight_sync.buffers import HEADER_SIZE, UNREACHABLE, PackedLayout, SharedBuffer, checksum_of, write_tag
@@ -249,7 +249,7 @@ class _Broadcast:
         opening = pool.submit(open_group, address, port, rank=0, world_size=world_size)
         pool.shutdown(wait=False)
         client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
-        self._group: ProcessGroup | None = opening.result()
+        self._group: ProcessGroupGloo | None = opening.result()
         self._held: int | None = None
         """Checksum of what all workers took last."""
 

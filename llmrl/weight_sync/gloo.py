@@ -6,7 +6,7 @@ import socket
 from datetime import timedelta
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from llmrl.weight_sync.buffers import checksum_of
 from llmrl.weight_sync.deltas import Delta
@@ -20,16 +20,16 @@ NOT_FOLLOWED = "the delta does not lead to the weights that were announced"
 """How the refusal of a worker starts that needs the whole."""
 
 
-def open_group(address: str, port: int, *, rank: int, world_size: int) -> ProcessGroup:
-    """Meet the others; rank 0 listens at `port`."""
-    from llmrl.engines.vllm_private import stateless_init_torch_distributed_process_group
+def open_group(address: str, port: int, *, rank: int, world_size: int) -> ProcessGroupGloo:
+    """Meet the others; rank 0 listens at `port`.
 
-    return stateless_init_torch_distributed_process_group(
-        address, port, rank=rank, world_size=world_size, backend="gloo", timeout=TIMEOUT
-    )
+    Not vLLM's function: it turns this process's stdout away meanwhile, and two at once, for good.
+    """
+    store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)
+    return ProcessGroupGloo(PrefixStore("llmrl", store), rank, world_size, timeout=TIMEOUT)
 
 
-def broadcast(group: ProcessGroup, buffer: torch.Tensor) -> None:
+def broadcast(group: ProcessGroupGloo, buffer: torch.Tensor) -> None:
     """Broadcast rank 0's `buffer` ([num_bytes] uint8) into everyone's.
 
     Raises:
@@ -46,7 +46,7 @@ class Receiver:
         group: with the trainer as rank 0.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroupGloo) -> None:
         self._group = group
         self._buffer: torch.Tensor | None = None
         self._checksum: int | None = None
@@ -114,13 +114,13 @@ class Receiver:
             pages.keep(buffer, part, start)
 
 
-def _broadcast_chunk(group: ProcessGroup, chunk: torch.Tensor) -> None:
+def _broadcast_chunk(group: ProcessGroupGloo, chunk: torch.Tensor) -> None:
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, TIMEOUT
-    group.broadcast([chunk], options).wait()
+    group.broadcast([chunk], options).wait()  # type: ignore[attr-defined]  # of the base class
 
 
-def close_group(group: ProcessGroup) -> None:
+def close_group(group: ProcessGroupGloo) -> None:
     """Leave; whoever waits for us gets an error."""
     group.shutdown()
 
