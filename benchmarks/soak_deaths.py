@@ -37,9 +37,9 @@ from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag
 from llmrl.weight_sync.gloo import Receiver, open_group
 
-NUM_DEATHS = 56
-# Of which the first eight make pools and caches.
-NUM_FIRST = 8
+NUM_DEATHS = 54
+# Of which the first six make pools and caches.
+NUM_FIRST = 6
 NUM_AT_ONCE = 16
 GOAL = 1.02
 

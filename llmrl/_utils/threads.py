@@ -7,6 +7,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
@@ -84,6 +85,27 @@ async def run_in_thread(
     call = _Call(lambda: function(*arguments, **keywords))
     threading.Thread(target=call.run, name="llmrl-call", daemon=True).start()
     return await call.future
+
+
+def start_in_thread(
+    function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
+) -> Future[Result]:
+    """Run a function in a thread of its own, which keeps no process from ending; an executor's would.
+
+    Example:
+        >>> start_in_thread(max, 1, 2).result()
+        2
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments, **keywords))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="llmrl-call", daemon=True).start()
+    return future
 
 
 class _Call(Generic[Result]):

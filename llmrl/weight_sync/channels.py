@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch.distributed import ProcessGroupGloo
 
+from llmrl._utils.threads import start_in_thread
 from llmrl.engines.base import EngineError, TransferInfo
 from llmrl.weight_sync.buffers import HEADER_SIZE, UNREACHABLE, PackedLayout, SharedBuffer, checksum_of, write_tag
 from llmrl.weight_sync.deltas import DeltaWriter
@@ -245,9 +246,8 @@ class _Broadcast:
     def __init__(self, channel: MemoryChannel, client: Client, address: str, port: int) -> None:
         self._channel, self._client = channel, client
         world_size = 1 + client.num_workers
-        pool = ThreadPoolExecutor(1)
-        opening = pool.submit(open_group, address, port, rank=0, world_size=world_size)
-        pool.shutdown(wait=False)
+        # Left behind where the engine refuses, or dies: the group waits for its workers for minutes.
+        opening = start_in_thread(open_group, address, port, rank=0, world_size=world_size)
         client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
         self._group: ProcessGroupGloo | None = opening.result()
         self._held: int | None = None
