@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import pickle
+from array import array
 
 import torch
 from rendering_families import family_renderer
 from rich.console import Console
 from torchrl.envs import Transform
 
-from llmrl.collectors import LLMCollector
-from llmrl.data import History
+from llmrl.collectors import LLMCollector, rollout_rows
+from llmrl.collectors.rows import pack_rows
+from llmrl.data import History, Rollout, RolloutStatus
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
+from llmrl.rendering import Conversation
 from llmrl.runs.live_view import LiveView
 from llmrl.testing import ScriptedEngine
 
@@ -89,3 +93,30 @@ def test_the_live_view_shows_them_once_there_are_any():
     table = io.StringIO()
     Console(file=table, width=200).print(view._render())
     assert "forks" in table.getvalue() and "12" in table.getvalue()
+
+
+def test_rows_of_a_rollout_that_travelled_have_what_was_sampled_and_memory_of_their_own():
+    conversation = Conversation.start(None, fork_threshold_tokens=1).with_prompt_ids([1, 2])
+    kept = [array("i", [3, 4]), None]
+    conversation = conversation.with_completion([3, 5], log_probs=[-0.5, -1.5], versions=[6, 7], sampling_mask=kept)
+    conversation = conversation.with_prompt_ids([9, 8]).with_completion([7], log_probs=[-0.25], versions=[8])
+    sent = Rollout(
+        rollout_id="g/0", group_id="g", sample_index=0, group_size=1, conversation=conversation, is_scored=True,
+        status=RolloutStatus.COMPLETED, num_turns=2, reward=2.0, turn_rewards=[0.5, 1.5],
+    )  # fmt: skip
+    sent.packed_rows, sent.conversation = pack_rows(sent), None
+    rows = rollout_rows(pickle.loads(pickle.dumps(sent)))
+    assert [row["tokens", "full"].tolist() for row in rows] == [[1, 2, 3, 5], [9, 8, 7]]
+    assert [row["masks", "all_assistant_mask"].tolist() for row in rows] == [
+        [False, False, True, True],
+        [False, False, True],
+    ]
+    assert [row["log_probs", "full"].tolist() for row in rows] == [[0.0, 0.0, -0.5, -1.5], [0.0, 0.0, -0.25]]
+    assert [row["policy_versions", "full"].tolist() for row in rows] == [[-1, -1, 6, 7], [-1, -1, 8]]
+    assert [row["turns", "start"].tolist() for row in rows] == [[2, -1], [-1, 2]]
+    assert rows[0]["sampling_mask", "counts"].tolist() == [0, 0, 2, 0] and "sampling_mask" not in rows[1]
+    assert [(row["next", "reward"].item(), row["rollout", "num_rows"].item()) for row in rows] == [(2.0, 2)] * 2
+    assert rows[0]["rollout", "is_scored"].dtype == torch.bool and rows[0]["rollout", "status"].dtype == torch.int64
+    for tensor in (tensor for row in rows for tensor in row.values(True, True) if isinstance(tensor, torch.Tensor)):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.zero_()  # nothing of it is read-only

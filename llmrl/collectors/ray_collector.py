@@ -23,8 +23,8 @@ class RayLLMCollector(LLMCollector):
     """Batches from collector actors on a Ray cluster; used like `LLMCollector`.
 
     The books stay in this process: which groups are drawn, in flight, ready, too old. An actor is given a group's
-    place in the dataset and returns its rollouts, rows or turns cloned to their own size. An actor that dies, or its
-    node, costs its groups another try on another actor, and nothing else.
+    place in the dataset and returns its rollouts, rows packed or turns cloned to their own size. An actor that dies, or
+    its node, costs its groups another try on another actor, and nothing else.
 
     Args:
         env: a function that builds a `DatasetChatEnv`, usually transformed; called here once, and in every actor.

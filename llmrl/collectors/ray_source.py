@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from llmrl._utils.garbage import search_rarely
 from llmrl._utils.imports import require
 from llmrl.collectors.rollout_runner import RolloutLimits
-from llmrl.collectors.rows import portable_turn, rollout_rows
+from llmrl.collectors.rows import pack_rows, portable_turn
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.source import EnvSource
 from llmrl.data import Rollout
@@ -36,7 +36,7 @@ class CollectorActor:
     """Plays groups where it stands: an environment and a policy of its own, one group a call, many calls at once.
 
     It draws nothing by itself: each call says which places of the dataset to play. What it returns holds no view of
-    anything bigger: rows and turns are cloned to their own size, conversations stay here.
+    anything bigger: rows are packed, turns cloned to their own size, conversations stay here.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class CollectorActor:
         await self._source.score_group(rollouts)
         for rollout in rollouts:
             if self._in_groups:
-                rollout.rows = [row.clone() for row in rollout_rows(rollout)]
+                rollout.packed_rows = pack_rows(rollout)
             rollout.steps = [portable_turn(step) for step in rollout.steps]
-            rollout.conversation = None  # it holds the renderer; its tokens are in the rows
+            rollout.conversation = None  # it holds the renderer; its tokens are in the packed rows
             rollout.columns, rollout.tool_states = {}, {}
         return rollouts
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
@@ -13,40 +15,74 @@ from llmrl.data.sampling_mask import sampling_mask_entry
 from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
 
+class PackedRow(NamedTuple):
+    """A training row as it travels: its columns as bytes, which take a tenth of the time that its tensors would."""
+
+    token_ids: bytes
+    loss_mask: bytes
+    log_probs: bytes
+    versions: bytes
+    replayed: dict[str, TensorDictBase | torch.Tensor]
+    """Entries that few rows have: the sampling mask, the experts."""
+    turn_starts: dict[int, int]
+    counts: dict[str, int]
+    """How the rollout's rows came about, see `Reconciliation`."""
+
+
+def pack_rows(rollout: Rollout) -> list[PackedRow]:
+    """Return what `rollout_rows` makes a rollout's rows of, when its conversation stays behind."""
+    if rollout.conversation is None:
+        return []
+    reconciled = rollout.conversation.reconcile()
+    return [
+        PackedRow(
+            np.array(columns.token_ids, dtype=np.int64).tobytes(),
+            np.array(columns.loss_mask, dtype=np.bool_).tobytes(),
+            np.array(columns.log_probs, dtype=np.float32).tobytes(),
+            np.array(columns.versions, dtype=np.int64).tobytes(),
+            {**sampling_mask_entry(columns.sampling_mask), **routed_experts_entry(columns.routed_experts)},
+            row.turn_starts,
+            reconciled.counts,
+        )
+        for row in reconciled.rows
+        for columns in (row.columns,)
+    ]
+
+
 def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
     """Return a rollout's training rows: one, several where its history was rewritten, none where nothing was sampled.
 
     All rows carry the rollout's ids and its reward, undivided. Their keys are the data contract's.
     """
-    if rollout.conversation is None:
-        return []
-    reconciled = rollout.conversation.reconcile()
-    rows = []
-    for row_index, row in enumerate(reconciled.rows):
-        columns = row.columns
-        token_ids = torch.tensor(columns.token_ids, dtype=torch.int64)
-        loss_mask = torch.tensor(columns.loss_mask, dtype=torch.bool)
+    packed_rows: list[PackedRow] = rollout.packed_rows or pack_rows(rollout)
+    rows: list[TensorDictBase] = []
+    for row_index, packed in enumerate(packed_rows):
+        token_ids, loss_mask, log_probs, versions = (
+            torch.frombuffer(bytearray(column), dtype=dtype)
+            for column, dtype in zip(packed[:4], (torch.int64, torch.bool, torch.float32, torch.int64), strict=True)
+        )
+        numbers = {
+            "sample_index": rollout.sample_index,
+            "row_index": row_index,
+            "num_rows": len(packed_rows),
+            "num_turns": rollout.num_turns,
+            "status": int(rollout.status),
+            "is_scored": rollout.is_scored,
+            **packed.counts,
+        }
         identity = {
             "rollout_id": non_tensor(rollout.rollout_id),
             "group_id": non_tensor(rollout.group_id),
             "role": non_tensor(rollout.role),
-            "sample_index": torch.tensor(rollout.sample_index),
-            "row_index": torch.tensor(row_index),
-            "num_rows": torch.tensor(len(reconciled.rows)),
-            "num_turns": torch.tensor(rollout.num_turns),
-            "status": torch.tensor(int(rollout.status)),
-            "is_scored": torch.tensor(rollout.is_scored),
             "reason": non_tensor(rollout.reason),
-            **{key: torch.tensor(value) for key, value in reconciled.counts.items()},
+            **{key: torch.full((), value) for key, value in numbers.items()},  # a third of what torch.tensor takes
         }
-        starts = [row.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]
+        starts = [packed.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]
         turns = {"reward": torch.tensor(rollout.turn_rewards), "start": torch.tensor(starts, dtype=torch.int64)}
         if rollout.token_rewards:
-            turns["token_reward"] = _token_rewards(rollout, row.turn_starts, len(token_ids))
+            turns["token_reward"] = _token_rewards(rollout, packed.turn_starts, len(token_ids))
         breakdown = {name: torch.tensor([value]) for name, value in rollout.breakdown.items()}
         masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
-        log_probs = torch.tensor(columns.log_probs, dtype=torch.float32)
-        versions = torch.tensor(columns.versions, dtype=torch.int64)
         rows.append(
             tensordict_of(
                 {
@@ -54,8 +90,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
                     "masks": container_of(Masks, masks),
                     "log_probs": container_of(LogProbs, {"full": log_probs}),
                     "policy_versions": tensordict_of({"full": versions}),
-                    **sampling_mask_entry(columns.sampling_mask),
-                    **routed_experts_entry(columns.routed_experts),
+                    **packed.replayed,
                     "next": tensordict_of({"reward": torch.full((1, 1), float(rollout.reward))}),
                     "turns": tensordict_of(turns),
                     "reward_breakdown": tensordict_of(breakdown),
