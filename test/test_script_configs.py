@@ -422,6 +422,39 @@ def test_every_configuration_runs_dry(algorithm, task, hardware, tiny_engine, ru
     assert tiny_engine.is_alive and kept["path"] == folder
 
 
+def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp_path, run_script, monkeypatch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    teacher = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(100)  # a head sure of its tokens
+    teacher.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path)
+    monkeypatch.setattr("llmrl.runs.run.shutil", SimpleNamespace(rmtree=lambda path: None))
+    taught = ("dry_run=true", "teacher.hint=null", f"teacher.path={tmp_path}", "teacher.top_k=4")
+    cfg = config("distillation", *taught)
+    made = run_script(cfg)
+    assert not any(made["before"][name].equal(tensor) for name, tensor in made["model"].state_dict().items())
+    first, last = metrics_of(Path(cfg.run.path))
+    assert first["loss_distill"] == pytest.approx(first["kl_to_teacher"], rel=0.5) and first["kl_to_teacher"] > 0.01
+    assert last["kl_to_teacher"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["teacher.top_k=4"], r"teacher\.hint='The answer.*leave teacher\.top_k=null, or teacher\.hint=null"),
+        (["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "teacher.use_reward=true"], "use_reward=false"),
+        (["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "teacher.coeff=0.5"], r"teacher\.coeff=1\.0"),
+        (["teacher.hint=null", "teacher.path=x", "teacher.top_k=0"], "teacher.top_k must be at least 1, got 0"),
+        (["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "collect.min_p=0.1"], r"leave collect\.min_p=0\."),
+    ],
+)
+def test_likeliest_ids_are_refused_where_they_do_not_apply(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        config("distillation", *overrides)
+
+
 SMALL = ("collect.groups_per_batch=2", "run.trackers=[]", "eval.num_problems=1")
 
 

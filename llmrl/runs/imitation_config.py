@@ -40,6 +40,8 @@ class TeacherConfig:
     """What the teacher's prompt says besides, with columns of the problem: `The answer is {answer}.`; null: nothing."""
     coeff: float = 1.0
     """Of the teacher's part of each token's advantage; 1 is the gradient of the KL itself."""
+    top_k: int | None = None
+    """Compare whole distributions instead, over so many of the teacher's likeliest ids, all others as one."""
     use_reward: bool = False
     """Add it to the advantage of the rewards, as GRPO has it; without, nothing is rewarded."""
 
@@ -52,6 +54,21 @@ class TeacherConfig:
             raise ValueError(
                 f"teacher.path={self.path!r} and teacher.url={self.url!r} are two teachers: leave one null."
             )
+        if self.top_k is None:
+            return
+        if self.top_k < 1:
+            raise ValueError(f"teacher.top_k must be at least 1, got {self.top_k}; null compares sampled tokens.")
+        for name, value, without in (
+            ("hint", self.hint, None),
+            ("coeff", self.coeff, 1.0),
+            ("use_reward", self.use_reward, False),
+        ):
+            if value != without:
+                raise ValueError(
+                    f"teacher.top_k={self.top_k} makes the divergence of distributions the loss, and teacher.{name}="
+                    f"{value!r} is for a teacher whose part is an advantage: leave teacher.top_k=null, or "
+                    f"teacher.{name}={'null' if without is None else str(without).lower()}."
+                )
 
     def hint_for(self, problem: Row) -> str:
         """Return what the teacher is told of a problem.
@@ -80,6 +97,17 @@ class DistillationConfig(ScriptConfig):
     train: GRPOTrainConfig
     teacher: TeacherConfig
     algorithm: str = "distillation"
+
+    def __post_init__(self) -> None:
+        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        ScriptConfig.__post_init__(self)
+        for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            value = getattr(self.collect, name)
+            if self.teacher.top_k is not None and value != whole:
+                raise ValueError(
+                    f"teacher.top_k={self.teacher.top_k} compares whole distributions, and collect.{name}={value:g} "
+                    f"samples from truncated ones: leave collect.{name}={whole:g}."
+                )
 
 
 @dataclass(slots=True, kw_only=True)

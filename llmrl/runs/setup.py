@@ -27,6 +27,7 @@ from llmrl.runs.imitation_config import DistillationConfig
 from llmrl.runs.ranks import this_rank
 from llmrl.testing import ensure_embedded_model
 from llmrl.trainer import EngineTeacher, LoRAConfig, TransformersWrapper, load_teacher
+from llmrl.trainer.optimizer import ScheduleName
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 from llmrl.weight_sync.gloo import own_address
 
@@ -96,6 +97,27 @@ def scoring_options(cfg: ScriptConfig) -> ScoringOptions:
         "head_kernel": cfg.train.head_kernel,
         "compile_layers": cfg.train.compile_layers,
         "offload_activations": cfg.train.offload_activations,
+    }
+
+
+class OptimizerOptions(TypedDict):
+    """What is trained how fast: arguments of `make_optimizer`."""
+
+    learning_rate: float
+    weight_decay: float
+    schedule: ScheduleName
+    warmup_steps: int
+    num_steps: int
+
+
+def optimizer_options(cfg: ScriptConfig) -> OptimizerOptions:
+    """Return how fast the model learns, as `train` says."""
+    return {
+        "learning_rate": cfg.train.learning_rate,
+        "weight_decay": cfg.train.weight_decay,
+        "schedule": cfg.train.schedule,
+        "warmup_steps": cfg.train.warmup_steps,
+        "num_steps": cfg.train.num_steps,
     }
 
 

@@ -22,7 +22,7 @@ from tensordict import TensorDictBase
 
 from llmrl.collectors import RolloutLimits
 from llmrl.envs.primer import dataset_env_of
-from llmrl.objectives import GRPOLoss, MCAdvantage, TeacherAdvantage
+from llmrl.objectives import DistillationLoss, GRPOLoss, MCAdvantage, TeacherAdvantage
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import make_renderer
 from llmrl.runs.evaluation import Evaluator
@@ -36,6 +36,7 @@ from llmrl.runs.setup import (
     make_env,
     make_eval_envs,
     model_folder,
+    optimizer_options,
     scoring_options,
     start_engine,
     start_teacher,
@@ -43,15 +44,15 @@ from llmrl.runs.setup import (
 )
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import (
+    TeacherTopK,
     TransformersWrapper,
     load_model,
     make_optimizer,
     train_step,
     write_hinted_log_probs,
     write_log_probs,
+    write_top_k,
 )
-
-TEACHER = ("next", "teacher_log_probs", "full")
 
 
 def main(cfg: DistillationConfig) -> None:
@@ -72,27 +73,25 @@ def main(cfg: DistillationConfig) -> None:
         )
         actor = TransformersWrapper(model, generate=False, generate_kwargs=sampling, **scoring_options(cfg))
         device.shard(model)  # where there are several ranks
-        loss = GRPOLoss(actor, clip_epsilon=clip_bounds(cfg), importance_cap=cfg.train.importance_cap)
-        optimizer, schedule = make_optimizer(
-            model,
-            learning_rate=cfg.train.learning_rate,
-            weight_decay=cfg.train.weight_decay,
-            schedule=cfg.train.schedule,
-            warmup_steps=cfg.train.warmup_steps,
-            num_steps=cfg.train.num_steps,
-        )
+        by_tokens = GRPOLoss(actor, clip_epsilon=clip_bounds(cfg), importance_cap=cfg.train.importance_cap)
+        by_distributions = DistillationLoss(actor, teacher=TeacherTopK(), kl_direction="reverse")
+        loss = by_tokens if cfg.teacher.top_k is None else by_distributions
+        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
 
         # What teaches: another model, or the student as it is now; either may read more than the student does.
         teacher = run.enter(start_teacher(cfg, actor, tokenizer=tokenizer))
         problems: Any = dataset_env_of(env)
-        advantages, render = TeacherAdvantage(cfg.teacher.coeff), partial(renderer.render, add_generation_prompt=True)
+        advantages, key = TeacherAdvantage(cfg.teacher.coeff), ("next", "teacher_log_probs", "full")
+        render = partial(renderer.render, add_generation_prompt=True)
 
         def teach(batch: TensorDictBase) -> TensorDictBase:
+            if cfg.teacher.top_k is not None:
+                return write_top_k(teacher, batch, cfg.teacher.top_k)
             if cfg.teacher.hint is None:
-                return advantages(write_log_probs(teacher, batch, TEACHER))
+                return advantages(write_log_probs(teacher, batch, key))
             asked = [problems.prompts.item_of(row["rollout", "group_id"]) for row in batch.unbind(0)]
             hints = [cfg.teacher.hint_for(problem) for problem in asked]
-            return advantages(write_hinted_log_probs(teacher, batch, TEACHER, hints=hints, render=render))
+            return advantages(write_hinted_log_probs(teacher, batch, key, hints=hints, render=render))
 
         # What plays: answers to prompts, as training rows; compared with each other where they are rewarded.
         limits = RolloutLimits(max_turns=cfg.collect.max_turns)
@@ -119,8 +118,9 @@ def main(cfg: DistillationConfig) -> None:
             schedule.step()
             with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
                 version = run.follow(collector.start_update(model))
-            kl = torch.cat([row["kl_to_teacher"][row["masks", "all_assistant_mask"]] for row in batch.unbind(0)])
-            run.log(step, report, version=version, kl_to_teacher=float(kl.mean()))
+            rows = [] if cfg.teacher.top_k is not None else batch.unbind(0)  # a loss of distributions reports its own
+            kl = [row["kl_to_teacher"][row["masks", "all_assistant_mask"]] for row in rows]
+            run.log(step, report, version=version, **({"kl_to_teacher": float(torch.cat(kl).mean())} if kl else {}))
             if run.is_due(step, cfg.eval.every):
                 run.evaluate(step, evaluator)
         run.finish(evaluator)

@@ -31,6 +31,7 @@ from llmrl.runs.setup import (
     make_env,
     make_eval_envs,
     model_folder,
+    optimizer_options,
     scoring_options,
     start_engine,
     sync_scheme,
@@ -63,14 +64,7 @@ def main(cfg: ExpertIterationConfig) -> None:
         actor = TransformersWrapper(model, generate=False, generate_kwargs=sampling, **scoring_options(cfg))
         device.shard(model)  # where there are several ranks
         loss = SFTLoss(actor)
-        optimizer, schedule = make_optimizer(
-            model,
-            learning_rate=cfg.train.learning_rate,
-            weight_decay=cfg.train.weight_decay,
-            schedule=cfg.train.schedule,
-            warmup_steps=cfg.train.warmup_steps,
-            num_steps=cfg.train.num_steps,
-        )
+        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
 
         # What plays: groups of answers to the same prompt, of which the best are kept.
         limits = RolloutLimits(max_turns=cfg.collect.max_turns)

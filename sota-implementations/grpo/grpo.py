@@ -31,6 +31,7 @@ from llmrl.runs.setup import (
     make_env,
     make_eval_envs,
     model_folder,
+    optimizer_options,
     scoring_options,
     start_engine,
     sync_scheme,
@@ -69,14 +70,7 @@ def main(cfg: GRPOConfig) -> None:
             kl_to_ref_coeff=cfg.train.kl_to_ref_coeff,
         )
         reference = make_reference(actor, model_folder(cfg)) if cfg.train.kl_to_ref_coeff is not None else None
-        optimizer, schedule = make_optimizer(
-            model,
-            learning_rate=cfg.train.learning_rate,
-            weight_decay=cfg.train.weight_decay,
-            schedule=cfg.train.schedule,
-            warmup_steps=cfg.train.warmup_steps,
-            num_steps=cfg.train.num_steps,
-        )
+        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
 
         # What plays: groups of answers to the same prompt, compared with each other, as training rows.
         limits = RolloutLimits(max_turns=cfg.collect.max_turns)

@@ -25,7 +25,15 @@ from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import AbsentEngine, open_run
 from llmrl.runs.imitation_config import SFTConfig
 from llmrl.runs.launch import launch
-from llmrl.runs.setup import lora_config, make_eval_envs, model_folder, scoring_options, start_engine, sync_scheme
+from llmrl.runs.setup import (
+    lora_config,
+    make_eval_envs,
+    model_folder,
+    optimizer_options,
+    scoring_options,
+    start_engine,
+    sync_scheme,
+)
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, train_step, write_log_probs
 
@@ -70,14 +78,7 @@ def main(cfg: SFTConfig) -> None:
         actor = TransformersWrapper(model, generate=False, **scoring_options(cfg))
         device.shard(model)  # where there are several ranks
         loss = SFTLoss(actor, reduction="token_mean")
-        optimizer, schedule = make_optimizer(
-            model,
-            learning_rate=cfg.train.learning_rate,
-            weight_decay=cfg.train.weight_decay,
-            schedule=cfg.train.schedule,
-            warmup_steps=cfg.train.warmup_steps,
-            num_steps=cfg.train.num_steps,
-        )
+        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
 
         limits = RolloutLimits(max_turns=cfg.collect.max_turns)
         evaluator = run.enter(Evaluator(eval_envs, policy, limits=limits, num_problems=cfg.eval.num_problems))
