@@ -274,6 +274,17 @@ def test_an_engine_that_dies_at_any_step_is_left_out_and_its_successor_is_sent_a
     sender.shutdown()
 
 
+def test_workers_that_come_to_a_group_and_die_are_not_waited_for(monkeypatch):
+    class GoneEngine(FarEngine):
+        def init_weight_transfer_engine(self, info):
+            if "master_address" not in info:
+                super().init_weight_transfer_engine(info)
+
+    monkeypatch.setattr(channels, "_MEETING_SECONDS", 0.1)
+    with pytest.raises(EngineError, match="came to the group and went away"):
+        make_sender(make_weights(), [GoneEngine()])
+
+
 def test_weights_of_another_shape_or_a_failed_packing_are_no_base(sent):
     weights, engine = make_weights(), FarEngine()
     sender = make_sender(weights, [engine], anchor_every=8)

@@ -23,6 +23,9 @@ from llmrl.weight_sync.source import ModelWeights
 
 logger = logging.getLogger(__name__)
 
+_MEETING_SECONDS = 10.0
+"""For this process to be in a group that all others say they are in. One that died since would be waited for longer."""
+
 
 class Client(Protocol):
     """Who takes the weights: one engine, or several whose workers form one group."""
@@ -249,7 +252,10 @@ class _Broadcast:
         # Left behind where the engine refuses, or dies: the group waits for its workers for minutes.
         opening = start_in_thread(open_group, address, port, rank=0, world_size=world_size)
         client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
-        self._group: ProcessGroupGloo | None = opening.result()
+        try:
+            self._group: ProcessGroupGloo | None = opening.result(_MEETING_SECONDS)
+        except TimeoutError as error:
+            raise EngineError("the engine's workers came to the group and went away again.") from error
         self._held: int | None = None
         """Checksum of what all workers took last."""
 
