@@ -9,9 +9,9 @@ import time
 
 import pytest
 import torch
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, Transform
 
-from llmrl.collectors import CollectionStalled, LLMCollector, RolloutLimits
+from llmrl.collectors import CollectionStalled, LLMCollector, RolloutLimits, stepper
 from llmrl.data import RolloutStatus, StopReason
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
@@ -308,3 +308,18 @@ def test_a_locked_environment_without_conversations_is_refused(make_policy):
 
     with pytest.raises(ValueError, match=r"batch size \(2,\)"):
         LLMCollector(Locked(batch_size=(2,)), policy=make_policy(), groups_per_batch=1)
+
+
+def test_conversations_that_are_ready_at_once_are_stepped_in_batches_of_bounded_size(make_policy, monkeypatch):
+    monkeypatch.setattr(stepper, "_MAX_BATCH", 3)
+    sizes = []
+
+    class Sizes(Transform):
+        def _step(self, tensordict, next_tensordict):
+            sizes.append(next_tensordict.numel())
+            return next_tensordict
+
+    env = DatasetChatEnv(DATASET, repeats=4).append_transform(RubricReward(exact)).append_transform(Sizes())
+    with collect_groups(make_policy(), env) as collector:
+        assert len(collector.next()) == 8
+    assert max(sizes) == 3 and sum(sizes) == 8

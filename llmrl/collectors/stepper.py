@@ -29,6 +29,7 @@ Stepped: TypeAlias = tuple[TensorDictBase, TensorDictBase]
 """A stepped conversation, and the root of its next turn."""
 
 _RELEASE_SECONDS = 30.0
+_MAX_BATCH = 256  # what more are stepped at once costs no less, and all of their old turns are kept until all are done
 
 Opening: TypeAlias = TensorDictBase | Drawn | Exception
 """How a conversation begins: reset already, to be opened, or what its reset raised."""
@@ -151,7 +152,7 @@ class EnvStepper:
         # Everything that became ready in this turn of the loop joins the first batch.
         await asyncio.sleep(0)
         while self._waiting:
-            batch, self._waiting = self._waiting, []
+            batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
             results: Sequence[Stepped | Exception]
             try:
                 results = await self._step_within_time([element for element, _ in batch])
