@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -37,8 +39,28 @@ def make_policy() -> Any:
     return LLMWrapperBase(ScriptedEngine([renderer.encode(ANSWER)], record_requests=False), renderer=renderer)
 
 
-def rate(num_processes: int) -> float:
-    """Turns a second of so many processes, while their batches are read one after another."""
+def cpu_seconds() -> dict[int, float]:
+    """CPU time of this process and of all that it started, by process."""
+    stats = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        stats[int(folder.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    own = {os.getpid()}
+    while started := {process for process, (parent, _) in stats.items() if parent in own} - own:
+        own |= started
+    return {process: stats[process][1] for process in own}
+
+
+def rate(num_processes: int) -> tuple[float, float]:
+    """Turns a second of so many processes while their batches are read, and their share of the CPU time of all.
+
+    The rest is this process's, which takes in the batches, and Ray's.
+    """
+    import ray
+
     from llmrl.collectors import RayLLMCollector
 
     with RayLLMCollector(
@@ -49,13 +71,15 @@ def rate(num_processes: int) -> float:
         num_cpus=0,
         sync_iter=False,
     ) as collector:
+        processes = ray.get([actor.process_id.remote() for actor in collector._ray_source.actors])
         for _ in range(2):
             collector.next()
-        started = time.perf_counter()
+        started, before = time.perf_counter(), cpu_seconds()
         num_rows = sum(len(collector.next()) for _ in range(NUM_BATCHES))
         seconds = time.perf_counter() - started
+        spent = {process: total - before.get(process, 0.0) for process, total in cpu_seconds().items()}
     assert num_rows == NUM_BATCHES * GROUPS_PER_BATCH * GROUP_SIZE
-    return num_rows * NUM_TURNS / seconds
+    return num_rows * NUM_TURNS / seconds, sum(spent[process] for process in processes) / sum(spent.values())
 
 
 def run() -> dict[str, Any]:
@@ -64,10 +88,10 @@ def run() -> dict[str, Any]:
 
     ray.init(address="local", num_cpus=NUM_PROCESSES, include_dashboard=False, log_to_driver=False)
     try:
-        rates = [(rate(1), rate(NUM_PROCESSES)) for _ in range(NUM_REPEATS)]
+        rates = [(*rate(1), *rate(NUM_PROCESSES)) for _ in range(NUM_REPEATS)]
     finally:
         ray.shutdown()
-    one, several = (statistics.median(column) for column in zip(*rates, strict=True))
+    one, _, several, share = (statistics.median(column) for column in zip(*rates, strict=True))
     efficiency = several / (NUM_PROCESSES * one)
     table = Table(
         "collector processes", "turns a second", title=f"Conversations of {NUM_TURNS} turns, Ray on one machine"
@@ -84,5 +108,7 @@ def run() -> dict[str, Any]:
         "medians": {
             "turns a second, 1 process": round(one),
             f"turns a second, {NUM_PROCESSES} processes": round(several),
+            f"their share of all CPU time, {NUM_PROCESSES} processes: the most on as many cores": round(share, 3),
+            "cores": os.cpu_count(),
         },
     }
