@@ -1,4 +1,9 @@
-"""What an environment costs a step (answer, step, step_mdp), beside TorchRL's ChatEnv with the same transforms."""
+"""What an environment costs a step (answer, step, step_mdp), beside TorchRL's ChatEnv with the same transforms.
+
+What grows with batch and turn is Python's search for garbage, of which `step` and `step_mdp` leave some: TensorDict's
+copies of tensorclasses make cycles. With the search off the sixteenth turn of 1,024 conversations costs 9 % more than
+the first. A collector takes the next root without `step_mdp`, and searches rarely.
+"""
 
 from __future__ import annotations
 
