@@ -1,7 +1,7 @@
 """Microseconds of CPU that a turn costs in the collector, with an engine that answers at once, beside TorchRL's.
 
-The goal is met by the ratio and by the growth together. Of the growth half is Python's search for garbage through what
-so many conversations hold, and the rest that it no longer fits the processor's caches.
+The goal is met by the ratio and by the growth together. Most of the growth is Python's search for garbage through what
+so many conversations hold: 77 us a turn with 8,192, 17 with 256.
 """
 
 from __future__ import annotations

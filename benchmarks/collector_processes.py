@@ -1,7 +1,7 @@
 """Turns a second of collector processes, one for each core, beside one such process: engines answer at once.
 
 The process that takes in their batches, and Ray, run on the same cores. So the collectors' share of all CPU time is the
-most that can be had on as many cores as collectors; what is missing to that went to whatever else the machine did.
+most that can be had on as many cores as collectors; what is missing to that is waiting, and what else the machine did.
 """
 
 from __future__ import annotations
