@@ -11,8 +11,8 @@ No sync can cost less than one copy and the packing that vLLM's CPU kernels need
 that floor is printed beside the goal, which it does not reach on every machine.
 
 Deltas are of true steps of AdamW, beside all weights, in bytes and in seconds: through files, and by gloo to a process
-on this host. There a broadcast costs little more than a copy, so that deltas save bytes and not time; a network of 1
-Gbit/s needs two seconds for the whole.
+on this host. There a broadcast of all costs little more than a copy, so that deltas save bytes, and seconds only where
+few words changed. Engines wait for reading and sending, and for neither writing nor packing.
 """
 
 from __future__ import annotations
