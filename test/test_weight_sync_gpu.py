@@ -299,12 +299,14 @@ def test_only_engines_for_ipc_take_handles_and_all_are_spawned(
     from vllm.platforms import current_platform
     from vllm.utils.system_utils import get_mp_context
 
-    seen = []
+    seen, sockets = [], []
 
     async def start(arguments, stat_logger):
         seen.append((arguments.weight_transfer_config.backend, os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION")))
         assert get_mp_context().get_start_method() == "spawn"
         assert arguments.enable_sleep_mode
+        sockets.append(Path(os.environ["VLLM_RPC_BASE_PATH"]))
+        (sockets[0] / "one").touch()
         raise RuntimeError("seen enough")
 
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
@@ -315,6 +317,7 @@ def test_only_engines_for_ipc_take_handles_and_all_are_spawned(
     with pytest.raises(EngineError, match="seen enough"):
         AsyncVLLM.from_pretrained(tiny_model_path, weight_transfer=backend, enable_sleep=True)
     assert seen == [(known_as, expected)]
+    assert not sockets[0].exists(), "what vLLM leaves behind goes with its engine"
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in os.environ
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -53,10 +56,13 @@ def start_vllm(
     variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
     takes_adapters = weight_transfer == ADAPTER_BACKEND
     background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
+    sockets = tempfile.TemporaryDirectory(prefix="llmrl-", dir=os.environ.get("VLLM_RPC_BASE_PATH"))
+    background.submit(_hold(sockets))
+    variables |= transfer_variables(weight_transfer) | {"VLLM_RPC_BASE_PATH": sockets.name}
     try:
         with (
             checkpoint_for(model, quantization, is_cpu=is_cpu, takes_adapters=takes_adapters) as folder,
-            starting_environment(variables | transfer_variables(weight_transfer)),
+            starting_environment(variables),
         ):
             arguments = build_engine_args(
                 folder,
@@ -74,3 +80,10 @@ def start_vllm(
     except Exception as error:
         background.close()
         raise EngineError(f"vLLM did not start with model {model!r}: {error}") from error
+
+
+async def _hold(sockets: tempfile.TemporaryDirectory[str]) -> None:
+    """Keep the folder of an engine's sockets until its loop ends; vLLM would leave three behind with each engine."""
+    with sockets:
+        while True:
+            await asyncio.sleep(3600)
