@@ -65,6 +65,19 @@ def test_a_collector_is_such_an_owner_until_it_is_shut_down(policy):
     assert gc.get_threshold() == (700, 10, 10)
 
 
+def test_cycles_that_training_left_are_gone_with_the_next_batch(policy):
+    with LLMCollector(DatasetChatEnv(["Hi."]), policy=policy, groups_per_batch=1) as collector:
+        for _ in range(3):
+            collector.next()
+            left = Owner()
+            left.itself = left
+            flag = weakref.ref(left)
+            del left
+            assert flag() is not None
+            collector.next()
+            assert flag() is None
+
+
 def test_what_a_turn_wrote_is_let_go_of_while_its_conversation_goes_on(policy):
     seen, num_alive = [], []
 

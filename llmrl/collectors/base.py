@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.garbage import search_young
 from llmrl._utils.torchrl_names import missing_attribute
 from llmrl._utils.types import StateDict
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer, TakesBatches
@@ -197,8 +198,7 @@ class BatchCollector:
         if not isinstance(indices, torch.Tensor) or indices.numel():
             self._delivered()
             return True
-        # The buffer's own transforms kept nothing: for whoever trains it was no batch, and its rollouts are counted
-        # with those of the next.
+        # The buffer's own transforms kept nothing: it was no batch, and its rollouts are counted with the next one's.
         self._collected = self._reported
         self._nothing_trained(self._collected.leave_out(self._groups, None))
         return False
@@ -213,10 +213,10 @@ class BatchCollector:
         self._scheduler.mark_delivered()
 
     def _next_delivery(self) -> ReadyBatch | None:
+        search_young()  # what training left in cycles, tensors among it
         # An interrupted wait is taken up by the next call, so that no batch falls between two chairs.
-        if self._pending_batch is None:
-            self._pending_batch = self._background.submit(self._scheduler.next_batch())
-        pending_batch = self._pending_batch
+        pending_batch = self._pending_batch or self._background.submit(self._scheduler.next_batch())
+        self._pending_batch = pending_batch
         try:
             return pending_batch.result()
         finally:
