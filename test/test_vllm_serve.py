@@ -140,12 +140,15 @@ def test_conversations_go_on_while_a_server_takes_weights_by_memory_gloo_and_fil
         task = asyncio.create_task(
             engine.generate([1, 2], SAMPLING.with_changes(max_new_tokens=250), request_id="mine")
         )
-        while await engine.progress() is None:
+        while not task.done() and await engine.progress() is None:
             await asyncio.sleep(0.01)
         await engine.abort("mine")
         return await task
 
-    completion = asyncio.run(end_one())
+    for _ in range(20):  # where this process is slow the server may be through before it is asked to stop
+        completion = asyncio.run(end_one())
+        if completion.finish_reason == "abort":
+            break
     assert completion.finish_reason == "abort"
     assert set(completion.versions) <= {4}
     truncated = asyncio.run(engine.generate([1, 2], SamplingConfig(max_new_tokens=5, top_k=5, temperature=0.7)))

@@ -49,6 +49,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
 
     Example:
         >>> import asyncio
+        >>> from llmrl.engines import SamplingConfig
         >>> from llmrl.testing import ScriptedEngine
         >>> engines = EngineReplicas([ScriptedEngine([[1]]), ScriptedEngine([[2]])])
         >>> ask = lambda: asyncio.run(engines.generate([5], SamplingConfig(), routing_key="group")).token_ids

@@ -55,31 +55,29 @@ def start_vllm(
     threads = (cpu_threads or available_cores()) if is_cpu else None
     variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
     takes_adapters = weight_transfer == ADAPTER_BACKEND
-    background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
-    sockets = tempfile.TemporaryDirectory(prefix="llmrl-", dir=os.environ.get("VLLM_RPC_BASE_PATH"))
-    background.submit(_hold(sockets))
-    variables |= transfer_variables(weight_transfer) | {"VLLM_RPC_BASE_PATH": sockets.name}
-    try:
-        with (
-            checkpoint_for(model, quantization, is_cpu=is_cpu, takes_adapters=takes_adapters) as folder,
-            starting_environment(variables),
-        ):
-            arguments = build_engine_args(
-                folder,
-                is_cpu=is_cpu,
-                kv_cache_memory=kv_cache_memory,
-                weight_transfer=weight_transfer,
-                enable_sleep=enable_sleep,
-                options=options,
-                engine_args=engine_args,
-            )
-            return background.run(start_llm(arguments, load)), background, load
-    except (TypeError, ValueError, EngineError):
-        background.close()
-        raise
-    except Exception as error:
-        background.close()
-        raise EngineError(f"vLLM did not start with model {model!r}: {error}") from error
+    with checkpoint_for(model, quantization, is_cpu=is_cpu, takes_adapters=takes_adapters) as folder:
+        background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
+        sockets = tempfile.TemporaryDirectory(prefix="llmrl-", dir=os.environ.get("VLLM_RPC_BASE_PATH"))
+        background.submit(_hold(sockets))
+        variables |= transfer_variables(weight_transfer) | {"VLLM_RPC_BASE_PATH": sockets.name}
+        try:
+            with starting_environment(variables):
+                arguments = build_engine_args(
+                    folder,
+                    is_cpu=is_cpu,
+                    kv_cache_memory=kv_cache_memory,
+                    weight_transfer=weight_transfer,
+                    enable_sleep=enable_sleep,
+                    options=options,
+                    engine_args=engine_args,
+                )
+                return background.run(start_llm(arguments, load)), background, load
+        except (TypeError, EngineError):
+            background.close()
+            raise
+        except Exception as error:
+            background.close()
+            raise EngineError(f"vLLM did not start with model {model!r}: {error}") from error
 
 
 async def _hold(sockets: tempfile.TemporaryDirectory[str]) -> None:

@@ -35,7 +35,7 @@ from llmrl.runs.config import (
 from llmrl.runs.engine_config import EngineConfig, SyncConfig
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
-from llmrl.runs.setup import clip_bounds, lora_config, model_folder, scoring_options, start_engine
+from llmrl.runs.setup import clip_bounds, lora_config, model_folder, optimizer_options, scoring_options, start_engine
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_reference, minibatches, train_step
 
@@ -244,14 +244,7 @@ def _train(
             kl_to_ref_coeff=cfg.train.kl_to_ref_coeff,
         )
         reference = make_reference(actor, model_folder(cfg)) if cfg.train.kl_to_ref_coeff is not None else None
-        optimizer, schedule = make_optimizer(
-            model,
-            learning_rate=cfg.train.learning_rate,
-            weight_decay=cfg.train.weight_decay,
-            schedule=cfg.train.schedule,
-            warmup_steps=cfg.train.warmup_steps,
-            num_steps=cfg.train.num_steps,
-        )
+        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
 
         limits = RolloutLimits(max_turns=cfg.collect.max_turns)
         collector = run.enter(
