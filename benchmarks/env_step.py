@@ -2,7 +2,8 @@
 
 What grows with batch and turn is Python's search for garbage, of which `step` and `step_mdp` leave some: TensorDict's
 copies of tensorclasses make cycles. With the search off the sixteenth turn of 1,024 conversations costs 9 % more than
-the first. A collector takes the next root without `step_mdp`, and searches rarely.
+the first. Each case is searched for its own alone: a heap that another left is walked at some turns and not at others,
+which doubled the cost of those. A collector takes the next root without `step_mdp`, and searches rarely.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def measure(batch_sizes: tuple[int, ...]) -> dict[str, dict[tuple[int, int], flo
             for name, case in cases.items():
                 if name == "llmrl" or repeat < NUM_PEER_REPEATS[batch_size]:
                     gc.collect()
+                    gc.freeze()  # searches then walk what the case keeps, and nothing of the peer's or of torch's
                     runs.setdefault((name, batch_size), []).append(case(batch_size, max(TURNS)))
+                    gc.unfreeze()
     return {
         name: {
             (batch_size, turn): statistics.median(run[turn - 1] for run in runs[name, batch_size]) / batch_size
