@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import pickle
-import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
 import torch
 
+from llmrl._utils.threads import start_in_thread
 from llmrl.engines.base import TransferInfo
 from llmrl.engines.vllm_args import LLMRL_BACKEND
 from llmrl.weight_sync.channels import Channel, Client, Connection
@@ -119,16 +118,15 @@ class _TimedNCCL:
 
         self._client, self._device = client, source.device
         info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
-        opened: Future[NCCLTrainerWeightTransferEngine] = Future()
         self._workers_opened: Future[None] = Future()
         self._workers_updated: Future[None] | None = None
 
-        def meet() -> None:
-            with torch.accelerator.device_index(self._device.index), contextlib.suppress(Exception):
-                _run(opened, lambda: NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=source))
+        def meet() -> NCCLTrainerWeightTransferEngine:
+            with torch.accelerator.device_index(self._device.index):
+                return NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=source)
 
         # NCCL waits for all for ever: where a worker does not come, the thread that waits is left behind.
-        threading.Thread(target=meet, daemon=True, name="llmrl-nccl").start()
+        opened = start_in_thread(meet)
         wait([self._workers_opened, opened], return_when=FIRST_EXCEPTION)
         if self._workers_opened.done():
             self._workers_opened.result()
