@@ -113,9 +113,9 @@ class Routers:
             largest = int(experts.max()) if experts.numel() else 0
             if experts.shape[1:] != shape or largest >= self.num_experts:
                 raise ValueError(
-                    f"{ROUTED_EXPERTS!r} of row {row} has shape {tuple(experts.shape)} and ids up to {largest}; "
-                    f"the {shape[0]} routers of {self._name} choose {shape[1]} of {self.num_experts} experts. Drop it "
-                    "from rows that another model sampled."
+                    f"{ROUTED_EXPERTS!r} of row {row} has shape {tuple(experts.shape)} and ids up to {largest}; the "
+                    f"{shape[0]} routers of {self._name} choose {shape[1]} of {self.num_experts} experts. Drop it from "
+                    "rows that another model sampled."
                 )
         return routed_experts
 
@@ -137,8 +137,7 @@ class Routers:
         if len(choices) != self.num_layers:
             raise TypeError(
                 f"{len(choices)} of the {self.num_layers} routers of {self._name} return logits, weights and ids, each "
-                f"once: it cannot be given experts. Drop {ROUTED_EXPERTS!r} from the rows to let it choose by "
-                "itself."
+                f"once: it cannot be given experts. Drop {ROUTED_EXPERTS!r} from the rows to let it choose by itself."
             )
 
 
