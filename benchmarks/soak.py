@@ -194,29 +194,35 @@ def soak(num_conversations: int, num_parts: int) -> tuple[list[dict[str, float]]
     return parts, endings
 
 
-def run(num_conversations: int = NUM_CONVERSATIONS) -> dict[str, Any]:
-    """Soak, print what was used in each quarter, and give the largest ratio."""
-    started = time.monotonic()
-    parts, endings = soak(num_conversations, NUM_PARTS)
-    quarter = NUM_PARTS // 4
+def by_quarter(parts: list[dict[str, float]], title: str, of_what: str) -> dict[str, Any]:
+    """Print what was used in each quarter, and give a benchmark's figures: the largest ratio of last to second."""
+    quarter = len(parts) // 4
     quarters = [
         {name: statistics.mean(part[name] for part in parts[start : start + quarter]) for name in parts[0]}
-        for start in range(0, NUM_PARTS, quarter)
+        for start in range(0, len(parts), quarter)
     ]
-    table = Table(title=f"{num_conversations} conversations in {time.monotonic() - started:.0f} s")
+    table = Table(title=title)
     for column in ("", "first quarter", "second", "third", "last"):
         table.add_column(column, justify="right")
     for name in parts[0]:
-        table.add_row(name, *(f"{one[name]:.4g}" for one in quarters))
+        table.add_row(name, *(f"{one[name]:.5g}" for one in quarters))
     Console().print(table)
-    for (kind, status, reason), count in sorted(endings.items()):
-        print(f"{kind:26}{status:10}{reason:24}{count:6}")
     ratios = {name: quarters[3][name] / max(quarters[1][name], 1) for name in parts[0]}
     return {
-        "name": "soak",
         "ratio": round(max(ratios.values()), 4),
-        "ratio_of": "the most that anything grew: mean of the last quarter of the conversations to that of the second",
+        "ratio_of": f"the most that anything grew: mean of the last quarter of the {of_what} to that of the second",
         "goal": GOAL,
         "met": max(ratios.values()) <= GOAL,
         "medians": {"ratios": {name: round(ratio, 4) for name, ratio in ratios.items()}, "last quarter": quarters[3]},
     }
+
+
+def run(num_conversations: int = NUM_CONVERSATIONS) -> dict[str, Any]:
+    """Soak, print what was used in each quarter and how conversations ended, and give the largest ratio."""
+    started = time.monotonic()
+    parts, endings = soak(num_conversations, NUM_PARTS)
+    title = f"{num_conversations} conversations in {time.monotonic() - started:.0f} s"
+    figures = by_quarter(parts, title, "conversations")
+    for (kind, status, reason), count in sorted(endings.items()):
+        print(f"{kind:26}{status:10}{reason:24}{count:6}")
+    return {"name": "soak", **figures}

@@ -13,7 +13,6 @@ import asyncio
 import os
 import random
 import signal
-import statistics
 import tempfile
 import threading
 import time
@@ -24,10 +23,8 @@ from typing import Any
 
 import ray
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.soak import settled
+from benchmarks.soak import by_quarter, settled
 from llmrl.engines import AsyncVLLM, EngineReplicas
 from llmrl.engines.base import EngineError, TransferInfo
 from llmrl.engines.ray_engine import RayEngine
@@ -41,7 +38,6 @@ NUM_DEATHS = 54
 # Of which the first six make pools and caches.
 NUM_FIRST = 6
 NUM_AT_ONCE = 16
-GOAL = 1.02
 
 
 class TakingEngine(TransformersEngine):
@@ -219,31 +215,11 @@ def run() -> dict[str, Any]:
         path = make_tiny_model(folder)
         parts, counts = soak(start_in_ray(path), path, NUM_DEATHS)
     ray.shutdown()
-    quarter = (NUM_DEATHS - NUM_FIRST) // 4
-    quarters = [
-        {name: statistics.mean(part[name] for part in parts[start : start + quarter]) for name in parts[0]}
-        for start in range(NUM_FIRST, NUM_DEATHS, quarter)
-    ]
-    table = Table(title=f"{counts['deaths']} deaths in {time.monotonic() - started:.0f} s")
-    for column in ("", "first quarter", "second", "third", "last"):
-        table.add_column(column, justify="right")
-    for name in parts[0]:
-        table.add_row(name, *(f"{one[name]:.5g}" for one in quarters))
-    Console().print(table)
+    title = f"{counts['deaths']} deaths in {time.monotonic() - started:.0f} s"
+    figures = by_quarter(parts[NUM_FIRST:], title, "deaths")
     print(dict(counts))
-    ratios = {name: quarters[3][name] / max(quarters[1][name], 1) for name in parts[0]}
-    return {
-        "name": "soak_deaths",
-        "ratio": round(max(ratios.values()), 4),
-        "ratio_of": "the most that anything grew: mean of the last quarter of the deaths to that of the second",
-        "goal": GOAL,
-        "met": max(ratios.values()) <= GOAL and counts["ERROR"] == 0,
-        "medians": {
-            "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
-            "last quarter": quarters[3],
-            "counts": {name: int(count) for name, count in sorted(counts.items())},
-        },
-    }
+    figures["medians"]["counts"] = {name: int(count) for name, count in sorted(counts.items())}
+    return {"name": "soak_deaths", **figures, "met": figures["met"] and counts["ERROR"] == 0}
 
 
 if __name__ == "__main__":
