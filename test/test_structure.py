@@ -16,7 +16,7 @@ from llmrl.engines.vllm_private import _MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "llmrl").rglob("*.py"))
-MAX_LINES = 400
+MAX_LINES = 500
 # Uses of `Any` in a thousand lines, by room: these bounds only fall.
 MAX_ANY = {
     "_utils": 3, "cli": 1, "collectors": 3, "data": 6, "endpoint": 0, "engines": 4, "envs": 3, "objectives": 3,
