@@ -29,8 +29,9 @@ test: lint ## lint, types, then every test and example: 12 to 25 minutes on two 
 test-fast: setup ## the tests that start neither vLLM nor Ray nor other programs and are quick: 2 to 4 minutes on two cores
 	@$(PYTEST) -m "not engine and not ray and not slow" $(ARGS)
 
-lint: setup ## ruff and mypy: half a minute
+lint: setup ## ruff, spelling and mypy: half a minute
 	@"$(BIN)/ruff" check .
+	@"$(BIN)/codespell" llmrl docs sota-implementations examples benchmarks tools *.md
 	@"$(BIN)/ruff" format --check .
 	@"$(BIN)/mypy"
 
