@@ -22,7 +22,7 @@ GOALS = {1: 0.95, 4: 0.90}
 
 
 class FixedLength:
-    """An engine whose completions all have `MAX_NEW_TOKENS` tokens and count as ended, not as cut."""
+    """An engine with completions of exactly `MAX_NEW_TOKENS` tokens that and count as ended, not as cut."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.max_model_len, self.vocab_size = engine, engine.max_model_len, engine.vocab_size

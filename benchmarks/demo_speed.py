@@ -22,7 +22,7 @@ _SCRIPT = Path(__file__).parent.parent / "sota-implementations" / "grpo" / "grpo
 
 
 def seconds_to_target(log: list[dict[str, float]]) -> float:
-    """Seconds of the steps up to the first whose mean reward reached the target; infinite when none did.
+    """Seconds of the steps up to the first with a mean reward at the target; infinite when none did.
 
     Example:
         >>> seconds_to_target([{"reward_mean": 0.5, "seconds": 2.0}, {"reward_mean": 0.95, "seconds": 1.0}])

@@ -36,7 +36,7 @@ class _Request:
 
     @property
     def num_needed(self) -> int:
-        """Tokens whose keys and values the next sampled one needs."""
+        """Number of tokens with keys and values that the next sampled one needs."""
         return self.num_prompt + self.num_sampled
 
 

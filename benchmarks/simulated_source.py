@@ -40,6 +40,6 @@ class SimulatedSource:
 
 
 def completed(rollout: Rollout, num_turns: int) -> list[Rollout]:
-    """Return what a task gives whose rollout has had all of its turns."""
+    """Return what a task gives after all turns of its rollout."""
     rollout.num_turns, rollout.status, rollout.is_scored = num_turns, RolloutStatus.COMPLETED, True
     return [rollout]

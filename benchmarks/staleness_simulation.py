@@ -134,7 +134,7 @@ async def simulate(make_gate: Callable[[], Any], max_staleness: int, waits: bool
     draw = log_normal(ANSWER_MEDIAN_S, ANSWER_SIGMA)
     engines = [Replica(lambda *_: min(ANSWER_MOST_S, draw())) for _ in range(NUM_REPLICAS)]
     gate = make_gate()
-    gate.follows_versions = False  # it is told of each, and need not look 20 times a second of hours
+    gate.follows_versions = False  # each is reported to it, so that it need not look 20 times a second for hours
     replicas = EngineReplicas(engines, hang_timeout_seconds=None, num_retries=5)
     current = 0
     replicas.before_serving.append(lambda engine: setattr(engine, "policy_version", current))

@@ -1,4 +1,4 @@
-"""Collection in the background: a replay buffer fills while something else happens, and waits when it is told to."""
+"""Collection in the background: a replay buffer fills while something else happens, and waits on demand."""
 
 from __future__ import annotations
 

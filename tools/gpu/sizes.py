@@ -99,7 +99,7 @@ def flops_of(name: str, model: torch.nn.Module, batch: Rows) -> float:
 
 
 def make_batch(rows: Rows, vocab_size: int) -> TensorDictBase:
-    """Training rows with advantages, whose own tokens are trained."""
+    """Training rows with advantages; their own tokens are trained."""
     num_rows, num_shared, num_own = rows
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, vocab_size, (num_shared,), generator=generator)

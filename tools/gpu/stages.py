@@ -57,7 +57,7 @@ def repeated(function: Callable[[], object], device: str, num: int = 3) -> Resul
 
 
 def attempted(function: Callable[[], Result]) -> Result:
-    """A part of a stage, whose failure is a result and leaves the others."""
+    """A part of a stage. Its failure is a result and leaves the others."""
     try:
         return function()
     except Exception as error:
