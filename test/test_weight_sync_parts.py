@@ -142,8 +142,19 @@ def test_several_engines_get_one_version():
     engines = [FakeEngine(version=3), FakeEngine(version=5)]
     group = EngineGroup(engines)
     assert (group.policy_version, group.next_version) == (3, 6)
-    group.commit(group.members(), group.next_version)
+    members = group.members()
+    group.each(members, Member.start_weight_update)
+    group.commit(members, group.next_version)
     assert [engine.policy_version for engine in engines] == [6, 6]
+
+
+def test_an_engine_that_took_no_weights_does_not_get_their_version():
+    """A server that was out of reach when the others took them may be back when they load."""
+    engine = FakeEngine(version=5)
+    group = EngineGroup(engine)
+    with pytest.raises(EngineError, match="took no weights"):
+        group.commit(group.members(), 6)
+    assert (engine.policy_version, engine.calls) == (5, [])
 
 
 def test_engines_resume_after_an_error():
@@ -160,9 +171,10 @@ def test_an_engine_that_dies_is_left_out_and_one_in_its_place_comes_in():
     group = EngineGroup(engines)
     members = group.members()
     with group.paused(members):
+        group.each(members, Member.start_weight_update)
         group.commit(members, 1)
     assert engines[0].policy_version == 1
-    assert engines[0].names == ["pause", "finish", "reset_prefix_cache", "resume"]
+    assert engines[0].names == ["pause", "start", "finish", "reset_prefix_cache", "resume"]
     assert [member.engine for member in group.members()] == [engines[0]]
     engines[1] = FakeEngine()
     assert [member.engine for member in group.members()] == engines
@@ -176,11 +188,13 @@ def test_an_engine_that_fails_while_loading_stays_paused_and_the_others_go_on():
     group = EngineGroup(engines)
     members = group.members()
     with pytest.raises(EngineError, match="finish refused"), group.paused(members):
+        group.each(members, Member.start_weight_update)
         group.commit(members, 1)
     assert [engine.policy_version for engine in engines] == [1, 0]
     assert ["resume" in engine.names for engine in engines] == [True, False]
     engines[1].fails_at = None
     with group.paused(members):
+        group.each(members, Member.start_weight_update)
         group.commit(members, 2)
     assert engines[1].names[-1] == "resume"
 
@@ -420,7 +434,12 @@ class TestUpdatesBesideTraining:
     def test_what_is_streamed_is_sent_before_it_returns(self, monkeypatch):
         model, seen = torch.nn.Linear(3, 2), []
         monkeypatch.setattr(EngineGroup, "connect", lambda *arguments: None)
-        monkeypatch.setattr(EngineGroup, "take", lambda *arguments: seen.append(model.weight.clone()))
+
+        def take(group, members):
+            seen.append(model.weight.clone())
+            group.each(members, Member.start_weight_update)
+
+        monkeypatch.setattr(EngineGroup, "take", take)
         sender = make_sender(VLLMWeightSyncScheme(), model, FakeEngine())
         update = sender.start_update()
         assert update.done() or seen, "training would change weights that are still to be read"

@@ -91,6 +91,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self._dead: set[int] = set()
         self._recovering: dict[int, threading.Thread] = {}
         self._unproven: set[int] = set()  # restarted, and not seen with the weights of the others yet
+        self._first_version: int | None = None  # of the weights that they start with, where it was given
         self._version = max(engine.policy_version for engine in engines)
         self._are_all_open, self._looked_s = True, -LOOK_AGAIN_S
         self._pending: dict[str, PendingRequest] = {}
@@ -150,6 +151,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         """Count on from `version`: for a resumed run, before its weights are sent."""
+        self._first_version = version
         for engine in self:
             engine.policy_version = version
         self.refresh()
@@ -235,7 +237,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
                     _LOGGER.warning("Engine replica %d hung for %g s and is ended.", index, self.hang_timeout_seconds)
                     self.num_hangs += 1
                     return self._mark_dead(index, is_hanging=True)
-        engine.shutdown()  # it has just been started, and was to be given the current weights
+        end_hanging(engine)  # it has just been started, and was to be given the current weights
 
     async def watch_for_hangs(self, is_needed: Callable[[], bool] = lambda: True) -> None:
         """Replace what hangs, until `shutdown`: for engines whose requests other processes make."""
@@ -273,12 +275,17 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
     def _recover(self, index: int) -> None:
         """Start an engine in a dead one's place; runs in its own thread."""
         with contextlib.suppress(Exception):  # it is dead; this only takes away what is left of it
-            self._engines[index].shutdown()
+            if self._restart is None:
+                end_hanging(self._engines[index])
+            else:
+                self._engines[index].shutdown()
         engine = None
         while engine is None and self._restart is not None and self._may_restart(index):
             self._restarts_in_a_row[index] += 1
             try:
                 engine = self._restart(index)
+                if self._first_version is not None:
+                    engine.policy_version = self._first_version
             except Exception:
                 _LOGGER.exception("Engine replica %d could not be restarted.", index)
         with self._lock:
@@ -303,6 +310,12 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             if self.is_shut_down:
                 engine.shutdown()
         self.refresh()
+
+
+def end_hanging(engine: Engine) -> None:
+    """End an engine that hangs; a server is hung up on, and may come back."""
+    hang_up = getattr(engine, "hang_up", engine.shutdown)
+    hang_up()
 
 
 AsyncVLLM.start_several = EngineReplicas.from_pretrained

@@ -100,18 +100,19 @@ class AdapterChannel(Channel):
     def __init__(self, source: AdapterWeights) -> None:
         self._source = source
         self._staged: TransferInfo = {}
+        self._version: int | None = None
 
     @property
-    def has_staged(self) -> bool:
-        """Whether there are adapters to send."""
-        return bool(self._staged)
+    def staged_version(self) -> int | None:
+        """Version of the adapters in memory."""
+        return self._version if self._staged else None
 
     def stage(self, version: int | None) -> int:
         """Copy the adapters into one file in memory."""
         assert version is not None, "somebody has to hold the base model"
         self._staged = {}
         weights = _as_file({name: tensor.cpu().contiguous() for name, tensor in self._source})
-        self._staged = {"weights": weights, "rank": self._source.rank}
+        self._staged, self._version = {"weights": weights, "rank": self._source.rank}, version
         return version
 
     def staged(self) -> TransferInfo:

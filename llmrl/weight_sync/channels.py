@@ -73,8 +73,8 @@ class Channel(ABC):
 
     @property
     @abstractmethod
-    def has_staged(self) -> bool:
-        """Whether the weights that the engines took last are held here."""
+    def staged_version(self) -> int | None:
+        """Version of the weights that are held here for engines to take; None where there are none."""
 
     @abstractmethod
     def stage(self, version: int | None) -> int:
@@ -121,6 +121,7 @@ class MemoryChannel(Channel):
         self._shared: SharedBuffer | None = None
         self._layout: PackedLayout | None = None
         self._tag = ""
+        self._version: int | None = None
         self._is_broadcast, self._num_deltas = False, 0
         self.checksum: int | None = None
         """Of the staged bytes, where deltas may lead on from them."""
@@ -135,9 +136,9 @@ class MemoryChannel(Channel):
         return self._layout
 
     @property
-    def has_staged(self) -> bool:
-        """Whether there are weights to send."""
-        return bool(self._tag)
+    def staged_version(self) -> int | None:
+        """Version of the packed weights."""
+        return self._version if self._tag else None
 
     @torch.no_grad()
     def stage(self, version: int | None) -> int:
@@ -160,7 +161,7 @@ class MemoryChannel(Channel):
             self._num_deltas = 0 if self.delta is None else num_deltas + 1
         else:
             self._pack(buffer, tag)
-        self._tag = tag
+        self._tag, self._version = tag, version
         return version
 
     def _pack(self, buffer: torch.Tensor, tag: str) -> None:
@@ -316,9 +317,9 @@ class FileChannel(Channel):
         self.pointer: BufferPointer | None = None
 
     @property
-    def has_staged(self) -> bool:
-        """Whether there are weights to send."""
-        return self.pointer is not None
+    def staged_version(self) -> int | None:
+        """Version of the weights in the current buffer, of those that this process wrote."""
+        return None if self.pointer is None else self.pointer.version
 
     def stage(self, version: int | None) -> int:
         """Write the weights into the buffer that is not current, and make it the current one."""

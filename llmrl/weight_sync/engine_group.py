@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS
 from llmrl.engines.quantized import INT8
-from llmrl.engines.replicas import EngineReplicas
+from llmrl.engines.replicas import EngineReplicas, end_hanging
 from llmrl.engines.vllm_args import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.weight_sync.deadline import TRANSFER_SECONDS
 from llmrl.weight_sync.member import AllWorkers, Member
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.05
+"""Between looks whether an engine that is being started is there."""
 _END_SECONDS = 60.0
 """For the calls of an engine that was ended to fail."""
 
@@ -90,13 +93,22 @@ class EngineGroup:
         """Whether the engines compute in int8."""
         return self._engines[0].quantization is not None
 
+    @property
+    def are_replaced(self) -> bool:
+        """Whether none lives, and `EngineReplicas` is starting others."""
+        return not self.engines and self._replicas is not None and self._replicas.is_alive
+
     def members(self) -> list[Member]:
         """Return the engines that live now, each the same member as before as long as it does.
+
+        Where none lives, it waits for one that is being started, as requests do.
 
         Raises:
             EngineError: when none lives.
             ValueError: when one cannot take the weights.
         """
+        while self.are_replaced:
+            time.sleep(_LOOK_SECONDS)
         engines = self.engines
         if not engines:
             raise EngineError("none of the engines is running; start new ones.")
@@ -111,7 +123,7 @@ class EngineGroup:
     def member_of(self, engine: UpdatableEngine) -> Member:
         """Return the member that is one engine, which may be new."""
         member = self._members.get(id(engine))
-        if member is None or member.num_restarts != getattr(engine, "num_restarts", 0):
+        if member is None or member.is_left_out or member.num_restarts != getattr(engine, "num_restarts", 0):
             if not isinstance(engine, UpdatableEngine):
                 raise ValueError(
                     "engine must be one that takes weights (AsyncVLLM, RayEngine, ServerEngine with weight_sync=True), "
@@ -164,8 +176,8 @@ class EngineGroup:
         if self._takes_adapters and self._pause_mode == "keep":
             yield
             return
-        self.each(members, lambda member: member.engine.pause(self._pause_mode, clear_cache=False))
         try:
+            self.each(members, lambda member: member.engine.pause(self._pause_mode, clear_cache=False))
             yield
         except BaseException:
             with contextlib.suppress(EngineError):  # what went wrong before is what the caller must hear
@@ -223,6 +235,9 @@ class EngineGroup:
 
     def held_weights(self, members: list[Member]) -> str:
         """Say which weights the engines hold after an update that failed."""
+        members = [member for member in members if member.engine.is_alive]
+        if not members:
+            return "None of the engines is running; start new ones."
         whole = [member.engine.policy_version for member in members if member.is_whole]
         if not whole:
             return "The engines hold no whole weights and stay paused until an update succeeds."
@@ -234,22 +249,31 @@ class EngineGroup:
     def each(self, members: Sequence[Member], action: Callable[[Member], object]) -> None:
         """Run `action` for all engines at once; all have ended before an error of an engine that lives is raised.
 
+        One that dies, or hangs and is ended, is left out from then on.
+
         Raises:
             EngineError: when all of them died, or hung and were ended.
         """
-        futures = {self._pool.submit(action, member): member for member in members}
+        futures = {self._pool.submit(action, member): member for member in members if not member.is_left_out}
         hanging = self._end_hanging(futures)
         errors: list[tuple[Member, BaseException]] = [*hanging.items()]
         for future, member in futures.items():
             if member not in hanging and (error := future.exception()) is not None:
                 errors.append((member, error))
-        living = [error for member, error in errors if member not in hanging and member.is_alive]
+        living = []
+        for member, error in errors:
+            if member not in hanging and member.is_alive:
+                living.append(error)
+                continue
+            member.is_left_out = True
+            logger.warning("an engine died during a weight update and is left out: %s", error)
+        if errors and self._replicas is not None:
+            self._replicas.refresh()  # a server may be back before the update ends, without its weights
         if living:
             raise living[0]
-        for _, error in errors:
-            logger.warning("an engine died during a weight update and is left out: %s", error)
-        if members and len(errors) == len(members):
-            raise EngineError(f"every engine died during the weight update: {errors[0][1]}") from errors[0][1]
+        if members and all(member.is_left_out for member in members):
+            cause = errors[0][1] if errors else None
+            raise EngineError(f"every engine died during the weight update: {cause or 'before'}") from cause
 
     def shutdown(self) -> None:
         """Release threads and connections; the engines stay."""
@@ -286,7 +310,7 @@ class EngineGroup:
         if self._replicas is not None:
             self._replicas.replace_hanging(engine)
         else:
-            engine.shutdown()
+            end_hanging(engine)
 
     def _resume(self, members: list[Member]) -> None:
         self.each([member for member in members if member.is_whole], lambda member: member.engine.resume())

@@ -25,6 +25,8 @@ class Member:
         self.connection: Connection | None = None
         self.is_mixed = False
         """Whether its weights may be neither the old nor the new ones."""
+        self.is_left_out = False
+        """Whether it could not be reached in an update: a server that is back takes part in the next one anew."""
         self._is_updating = False
         self.num_restarts: int = getattr(engine, "num_restarts", 0)
         """Of a server: one that was started again knows nothing of what was opened and begun before."""
@@ -83,7 +85,13 @@ class Member:
             raise
 
     def commit(self, version: int) -> None:
-        """Put the taken weights to use."""
+        """Put the taken weights to use.
+
+        Raises:
+            EngineError: when it took none, which would give its old weights the new version.
+        """
+        if not self._is_updating:
+            raise EngineError("the engine took no weights in this update.")
         self.engine.finish_weight_update(version)
         self._is_updating = False  # vLLM goes on with an update whose end failed: the next one ends it
 

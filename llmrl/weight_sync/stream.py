@@ -32,7 +32,7 @@ class StreamChannel(Channel):
         ValueError: for another backend.
     """
 
-    is_collective, can_roll_back, has_staged = True, False, False
+    is_collective, can_roll_back, staged_version = True, False, None
 
     def __init__(self, source: ModelWeights, backend: str | None, rendezvous: Callable[[], tuple[str, int]]) -> None:
         if backend not in ("nccl", "ipc"):

@@ -16,9 +16,13 @@ from llmrl.trainer.trained_model import TrainedModel, trained_model
 from llmrl.weight_sync.channels import Channel
 from llmrl.weight_sync.engine_group import EngineGroup
 from llmrl.weight_sync.int8 import Int8Weights
+from llmrl.weight_sync.member import Member
 from llmrl.weight_sync.source import ModelMetadata, ModelWeights, get_model_metadata, model_of
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1
+"""Between looks at an engine that waits for an update to end."""
 
 
 class WeightSyncError(EngineError):
@@ -26,7 +30,7 @@ class WeightSyncError(EngineError):
 
 
 class ReplicaLostError(WeightSyncError):
-    """A replica died or hung in the midst of a transfer that all take part in; the others can be given it again."""
+    """Engines died or hung in an update, which can be repeated with those that are left or that take their place."""
 
 
 class WeightSync:
@@ -67,6 +71,8 @@ class WeightSync:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="llmrl-weight-update")
         self._is_copied: threading.Event | None = None
         self._sent_version: int | None = None
+        self._last_version = 0
+        """The highest that any engine may have put to use: other weights never get it, although that update failed."""
         self._has_warned = False
         self.last_timings: dict[str, float] = {}
         """Seconds of the parts of the last update: `stage_s` (the engines generate), `pause_s`, `send_s` (the workers
@@ -137,7 +143,8 @@ class WeightSync:
         """Put the model's weights (or `weights`, by checkpoint name) into the engines; return their version.
 
         Requests in flight are treated as the scheme says, none is lost. The engines count the version. Blocks; in an
-        event loop use `asyncio.to_thread`. Engines that died are left out.
+        event loop use `asyncio.to_thread`. Engines that died are left out; where all of them did and `EngineReplicas`
+        starts others, the update waits for one.
 
         Raises:
             RuntimeError: before `init_all_workers_group`.
@@ -152,7 +159,7 @@ class WeightSync:
                     return (
                         self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
                     )
-                except ReplicaLostError as error:  # each time there is one less
+                except ReplicaLostError as error:  # each time there is one less, or one restart less
                     logger.warning("%s The update is repeated with the engines that are left.", error)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
@@ -180,9 +187,13 @@ class WeightSync:
         """Give an engine that missed updates the weights that the others were sent last, with their version.
 
         Raises:
+            EngineError: when the engine dies before an update that is under way ends.
             WeightSyncError: when they are not held any more; the next update reaches the engine too.
         """
-        with self._lock:
+        while not self._lock.acquire(timeout=_LOOK_SECONDS):
+            if not engine.is_alive:  # the update may wait for the engine that takes the place of this one
+                raise EngineError("the engine died before it was given the current weights.")
+        try:
             group, channel = self._group, self._channel
             if group is None or channel is None:
                 raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
@@ -190,10 +201,7 @@ class WeightSync:
             version = max(version, self._sent_version or 0)  # they may all have died since
             if engine.policy_version == version:
                 return
-            if self._sent_version is None:  # all of them hold the weights that they started with
-                engine.policy_version = version
-                return
-            if not channel.has_staged:
+            if channel.staged_version != version:
                 raise WeightSyncError(
                     f"the weights of version {version} are not held by this trainer; the engine may serve after the "
                     "next update."
@@ -203,6 +211,8 @@ class WeightSync:
             with group.paused(members):
                 group.take(members)
                 group.commit(members, version)
+        finally:
+            self._lock.release()
 
     def shutdown(self) -> None:
         """Release memory, communicators and threads; the engines stay. May be called twice."""
@@ -240,43 +250,86 @@ class WeightSync:
         if record is not None:
             self._compare_dtypes(record)  # its policy may be younger than this sender
             record.engine_version, record.num_updates = None, 0  # what is trained from here on is not sent
-        version = channel.stage(max(group.next_version, (self._sent_version or 0) + 1))
+        group.members()  # where none lives, what is staged stays what the engines were sent last
+        version = channel.stage(max(group.next_version, self._last_version + 1))
         clock.lap("stage_s")
         if self._is_copied is not None and channel.can_roll_back and not source.is_sharded:
             self._is_copied.set()
-        members = group.members()
-        try:
-            group.connect(members, channel)  # those that are new
-        except Exception as error:
-            channel.roll_back()
-            outcome = group.held_weights(members)
-            raise WeightSyncError(f"The weight update failed: {_brief(error)} {outcome}") from error
-        with group.paused(members):
-            clock.lap("pause_s")
+        while True:
             try:
-                group.take(members)
-            except Exception as error:
-                channel.roll_back()
-                is_lost = not channel.can_roll_back and bool(group.engines) and any(not one.is_alive for one in members)
-                outcome = group.roll_back(members, are_mixed=not channel.can_roll_back)
-                kind = ReplicaLostError if is_lost else WeightSyncError
-                raise kind(f"The weight update failed: {_brief(error)} {outcome}") from error
-            clock.lap("send_s")
-            try:
-                group.commit(members, version)
-            except Exception as error:
-                channel.roll_back()
-                raise WeightSyncError(
-                    f"The weight update failed while the weights were loaded: {_brief(error)} Engines that failed "
-                    f"hold a mixture and stay paused until an update succeeds; the others serve version {version}."
-                ) from error
-            self._sent_version = version
-            if record is not None and not source.override:
-                record.engine_version = version
-            clock.lap("load_s")
-        clock.lap("resume_s")
+                self._give(group, channel, version, clock)
+                break
+            except ReplicaLostError as error:
+                if channel.staged_version != version:
+                    raise
+                logger.warning("%s It is repeated with engines that are started in their place.", error)
+        if record is not None and not source.override:
+            record.engine_version = version
         self.last_timings = clock.laps
         return version
+
+    def _give(self, group: EngineGroup, channel: Channel, version: int, clock: _Clock) -> None:
+        """Let the engines take what is staged, load it and go on.
+
+        Raises:
+            ReplicaLostError: when it may be repeated, from where the channel still holds the weights.
+            WeightSyncError: when an engine refuses, or none is left.
+        """
+        members: list[Member] = []
+        try:
+            members = group.members()
+            group.connect(members, channel)  # those that are new
+            with group.paused(members):
+                clock.lap("pause_s")
+                try:
+                    group.take(members)
+                except Exception as error:
+                    raise self._not_taken(group, channel, members, error) from error
+                clock.lap("send_s")
+                self._last_version = version
+                try:
+                    group.commit(members, version)
+                except Exception as error:
+                    raise self._not_loaded(group, channel, members, version, error) from error
+                self._sent_version = version
+                clock.lap("load_s")
+            clock.lap("resume_s")
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            if self._sent_version == version and not group.are_replaced:
+                raise WeightSyncError(
+                    f"The engines hold the weights of version {version}, and one did not go on: {_brief(error)}"
+                ) from error
+            raise self._not_taken(group, channel, members, error) from error
+
+    def _not_taken(
+        self, group: EngineGroup, channel: Channel, members: list[Member], error: Exception
+    ) -> WeightSyncError:
+        """End an update that no engine loaded, and say what the engines hold."""
+        why = f"The weight update failed: {_brief(error)}"
+        if group.are_replaced:
+            return ReplicaLostError(why)
+        channel.roll_back()
+        is_lost = not channel.can_roll_back and bool(group.engines) and any(not one.is_alive for one in members)
+        outcome = group.roll_back(members, are_mixed=not channel.can_roll_back)
+        return (ReplicaLostError if is_lost else WeightSyncError)(f"{why} {outcome}")
+
+    def _not_loaded(
+        self, group: EngineGroup, channel: Channel, members: list[Member], version: int, error: Exception
+    ) -> WeightSyncError:
+        """Say what the engines hold of which some loaded the weights and some did not."""
+        why = f"The weight update failed while the weights were loaded: {_brief(error)}"
+        if group.are_replaced:
+            return ReplicaLostError(why)
+        if any(engine.policy_version == version for engine in group.engines):
+            self._sent_version = version  # an engine that starts again is given these
+        else:
+            channel.roll_back()
+        return WeightSyncError(
+            f"{why} Engines that failed hold a mixture and stay paused until an update succeeds; the others serve "
+            f"version {version}."
+        )
 
     def _update_together(self, source: ModelWeights) -> int:
         """Tell every rank what became of the update, so that none waits for a peer that has given up."""
