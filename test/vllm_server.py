@@ -17,7 +17,8 @@ class VLLMServer:
     def __init__(self, backend="llmrl", *, port=0, device="cuda", is_scaled_out=True, is_dev=True, parameters=()):
         self.backend, self.device, self.is_scaled_out, self.is_dev = backend, device, is_scaled_out, is_dev
         self.parameters = parameters
-        self.fails_at = self.answer = None
+        self.fails_at = self.stalls_at = self.answer = None
+        self.is_stalled = False
         self.is_held = False
         self.calls, self.bodies, self.served, self.aborted = [], [], [], set()
         self.label, self.is_paused, self.is_updating = "default", False, False
@@ -51,6 +52,10 @@ class VLLMServer:
             self.bodies.append(body)
         if path == self.fails_at:
             return self._refuse(500, f"{path} went wrong")
+        if path == self.stalls_at:
+            self.is_stalled = True
+        if self.is_stalled and path not in ("v1/models", "version"):  # what its engine answers, not its HTTP server
+            return await asyncio.shield(self._answer_late(path, body, request.query))
         if path == "v1/models":
             return self._json({"data": [{"id": "tiny", "max_model_len": 100}]})
         if path.startswith("inference/") and not self.is_scaled_out:
@@ -65,6 +70,12 @@ class VLLMServer:
         if not self.is_dev:
             return self._refuse(404, "Not Found")
         return self._control(path, body, request.query)
+
+    async def _answer_late(self, path, body, query):
+        """Do what was asked when the engine goes on, also where nobody waits for it any more."""
+        while self.is_stalled:
+            await asyncio.sleep(0.01)
+        return await self._generate(body) if path == "inference/v1/generate" else self._control(path, body, query)
 
     async def _generate(self, body):
         if not body:

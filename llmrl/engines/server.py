@@ -27,7 +27,7 @@ from llmrl.engines.server_messages import (
 )
 from llmrl.engines.server_scores import ServerScores
 from llmrl.engines.server_session import close_session, open_session, read_body
-from llmrl.engines.server_updates import ABORT_PATH, ABORT_PREFIX, GENERATE_PATH, ServerUpdates, label_of, tokens_so_far
+from llmrl.engines.server_updates import ABORT_PATH, ABORT_PREFIX, GENERATE_PATH, ServerUpdates, tokens_so_far
 
 if TYPE_CHECKING:
     import aiohttp
@@ -69,7 +69,8 @@ class ServerEngine(ServerUpdates, ServerScores):
         start_timeout_seconds: how long to wait for a server that cannot be reached yet.
         reply_timeout_seconds: a request that is not answered by then, waiting in the server's queue included, fails
             with an `EngineError`, which is tried again like any other; None waits for ever. It has to be longer than
-            the longest completion takes on a busy server.
+            the longest completion takes on a busy server, and with `weight_sync` than the server takes to load weights.
+            A server that does not answer in time serves again when it answers and holds the current weights.
 
     Raises:
         MissingExtraError: when aiohttp is not installed, naming the extra.
@@ -105,6 +106,7 @@ class ServerEngine(ServerUpdates, ServerScores):
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._is_reachable, self._is_closed = True, False
         self._is_distribution_known = False
+        self._deadlines: set[asyncio.Timeout] = set()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._num_requests = 0
         self._watch: asyncio.Task[None] | None = None
@@ -290,9 +292,29 @@ class ServerEngine(ServerUpdates, ServerScores):
                     raise
             time.sleep(PROBE_INTERVAL_S)
 
-    def _call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> object:
+    def hang_up(self) -> None:
+        """End all calls and requests with an `EngineError`; the server is taken back when it answers again."""
+        self._is_reachable = False
+        if not self._is_closed:
+            self._background.loop.call_soon_threadsafe(self._expire_all)
+
+    def _expire_all(self) -> None:
+        self._lose()
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(self._background.loop.time())
+
+    def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, takes_time: bool = False
+    ) -> object:
+        seconds = self.reply_timeout_seconds if takes_time else _CONTROL_TIMEOUT_S
+
         async def call() -> object:
-            status, text = await self._fetch(method, path, body, None, _NUM_BASE_BYTES)
+            try:
+                status, text = await self._fetch(method, path, body, seconds, _NUM_BASE_BYTES)
+            except EngineError:
+                self._is_left = True
+                raise
             if status != 200:
                 raise EngineError(f"{self._base_url}{path} refused ({status}): {text[:2000].decode(errors='replace')}")
             return json.loads(text or b"null")
@@ -343,26 +365,20 @@ class ServerEngine(ServerUpdates, ServerScores):
 
         url = f"{self._base_url}{path}"
         try:
-            async with (
-                asyncio.timeout(seconds) as deadline,
-                self._session.request(method, url, json=body, allow_redirects=False) as response,
-            ):
-                return response.status, await read_body(response, max_bytes)
+            async with asyncio.timeout(seconds) as deadline:
+                self._deadlines.add(deadline)
+                async with self._session.request(method, url, json=body, allow_redirects=False) as response:
+                    return response.status, await read_body(response, max_bytes)
         except (aiohttp.ClientConnectionError, OSError) as error:
             self._lose()
             if deadline.expired():
-                raise EngineError(f"{url} did not answer within {seconds:g} s{mend}.") from error
+                in_time = "in time" if seconds is None else f"within {seconds:g} s"
+                raise EngineError(f"{url} did not answer {in_time}{mend}.") from error
             raise EngineError(f"{self._base_url} cannot be reached: {error}") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise EngineError(f"{url} did not answer as an OpenAI server: {error}") from error
-
-    async def _look_for_weights(self) -> None:
-        """Find out whether the server was started again since it was sent weights."""
-        label = label_of(await self._request("GET", "/weight_info"))
-        if label is None and self._version == self._first_version and not self.lacks_weights:
-            await self._request("POST", "/update_weight_version", {"new_version": str(self._version)})
-        elif label != self._version:
-            self._lose_weights()
+        finally:
+            self._deadlines.discard(deadline)
 
     def _lose(self) -> None:
         """Take the server as one that cannot be reached, until it answers again."""
@@ -381,7 +397,7 @@ async def _watch(engine: weakref.ref[ServerEngine]) -> None:
         with contextlib.suppress(EngineError, ValueError):
             await one._request("GET", "/v1/models")
             if one.info is not None:
-                await one._look_for_weights()
+                await asyncio.to_thread(one._take_back)
             one._is_reachable = True
             return
         del one

@@ -96,21 +96,27 @@ class ServerUpdates(ABC):
     lacks_weights: bool = False
     """Whether the server lost the weights that it was sent, or was left in the midst of an update."""
     num_restarts: int = 0
-    """How often it was found started again, without the weights that it was sent."""
+    """How often it was found started again, without the weights that it was sent, or left while it loaded others."""
     info: ServerInfo | None = None
     """What the server says of itself; None where it is not to be updated."""
     _version: int = 0
     _first_version: int = 0
     _is_paused: bool = False
+    _is_left: bool = False
+    """Whether a call of an update failed since it was last reached, so that who made it goes on without the server."""
+    _is_loading: bool = False
+    """Whether its weights may be neither those of its version nor others of one version."""
     _folder: str | None = None
     _base_url: str
 
     @abstractmethod
-    def _call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> object:
-        """Ask the server from any thread, and wait as long as it takes; its JSON.
+    def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, takes_time: bool = False
+    ) -> object:
+        """Ask the server from any thread; its JSON. What `takes_time` may take as long as a request.
 
         Raises:
-            EngineError: when it refuses, or cannot be reached.
+            EngineError: when it refuses, cannot be reached or does not answer in time.
         """
 
     @property
@@ -150,7 +156,8 @@ class ServerUpdates(ABC):
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Stop stepping; `clear_cache` also drops the key-value blocks, those of kept requests too."""
         self._require_info()
-        self._call("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+        path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
+        self._call("POST", path, takes_time=mode == "wait")
         self._is_paused = True
         if clear_cache:
             self.reset_prefix_cache()
@@ -173,7 +180,7 @@ class ServerUpdates(ABC):
             return
         if backend != NCCL_BACKEND:  # vLLM's own has no deadline
             init_info = {name: value for name, value in init_info.items() if name != "timeout_seconds"}
-        self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, takes_time=True)
 
     def start_weight_update(self) -> None:
         """Make the server ready to take new weights; pause it first."""
@@ -192,22 +199,27 @@ class ServerUpdates(ABC):
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
         """Take weights; by files, only note the folder, since vLLM checks and loads in one."""
-        if self._require_info().backend != FILES_BACKEND:
-            self._call("POST", "/update_weights", {"update_info": update_info})
+        backend = self._require_info().backend
+        if backend != FILES_BACKEND:
+            self._is_loading |= backend != LLMRL_BACKEND  # vLLM's own load what they take
+            self._call("POST", "/update_weights", {"update_info": update_info}, takes_time=True)
         elif isinstance(update_info, dict) and isinstance(pointer := update_info.get("pointer"), dict):
             self._folder = str(PurePosixPath(str(update_info["folder"]), str(pointer["slot"])))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
         """Put the taken weights to use and return their version: the next one, unless given."""
         version = self._version + 1 if weight_version is None else int(weight_version)
+        is_given_up = version == self._version
+        self._is_loading |= not is_given_up
         if self._require_info().backend != FILES_BACKEND:
-            self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+            self._call("POST", "/finish_weight_update", {"weight_version": str(version)}, takes_time=True)
         else:
             if self._folder is not None:
                 body = {"method": RELOAD_METHOD, "kwargs": {"weights_path": self._folder}}
-                self._call("POST", "/collective_rpc", body)
+                self._call("POST", "/collective_rpc", body, takes_time=True)
             self._call("POST", "/update_weight_version", {"new_version": str(version)})
-        self.lacks_weights &= version == self._version  # an update that was given up
+        self.lacks_weights &= is_given_up
+        self._is_loading &= is_given_up
         self._version = version
         return version
 
@@ -243,8 +255,33 @@ class ServerUpdates(ABC):
         self.lacks_weights = isinstance(paused, dict) and paused.get("is_paused") is True
         return self.info
 
+    def _take_back(self) -> None:
+        """Agree with a server that answers again on the version of its weights, and let it go on.
+
+        One that was started again, or was left while it loaded, lacks weights until the next update.
+
+        Raises:
+            EngineError: when it does not answer after all.
+        """
+        is_left = self._is_left
+        try:
+            label = label_of(self._call("GET", "/weight_info"))
+            if label is None and self._version == self._first_version and not self.lacks_weights:
+                self._call("POST", "/update_weight_version", {"new_version": str(self._version)})
+            elif label != self._version or (is_left and self._is_loading):
+                self._lose_weights()
+            if is_left and not self.lacks_weights:
+                self.start_weight_update()  # ends the one that was left
+                if self._require_info().backend != FILES_BACKEND:
+                    self._call("POST", "/finish_weight_update", {})
+                self.resume()
+        except EngineError:
+            self._is_left = is_left  # by an update: an engine that is in one goes on with it
+            raise
+        self._is_left = self._is_loading = False
+
     def _lose_weights(self) -> None:
-        """Note that the server was started again: it has its first weights."""
+        """Note that the server has its first weights, or such as nobody knows."""
         self.num_restarts += 1
         self._version, self.lacks_weights, self._is_paused = self._first_version, True, False
 
