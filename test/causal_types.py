@@ -274,12 +274,21 @@ class Comparison:
         return not self.loss_mask or (self.log_prob_error < 1e-4 and self.gradient_error < 1e-4)
 
 
-def compare(model_type: str, *, config: Any = None, **arguments: Any) -> Comparison:
-    """Train a random model on `rows` by `TransformersWrapper`, and a copy of its weights by a plain loop in `eager`."""
+def compare(model_type: str, *, config: Any = None, is_checkpointing: bool = False, **arguments: Any) -> Comparison:
+    """Train a random model on `rows` by `TransformersWrapper`, and a copy of its weights by a plain loop in `eager`.
+
+    Args:
+        model_type: as transformers names it.
+        config: default, `tiny_config(model_type)`.
+        is_checkpointing: whether the wrapped model has gradient checkpointing.
+        arguments: for example `attn_implementation`.
+    """
     from llmrl.trainer import TransformersWrapper
 
     token_ids, weights = rows()
     model = tiny_model(model_type, config=config, **arguments)
+    if is_checkpointing:
+        model.gradient_checkpointing_enable()
     try:
         policy = TransformersWrapper(model, generate=False, token_budget=200, bin_length=100)
     except (TypeError, ValueError) as error:

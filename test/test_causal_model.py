@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from causal_types import WINDOW, compare, rows, tiny_config, tiny_model
+from causal_types import WINDOW, compare, page_outcomes, rows, tiny_config, tiny_model
 
 from llmrl.trainer import TransformersWrapper
 from llmrl.trainer.causal_model import CausalModel
@@ -200,3 +200,79 @@ def test_rows_beyond_a_rotary_embedding_that_changes_with_length_are_refused(rop
     (long,) = policy.pack(copy.copy(token_ids), masks)
     with pytest.raises(ValueError, match="changes beyond 20"):
         policy.packed_log_probs(long)
+
+
+_DROPPED = {"attention_dropout": 0.5, "hidden_dropout": 0.5, "dropout": 0.5, "activation_dropout": 0.5}
+# What acts in training mode, by itself or by an entry of the configuration.
+_NOISE: dict[str, dict[str, Any]] = {
+    "phimoe": {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1},
+    "mixtral": {"router_jitter_noise": 0.5},
+    "minimax": {"router_jitter_noise": 0.5},
+    "dbrx": {
+        "resid_pdrop": 0.5,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0, "attn_pdrop": 0.5},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.5},
+    },
+    "gpt_neox": _DROPPED | {"classifier_dropout": 0.5},
+    "gpt_neo": {"embed_dropout": 0.5, "resid_dropout": 0.5, "attention_dropout": 0.5, "classifier_dropout": 0.5},
+    "gpt2": {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.5},
+    "opt": _DROPPED | {"layerdrop": 0.5},
+    "xglm": _DROPPED | {"layerdrop": 0.5},
+    "biogpt": {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5, "layerdrop": 0.5},
+    "doge": _DROPPED,
+}
+
+
+@pytest.mark.parametrize("model_type", _NOISE)
+def test_gradient_checkpointing_switches_on_nothing_that_acts_by_chance(model_type: str) -> None:
+    config = tiny_config(model_type)
+    known = {name: value for name, value in _NOISE[model_type].items() if hasattr(config, name)}
+    assert known
+    result = compare(model_type, config=tiny_config(model_type, **known), is_checkpointing=True)
+    assert result.outcome == page_outcomes()[model_type], result.reason
+    assert result.is_exact, result
+
+
+def test_what_code_of_its_own_does_in_training_mode_is_compared_in_that_mode() -> None:
+    """A decoder that checkpoints by itself is in training mode, and so is its own dropout."""
+    model = tiny_model("llama")
+
+    class Decoder(type(model.model)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            states = torch.nn.functional.dropout(output.last_hidden_state, 0.1, self.training)
+            return type(output)(last_hidden_state=states)
+
+    model.model.__class__ = Decoder
+    CausalModel(model)
+    for layer in model.model.layers:
+        layer.__dict__.pop("gradient_checkpointing", None)
+    model.model.gradient_checkpointing = True
+    with pytest.raises(TypeError, match=r"train\.gradient_checkpointing=false"):
+        CausalModel(model)
+
+
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+
+def test_a_way_whose_backward_pass_fails_on_the_gpu_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrl.trainer.exactness.FUSED_DEVICES", frozenset({"cpu"}))
+    model = tiny_model("llama")
+    probe = ExactnessProbe(model, OutputHead(model.get_output_embeddings()))
+    assert probe.fault("eager", is_packed=True) is None
+
+    class Decoder(type(model.model)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            return type(output)(last_hidden_state=_FailingBackward.apply(output.last_hidden_state))
+
+    model.model.__class__ = Decoder
+    assert "shared memory" in str(probe.fault("eager", is_packed=True))
+    assert all(parameter.grad is None for parameter in model.parameters())

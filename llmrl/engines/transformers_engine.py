@@ -195,6 +195,7 @@ class TransformersEngine:
         with self._weights_lock:
             if self._is_shut_down:
                 raise EngineError("The transformers engine was shut down.")
+            self._model.eval()
             try:
                 logits = self._model(ids[None], use_cache=False).logits[0, :-1]
             except Exception as error:
@@ -275,10 +276,12 @@ class TransformersEngine:
             return
         with self._weights_lock:
             version = self._policy_version
+            self._model.eval()  # again: a trainer of the same model puts layers that checkpoint into training mode
             batch = DecodingBatch(self._model, sequences, version=version, generator=self._generator)
         while batch.sequences:
             batch.sample()
             with self._weights_lock:
+                self._model.eval()
                 batch.advance(goes_on, version=self._policy_version)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from llmrl._utils.model_parts import decoder_of, text_config
 from llmrl.engines.expert_routers import Routers
 from llmrl.trainer.attention import register_packed_attention
+from llmrl.trainer.checkpointing import set_scoring_mode
 from llmrl.trainer.decoder import decoder_hidden_states
 from llmrl.trainer.exactness import ExactnessProbe
 from llmrl.trainer.log_probs import Head, LogitTransform, compute_dtype_of
@@ -56,7 +57,7 @@ class CausalModel:
             raise ValueError("model is sharded already; wrap it first, then shard it: its logits are checked whole.")
         self.config = text_config(self.model)
         self.head = OutputHead(self.model.get_output_embeddings())
-        self.set_deterministic_mode()
+        set_scoring_mode(self.model)
         probe = ExactnessProbe(self.model, self.head)
         self.transform: LogitTransform = dataclasses.replace(probe.transform, temperature=temperature)
         """What the model does to its logits, and the temperature."""
@@ -76,30 +77,10 @@ class CausalModel:
         """The model without its head."""
         return decoder_of(self.model)
 
-    def set_deterministic_mode(self) -> None:
-        """Set eval mode; or, where gradient checkpointing needs it, training mode without dropout.
-
-        Raises:
-            ValueError: when gradient checkpointing is on and the model has dropout.
-        """
-        if not getattr(self.model, "is_gradient_checkpointing", False):
-            self.model.eval()
-            return
-        dropouts = {
-            name: value
-            for name, value in self.config.to_dict().items()
-            if "drop" in name and isinstance(value, float) and value > 0
-        }
-        dropouts |= {
-            name: module.p
-            for name, module in self.model.named_modules()
-            if isinstance(module, torch.nn.Dropout) and module.p > 0
-        }
-        if dropouts:
-            raise ValueError(
-                f"Gradient checkpointing runs in training mode, where dropout would act: set {sorted(dropouts)} to 0."
-            )
-        self.model.train()
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether gradient checkpointing is on."""
+        return getattr(self.model, "is_gradient_checkpointing", False)
 
     def offload_activations(self, *, offload: bool) -> None:
         """Keep what gradient checkpointing keeps of layers in the host's memory, or not.
@@ -107,7 +88,7 @@ class CausalModel:
         Raises:
             ValueError: without gradient checkpointing.
         """
-        if offload and not getattr(self.model, "is_gradient_checkpointing", False):
+        if offload and not self.is_checkpointing:
             raise ValueError(
                 "offload_activations=True needs gradient checkpointing (model.gradient_checkpointing_enable()): "
                 "without it all that a layer computes, and its weights, would go to the host."
@@ -144,8 +125,7 @@ class CausalModel:
         """
         if packed.routed_experts is not None and self._is_compiled:
             raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")
-        if self.model.training != bool(getattr(self.model, "is_gradient_checkpointing", False)):
-            self.set_deterministic_mode()
+        set_scoring_mode(self.model)
         limit = _position_limit(self.config)
         if limit is not None and int(packed.position_ids.max()) >= limit:
             raise ValueError(
@@ -227,9 +207,16 @@ class CausalModel:
                     )
                 return
             faults[f"{'packed' if is_packed else 'one row a bin'}, {implementation}"] = fault
+        hint = ""
+        if self.is_checkpointing:
+            hint = (
+                ". Gradient checkpointing is on, which puts some models in training mode: try without it "
+                "(train.gradient_checkpointing=false), or set what acts in that mode, such as dropout, to 0"
+            )
         raise TypeError(
             f"{name} cannot be trained exactly; compared with 'eager', one row at a time: "
             + "; ".join(f"{way}: {fault}" for way, fault in faults.items())
+            + f"{hint}."
         )
 
 

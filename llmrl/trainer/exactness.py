@@ -6,16 +6,17 @@ import copy
 import itertools
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmrl._utils.model_parts import decoder_of, text_config
+from llmrl.trainer.checkpointing import set_scoring_mode
 from llmrl.trainer.decoder import decoder_hidden_states
 from llmrl.trainer.log_probs import LogitTransform
 from llmrl.trainer.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.output_head import OutputHead
-from llmrl.trainer.packing import pack_rows
+from llmrl.trainer.packing import PackedRows, pack_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class ExactnessProbe:
-    """Compares ways of computing rows with the model in `eager`, one row at a time.
+    """Compares ways of computing rows, in the mode that trains, with the model in `eager` and eval mode, row by row.
 
     Two rows share a prefix, two branch off later, one is by itself. All are longer than any window: both sides are
     copies of the model that share its weights, and in the copies windows are `PROBE_WINDOW` tokens. So a mask that is
@@ -110,6 +111,8 @@ class ExactnessProbe:
             error = self._error(implementation, self.expected, is_packed=is_packed, quantile=self.quantile)
             if error <= self.tolerance and is_packed and implementation == IMPLEMENTATION:
                 error = max(error, self._fused_error())
+            if error <= self.tolerance and self.head.device.type in FUSED_DEVICES:
+                self._run_backward(implementation, is_packed=is_packed)
         except Exception as exception:  # whatever a model raises for what it does not know
             return f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
         return None if error <= self.tolerance else f"logits off by {error:.2g} of their size"
@@ -137,6 +140,29 @@ class ExactnessProbe:
             ]
         return 0.0 if max(errors) <= _WRONG_MASK else max(errors)
 
+    def _run_backward(self, implementation: str, *, is_packed: bool) -> None:
+        """Compute gradients once, of the embeddings alone: kernels of a backward pass have limits of their own."""
+        model = _copy_of(self.model)
+        model.set_attn_implementation(implementation)
+        embedded: list[torch.Tensor] = []
+
+        def start(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[-1]
+
+        model.get_input_embeddings().register_forward_hook(start)
+        with torch.autocast(self.head.device.type, dtype=torch.bfloat16):
+            (packed, *_) = self._packed(is_packed=is_packed)
+            hidden = decoder_hidden_states(model, packed, is_packed=is_packed)
+            torch.autograd.grad(hidden.float().square().sum(), embedded)
+
+    def _packed(self, *, is_packed: bool, share_prefixes: bool = True) -> list[PackedRows]:
+        masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rows]
+        packed_rows = pack_rows(
+            self.rows, masks, bin_length=256, share_prefixes=share_prefixes, one_row_per_bin=not is_packed
+        )
+        return [packed.to(self.head.device) for packed in packed_rows]
+
     @torch.no_grad()
     def _error(
         self,
@@ -151,13 +177,9 @@ class ExactnessProbe:
         model = _copy_of(self.model)
         model.set_attn_implementation(implementation)
         _shrink_windows(model)
-        masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rows]
-        packed_rows = pack_rows(
-            self.rows, masks, bin_length=256, share_prefixes=share_prefixes, one_row_per_bin=not is_packed
-        )
+        set_scoring_mode(model)
         computed = [torch.zeros_like(expected) for expected in logits_of_rows]
-        for packed in packed_rows:
-            packed = packed.to(self.head.device)
+        for packed in self._packed(is_packed=is_packed, share_prefixes=share_prefixes):
             hidden = decoder_hidden_states(model, packed, is_packed=is_packed).flatten(0, 1)[packed.predictors]
             logits = torch.nn.functional.linear(hidden, self.head.weight(), self.head.bias()).float()
             for index in range(len(self.rows)):

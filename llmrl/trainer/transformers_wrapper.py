@@ -23,6 +23,7 @@ from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.engines import TransformersEngine
 from llmrl.policies import LLMWrapperBase, WrapperOptions
 from llmrl.trainer.causal_model import CausalModel
+from llmrl.trainer.checkpointing import set_scoring_mode
 from llmrl.trainer.fused_head import check_fused_head, fused_log_probs
 from llmrl.trainer.log_probs import Head, chunked_log_probs
 from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
@@ -47,9 +48,9 @@ class TransformersWrapper(LLMWrapperBase):
     (`"sampling_mask"`), a sampled token's distribution is that of the ids which truncation kept; where they say which
     experts a mixture routed each token to (`"routed_experts"`), it is computed with those, see `Routers`.
 
-    The model is kept in eval mode, gradients flow all the same: dropout would make the trainer's distribution differ
-    from the sampler's. With gradient checkpointing enabled, which transformers ties to training mode, it is kept in
-    training mode and must have no dropout.
+    The model is kept in eval mode, gradients flow all the same: dropout, and whatever else acts in training mode, would
+    make the trainer's distribution differ from the sampler's. So it is with gradient checkpointing, which transformers
+    ties to training mode (`set_scoring_mode`).
 
     Args:
         model: a causal language model, or the name or folder of one (loaded in float32, with its tokenizer).
@@ -70,8 +71,8 @@ class TransformersWrapper(LLMWrapperBase):
             the same distribution; `pad_output` pads on the left.
 
     Raises:
-        ValueError: for an unknown kernel, a temperature of 0 when scoring, gradient checkpointing with dropout,
-            offloading without checkpointing, or a batch that has nothing to score; see `LLMWrapperBase`.
+        ValueError: for an unknown kernel, a temperature of 0 when scoring, offloading without checkpointing, or a batch
+            that has nothing to score; see `LLMWrapperBase`.
         TypeError: when the model's head or mask is of a kind that is not known (see `CausalModel`).
 
     Example:
@@ -155,7 +156,7 @@ class TransformersWrapper(LLMWrapperBase):
         """Keep the model deterministic whatever `mode` says; see the class."""
         self.training = mode
         if not self.generate:
-            self._causal_model.set_deterministic_mode()
+            set_scoring_mode(self._causal_model.model)
         return self
 
     def _autocast(self) -> torch.autocast:
