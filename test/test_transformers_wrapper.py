@@ -236,6 +236,15 @@ def test_gradient_checkpointing_is_respected_and_changes_no_gradient() -> None:
     assert num_forwards == 2, "forward, and again in backward"
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_peft_that_adds_tokens_of_its_own_is_refused(kind: str) -> None:
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(TypeError, match=r"peft's (PROMPT|PREFIX|P)_TUNING computes more .* train LoRA"):
+        TransformersWrapper(peft.get_peft_model(_model("llama"), config), generate=False)
+
+
 def test_an_engine_of_the_model_that_is_trained_keeps_its_cache() -> None:
     """Layers that checkpoint would drop it."""
     model = _model("llama")

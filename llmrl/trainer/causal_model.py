@@ -46,8 +46,9 @@ class CausalModel:
         temperature: see `LogitTransform`.
 
     Raises:
-        TypeError: when the output head is not linear, the logits made from the parts are not the model's own, or
-            there is no exact way of computing rows.
+        TypeError: when the output head is not linear, the logits made from the parts are not the model's own, peft
+            computes more than the model that it adapts (prompt and prefix tuning), or there is no exact way of
+            computing rows.
         ValueError: when the model is sharded already.
     """
 
@@ -59,6 +60,9 @@ class CausalModel:
         self.head = OutputHead(self.model.get_output_embeddings())
         set_scoring_mode(self.model)
         probe = ExactnessProbe(self.model, self.head)
+        if self.model is not model:
+            probe.check_adapted(model)
+            set_scoring_mode(self.model)
         self.transform: LogitTransform = dataclasses.replace(probe.transform, temperature=temperature)
         """What the model does to its logits, and the temperature."""
         self.is_packed = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,9 +28,8 @@ def set_scoring_mode(model: torch.nn.Module) -> None:
     for layer in layers or flagged:
         layer.training = True
     for layer in layers:
-        checkpoint: Any = layer._gradient_checkpointing_func
-        if not isinstance(checkpoint, _InEvalMode):
-            layer._gradient_checkpointing_func = _InEvalMode(layer, checkpoint)
+        if not isinstance(layer._gradient_checkpointing_func, _InEvalMode):
+            layer._gradient_checkpointing_func = _InEvalMode(layer, layer._gradient_checkpointing_func)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +37,12 @@ class _InEvalMode:
     """Checkpoints a layer that is in eval mode each time it is computed."""
 
     layer: torch.nn.Module
-    checkpoint: Callable[..., Any]
+    checkpoint: Callable[..., object]
 
-    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
+    def __call__(self, function: Callable[..., object], *inputs: object) -> object:
         return self.checkpoint(functools.partial(self._computed, function), *inputs)
 
-    def _computed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+    def _computed(self, function: Callable[..., object], *inputs: object) -> object:
         self.layer.training = False
         try:
             return function(*inputs)

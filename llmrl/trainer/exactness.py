@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from llmrl.trainer.output_head import OutputHead
 from llmrl.trainer.packing import PackedRows, pack_rows
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 PROBE_WINDOW = 3
@@ -91,6 +92,24 @@ class ExactnessProbe:
         is_window_needed = "sliding_attention" in self.layer_types or not self.layer_types
         self.has_hidden_window = is_window_needed and num_windows > 0 and torch.equal(whole, self.expected[0])
 
+    @torch.no_grad()
+    def check_adapted(self, adapted: PeftModel) -> None:
+        """Compare a model of peft with the model that it adapts, which is the one that is trained and sent to engines.
+
+        Raises:
+            TypeError: when they differ: prompt and prefix tuning put tokens of their own before each row.
+        """
+        row = self.rows[0]
+        logits = [one.eval()(input_ids=row[None], use_cache=False).logits[0].float() for one in (adapted, self.model)]
+        if logits[0].shape != logits[1].shape or _error_of(*logits, quantile=self.quantile) > self.tolerance:
+            kinds = ", ".join(
+                sorted(str(getattr(config.peft_type, "value", "")) for config in adapted.peft_config.values())
+            )
+            raise TypeError(
+                f"peft's {kinds} computes more than {type(self.model).__name__} with its layers adapted, and no engine "
+                "would know of it: train LoRA adapters (LoRAConfig), or all weights."
+            )
+
     def packing_fault(self) -> str | None:
         """Why rows cannot be packed whatever the attention, in a few words; None when nothing is known against it."""
         unknown = self.layer_types - _PACKABLE_LAYERS
@@ -146,7 +165,7 @@ class ExactnessProbe:
         model.set_attn_implementation(implementation)
         embedded: list[torch.Tensor] = []
 
-        def start(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        def start(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
             embedded.append(output.detach().requires_grad_())
             return embedded[-1]
 
