@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmrl.data import Rollout, RolloutStatus
+from llmrl.runs.health import diagnose
 from llmrl.runs.rollout_metrics import rollout_metrics
 from llmrl.runs.run_folder import RunFolder
-from llmrl.runs.step_metrics import StepMeter
+from llmrl.runs.step_metrics import StepMeter, metrics_of
+from llmrl.trainer import TrainStepReport
 
 
 def rollout(group="a", reward=0.0, *, tokens=3, is_scored=True, reason="", parts=None, said="", calls=None):
@@ -25,6 +27,17 @@ def rollout(group="a", reward=0.0, *, tokens=3, is_scored=True, reason="", parts
         breakdown=parts or {}, num_completion_tokens=tokens, status=status, reason=reason, tool_calls=calls or {},
         messages=({"role": "assistant", "content": said},),
     )  # fmt: skip
+
+
+def test_a_step_of_several_updates_says_how_many_were_skipped():
+    taken, skipped = TrainStepReport(loss=1.0, num_rows=2), TrainStepReport(is_skipped=True, num_rows=2)
+    metrics = metrics_of([skipped] * 7 + [taken])
+    assert (metrics["num_skipped"], metrics["is_skipped"]) == (7, 0)
+    (finding,) = diagnose([metrics])
+    assert (finding.name, finding.verdict) == ("skipped", "look") and "7 of the step's updates" in finding.says
+    assert not diagnose([metrics_of([taken, taken])])
+    metrics = metrics_of([skipped, skipped])
+    assert (metrics["num_skipped"], metrics["is_skipped"]) == (2, 1)
 
 
 def test_of_no_rollouts_there_is_no_number():

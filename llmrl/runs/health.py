@@ -118,6 +118,16 @@ def _skipped(history: _History) -> Iterator[Finding]:
                 "a column, the loss or the gradient was not finite: a warning names it",
             ),
         )
+    elif num_skipped := history.now("num_skipped"):
+        yield Finding(
+            "skipped",
+            "look",
+            f"{num_skipped:g} of the step's updates did not change the weights.",
+            (
+                "a column, the loss or the gradient was not finite: a warning names it",
+                "all rewards of the prompts of a mini-batch were equal: take fewer mini-batches",
+            ),
+        )
 
 
 def _mismatch(history: _History) -> Iterator[Finding]:

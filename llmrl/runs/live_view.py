@@ -126,6 +126,8 @@ class LiveView:
         if metrics.get("is_skipped"):
             text = f"step {step} changed nothing: no row, or a loss that is not finite"
             self.console.print(text, style="bold red")
+        elif num_skipped := metrics.get("num_skipped"):
+            self.console.print(f"step {step} skipped {num_skipped:g} of its updates", style="bold red")
         if records:
             self.show_sample(max(records, key=lambda record: record["reward"]))
 

@@ -30,8 +30,8 @@ def metrics_of(learned: Learned) -> dict[str, float]:
 
     Example:
         >>> metrics = metrics_of([TrainStepReport(loss=1.0, num_rows=2), TrainStepReport(loss=2.0, num_rows=3)])
-        >>> metrics["loss"], metrics["num_rows"], metrics["is_skipped"]
-        (1.5, 5.0, 0.0)
+        >>> metrics["loss"], metrics["num_rows"], metrics["is_skipped"], metrics["num_skipped"]
+        (1.5, 5.0, 0.0, 0.0)
     """
     if isinstance(learned, Mapping):
         return dict(learned)

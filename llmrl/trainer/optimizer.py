@@ -52,8 +52,8 @@ def make_optimizer(
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"learning_rate must be a positive number, got {learning_rate}.")
     for name, value in (("weight_decay", weight_decay), ("warmup_steps", warmup_steps)):
-        if not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}.")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
     if schedule not in get_args(ScheduleName):
         raise ValueError(f"schedule must be one of {list(get_args(ScheduleName))}, got {schedule!r}.")
     if schedule != "constant" and num_steps is None:

@@ -45,12 +45,15 @@ class TrainStepReport:
     def to_metrics(self) -> dict[str, float]:
         """Return all numbers, flat; those that are not finite, such as the loss of a skipped step, are left out.
 
+        `num_skipped` is 1 for a skipped update: of the several updates of a step, that many were.
+
         Example:
             >>> TrainStepReport(num_rows=3).to_metrics()["num_rows"]
             3.0
         """
         left_out = ("skip_reason", "measurements", "log_probs")
         named = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out}
+        named["num_skipped"] = int(self.is_skipped)
         return {name: float(value) for name, value in (named | self.measurements).items() if math.isfinite(value)}
 
 
@@ -80,10 +83,15 @@ def train_step(
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
 
     Raises:
-        ValueError: when the loss is left per token or per sequence: there is no scalar to train on.
+        ValueError: when the loss is left per token or per sequence, so that there is no scalar to train on, or for a
+            `max_grad_norm` that is not positive.
     """
     if not loss_module.is_scalar:
         raise ValueError("train_step needs one number; the loss has aggregation or reduction 'none'.")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(
+            f"max_grad_norm must be a positive number, or None to leave gradients as they are, got {max_grad_norm}."
+        )
     record = trained_model(getattr(loss_module.actor_network, "model", loss_module.actor_network))
     rank, num_ranks = rank_and_size(record.process_group)
     started = time.perf_counter()
