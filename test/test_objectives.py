@@ -428,6 +428,37 @@ def test_a_step_that_is_not_finite_is_skipped_and_says_so() -> None:
     assert not train_step(GRPOLoss(policy), batch, optimizer).is_skipped
 
 
+@pytest.mark.parametrize("norm", [0.0, -0.1, math.nan])
+def test_a_gradient_norm_that_would_train_nothing_or_ascend_is_refused(norm: float) -> None:
+    batch = ragged_batch()
+    policy = near_policy(batch)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    before = policy.log_probs.detach().clone()
+    with pytest.raises(ValueError, match="max_grad_norm must be a positive number"):
+        train_step(GRPOLoss(policy), batch, optimizer, max_grad_norm=norm)
+    assert torch.equal(policy.log_probs, before)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"kl_to_ref_coeff": -0.1}, {"kl_to_inference_coeff": math.nan}, {"kl_mask_threshold": -1.0},
+              {"entropy_coeff": math.inf}],
+)  # fmt: skip
+def test_coefficients_that_would_ascend_or_leave_everything_out_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a finite number of at least 0"):
+        GRPOLoss(None, **wrong)
+
+
+def test_old_log_probs_in_some_rows_are_refused_by_the_rows_without() -> None:
+    batch = ragged_batch()
+    for index in (0, 2, 3, 5):
+        row = batch[index]
+        row["old_log_probs", "full"] = row["log_probs", "full"].clone()
+    policy = near_policy(batch)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match=r"some rows of the batch have .*old_log_probs.*, and rows 1, 4 do not"):
+        train_step(GRPOLoss(policy), batch, optimizer)
+
+
 def test_a_batch_without_trained_tokens_is_skipped_and_says_so() -> None:
     policy = _tiny_policy()
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)

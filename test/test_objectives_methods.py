@@ -105,6 +105,37 @@ def test_dppo_leaves_out_what_would_leave_its_region(divergence, bound):
     assert float(output.clip_fraction) == pytest.approx(num_left_out / int(mask.sum()))
 
 
+@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_dppo_keeps_its_region_around_the_sampler_with_importance_weights_and_old_log_probs(cap, has_old):
+    """The scripts' default cap, and what `minibatches` writes before several updates."""
+    batch = ragged_batch(3, num_rows=12)
+    policy = near_policy(batch, spread=0.5)
+    policy.log_probs = torch.nn.Parameter(policy.log_probs.detach().double().clamp(max=-1e-3))
+    for row in batch.unbind(0):
+        row["log_probs", "full"] = row["log_probs", "full"].double().clamp(max=-1e-3)
+        if has_old:
+            row["old_log_probs", "full"] = (row["log_probs", "full"] + 0.4).clamp(max=-1e-3)
+    output = DPPOLoss(policy, max_divergence=0.1, importance_cap=cap)(batch)
+    output.total_loss().backward()
+    mask = flat(batch, "masks", "all_assistant_mask")
+    advantages = torch.cat([row["advantage"].flatten().expand(len(row["tokens", "full"])) for row in batch.unbind(0)])
+    new, sampled = policy.log_probs.detach(), flat(batch, "log_probs", "full")
+    old = flat(batch, "old_log_probs", "full") if has_old else new
+    gradient, num_left_out, num_capped = torch.zeros(len(mask), dtype=torch.float64), 0, 0
+    for place in mask.nonzero().flatten().tolist():
+        pi, own, mu, advantage = (float(column[place].double()) for column in (new, old, sampled, advantages))
+        kept = is_kept(pi, mu, advantage, 0.1, "tv")
+        ratio = math.exp(pi - mu) if cap is None else math.exp(pi - own) * min(math.exp(own - mu), cap)
+        gradient[place] = -kept * ratio * advantage / int(mask.sum())
+        num_left_out += not kept
+        num_capped += cap is not None and math.exp(own - mu) > cap
+    assert 0 < num_left_out < int(mask.sum()) and (num_capped > 0) == (cap is not None and not has_old)
+    assert float(output.loss_objective.detach()) == pytest.approx(float(gradient.sum()), rel=1e-6)
+    torch.testing.assert_close(policy.log_probs.grad, gradient, rtol=1e-6, atol=1e-9)
+    assert float(output.clip_fraction) == pytest.approx(num_left_out / int(mask.sum()))
+
+
 def test_dppo_bears_certain_and_impossible_tokens_and_refuses_a_clip():
     batch = ragged_batch(3, num_rows=12)
     for extreme in (0.0, -1e4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,11 +15,10 @@ from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.torchrl_names import instead_of
-from llmrl.data.ragged import has_entry
 from llmrl.objectives.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.base import LLMLoss, MicroLoss
 from llmrl.objectives.clipping import clip_bounds, clipped_importance, clipped_log_ratio, clipped_surrogate
-from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
+from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, has_column, read_inputs
 from llmrl.objectives.kl import KLEstimator, is_clamped_in_kl, kl_estimate
 from llmrl.objectives.outputs import CISPOLossOutput, DAPOLossOutput, GRPOLossOutput, LLMLossOutput, summarized
 from llmrl.objectives.ratios import (
@@ -74,6 +74,8 @@ class GRPOLoss(LLMLoss):
     """
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
+    _is_around_sampler = False
+    """Whether what is clipped is left out, and lies around the policy that sampled, whatever the ratio is to."""
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
@@ -123,6 +125,14 @@ class GRPOLoss(LLMLoss):
                 raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
         if dual_clip is not None and not dual_clip > 1:
             raise ValueError(f"dual_clip must be above 1, got {dual_clip}.")
+        for name, number in (
+            ("kl_mask_threshold", kl_mask_threshold),
+            ("entropy_coeff", entropy_coeff),
+            ("kl_to_ref_coeff", kl_to_ref_coeff),
+            ("kl_to_inference_coeff", kl_to_inference_coeff),
+        ):
+            if number is not None and not 0 <= number < math.inf:
+                raise ValueError(f"{name} must be a finite number of at least 0, got {number}.")
         if max_staleness is not None and max_staleness < 0:
             raise ValueError(f"max_staleness must be at least 0, got {max_staleness}.")
         if importance_cap is not None:
@@ -190,7 +200,7 @@ class GRPOLoss(LLMLoss):
         """Read a whole batch and give every trained token its share of the loss."""
         keys = self.tensor_keys
         token_columns = {"sample_log_probs": keys.sample_log_prob}
-        if has_entry(tensordict, keys.old_log_prob):
+        if has_column(tensordict, keys.old_log_prob):
             token_columns["old_log_probs"] = keys.old_log_prob
         if self.kl_to_ref_coeff is not None:
             token_columns["ref_log_probs"] = keys.ref_log_probs
@@ -226,15 +236,17 @@ class GRPOLoss(LLMLoss):
         current, sampler = log_probs.detach(), tokens["sample_log_probs"]
         # The trainer's own, before the first update on the batch: what separates them from the sampler's is no update.
         own = tokens.columns.get("old_log_probs", current)
-        old = own if "old_log_probs" in tokens or self.importance_cap is not None else sampler
+        is_to_own = self.importance_cap is not None or ("old_log_probs" in tokens and not self._is_around_sampler)
+        old = own if is_to_own else sampler
         if self.ratio == "sequence":
             log_ratio = sequence_log_ratio(log_probs, old, tokens.row_index)
         else:
             log_ratio = token_log_ratio(log_probs, old)
         log_weight = log_ratio.detach()
+        is_clipped = self._is_clipped(log_weight, current, sampler, tokens["advantage"])
         measured = {
             "ratio": bounded_exp(log_weight),
-            "clip_fraction": self._is_clipped(log_weight, current, tokens["advantage"]).to(current.dtype),
+            "clip_fraction": is_clipped.to(current.dtype),
             "kl_approx": old - current,
             "difference": (own - sampler).abs(),
         }
@@ -257,8 +269,10 @@ class GRPOLoss(LLMLoss):
             is_kept &= tokens["staleness"] <= self.max_staleness
         if self._leaves_tokens_out:
             measured["masked_fraction"] = (~is_kept).to(current.dtype)
-            # Not only times nothing: what is not finite would stay so.
-            log_ratio = torch.where(is_kept, log_ratio, 0.0)
+        if self._is_around_sampler:
+            is_kept &= ~is_clipped
+        # Not only times nothing: what is not finite would stay so.
+        log_ratio = torch.where(is_kept, log_ratio, 0.0)
         kept_log_probs = torch.where(is_kept, log_probs, 0.0)
         loss = self.policy_loss(log_ratio, kept_log_probs, tokens["advantage"]) * weight * is_kept
         losses = {"loss_objective": loss * tokens.weight}
@@ -289,8 +303,10 @@ class GRPOLoss(LLMLoss):
             log_ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high, dual_clip=self.dual_clip
         )
 
-    def _is_clipped(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        """Return whether each token's ratio is beyond what bounds it, `[num_tokens]` bool; arguments are detached."""
+    def _is_clipped(
+        self, log_ratio: torch.Tensor, log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, advantage: torch.Tensor
+    ) -> torch.Tensor:
+        """Return whether each token is beyond what bounds its update, `[num_tokens]` bool; arguments are detached."""
         return clipped_log_ratio(log_ratio, self.clip_epsilon_low, self.clip_epsilon_high) != log_ratio
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LLMLossOutput:

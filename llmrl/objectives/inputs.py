@@ -25,10 +25,9 @@ class NonFiniteColumnError(ValueError):
     """A column of a batch is not finite at every trained token."""
 
     def __init__(self, column: str, key: NestedKey, num_tokens: int, rows: Sequence[int]) -> None:
-        named = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
         super().__init__(
             f"The batch's {column} are not finite at every trained token: {key!r} has NaN or infinities at "
-            f"{num_tokens} of them, in rows {named}. Leave these rows out, or find what wrote them."
+            f"{num_tokens} of them, in rows {_listed(rows)}. Leave these rows out, or find what wrote them."
         )
         self.column = column
         """Its name among `TokenInputs.columns`."""
@@ -152,6 +151,34 @@ def read_inputs(
     )
 
 
+def has_column(tensordict: TensorDictBase, key: NestedKey) -> bool:
+    """Return whether the rows of a batch have an entry that they may do without.
+
+    Raises:
+        ValueError: when some rows have it and others do not, naming the latter.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> rows = [TensorDict({"a": torch.ones(1)}), TensorDict({})]
+        >>> has_column(lazy_stack(rows[:1]), "a"), has_column(lazy_stack(rows[1:]), "a")
+        (True, False)
+        >>> has_column(lazy_stack(rows), "a")
+        Traceback (most recent call last):
+        ...
+        ValueError: some rows of the batch have 'a', and rows 1 do not: write it into all rows, or into none.
+    """
+    if has_entry(tensordict, key):
+        return True
+    has_one = [has_entry(row, key) for row in flat_batch(tensordict).unbind(0)]
+    if any(has_one):
+        lacking = [index for index, has in enumerate(has_one) if not has]
+        raise ValueError(
+            f"some rows of the batch have {key!r}, and rows {_listed(lacking)} do not: write it into all rows, or into "
+            "none."
+        )
+    return False
+
+
 def read_vectors(tensordict: TensorDictBase, key: NestedKey, inputs: LossInputs) -> torch.Tensor:
     """Return an entry that has several numbers for each token, `[num_row_tokens, ...]`.
 
@@ -202,6 +229,10 @@ def at_least_float32(values: torch.Tensor) -> torch.Tensor:
         torch.float32
     """
     return values.float() if values.dtype.itemsize < 4 and values.is_floating_point() else values
+
+
+def _listed(rows: Sequence[int]) -> str:
+    return ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
 
 
 def _check_scored(

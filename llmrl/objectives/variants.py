@@ -35,7 +35,9 @@ class DPPOLoss(GRPOLoss):
     """The policy gradient within a trust region of divergence, not of ratio (DPPO, arXiv:2602.04879).
 
     A token's loss is `-r A`, or 0 where its update would leave the region (`is_within_trust_region`); `clip_fraction`
-    is the share of those. As in the paper the region lies around what sampled: do not write old log-probs.
+    is the share of those. As in the paper the region lies around the policy that sampled, and the ratio is to it,
+    whether old log-probs are written or not. With `importance_cap` the ratio is to the trainer's own log-probs before
+    the update, times their bounded weight; the region stays where it is.
 
     Args:
         actor_network: see `GRPOLoss`.
@@ -47,6 +49,8 @@ class DPPOLoss(GRPOLoss):
         TypeError: for `clip_epsilon`, `dual_clip` or `ratio`.
         ValueError: for a bound that is not positive, or an unknown divergence.
     """
+
+    _is_around_sampler = True
 
     def __init__(
         self,
@@ -69,12 +73,12 @@ class DPPOLoss(GRPOLoss):
 
     def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
         """Return what each trained token costs, `[num_tokens]`."""
-        is_left_out = self._is_clipped(log_ratio.detach(), log_probs.detach(), advantage)
-        return -torch.where(is_left_out, 0.0, bounded_exp(log_ratio) * advantage)
+        return -bounded_exp(log_ratio) * advantage
 
-    def _is_clipped(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        old = log_probs - log_ratio
-        return ~is_within_trust_region(log_probs, old, advantage, self.max_divergence, self.divergence)
+    def _is_clipped(
+        self, log_ratio: torch.Tensor, log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, advantage: torch.Tensor
+    ) -> torch.Tensor:
+        return ~is_within_trust_region(log_probs, sampler_log_probs, advantage, self.max_divergence, self.divergence)
 
 
 class GSPOLoss(GRPOLoss):
