@@ -119,7 +119,7 @@ def test_ours_tells_of_a_cage_that_ended_and_goes_on(service):
 
 
 def test_a_sandbox_that_breaks_its_contract_is_told_what_does_not_hold():
-    with pytest.raises(AssertionError, match="exit code and both outputs are told"):
+    with pytest.raises(AssertionError, match="exit code and both outputs are returned"):
         asyncio.run(check_sandbox(Remote))
     assert Remote.events["closed"] == 2
 

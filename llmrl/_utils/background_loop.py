@@ -64,7 +64,7 @@ class Errand(Generic[Result]):
 
     def __init__(self, coroutine: Coroutine[None, None, Result]) -> None:
         self._coroutine, self._here = coroutine, asyncio.get_running_loop()
-        self._context = contextvars.copy_context()  # of whoever sends it, and not of who wakes the loop
+        self._context = contextvars.copy_context()  # the sender's, not that of the task that wakes the loop
         self.future: asyncio.Future[Result] = self._here.create_future()
         """Its result, for the loop that it was begun from."""
         self._task: asyncio.Task[Result] | None = None
@@ -76,7 +76,7 @@ class Errand(Generic[Result]):
         Raises:
             RuntimeError: when the loop is closed; the coroutine is, too.
         """
-        self._background, self._tickets = background, [None]  # who takes the ticket, has the coroutine
+        self._background, self._tickets = background, [None]  # the side that takes the ticket owns the coroutine
         try:
             background.check_open()
             self._outbox = background.outbox(self._here)
@@ -90,7 +90,7 @@ class Errand(Generic[Result]):
         return _take(self._tickets)
 
     def cancel(self) -> asyncio.Future[None]:
-        """Cancel it where it runs; nobody waits for its result any more. The future is done when it has ended."""
+        """Cancel it where it runs and return a future that is done when it has ended."""
         self.future.cancel()
         self._ended = self._here.create_future()
         if self.withdraw():
@@ -110,8 +110,8 @@ class Errand(Generic[Result]):
     def _finished(self, task: asyncio.Task[Result]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if isinstance(error, asyncio.CancelledError) and not self._background.is_closed:
-            error = as_exception(error)  # its own doing: where the wait was cancelled, nobody hears of it
-        with contextlib.suppress(RuntimeError):  # the awaiting loop is gone, and so is whoever waited
+            error = as_exception(error)  # it cancelled itself; a cancelled wait does not see this
+        with contextlib.suppress(RuntimeError):  # the awaiting loop is closed
             self._outbox.post(self._deliver, error)
 
     def _deliver(self, error: BaseException | None) -> None:

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class EscapedError(RuntimeError):
-    """Something that is no `Exception`, and that nobody here asked for, escaped; it is the cause of this."""
+    """A `BaseException` other than an `Exception` escaped from user code; it is the cause of this error."""
 
 
 def as_exception(error: BaseException) -> Exception:
@@ -88,7 +88,7 @@ async def contained(work: Awaitable[Result]) -> Result:
 
 
 def result_of(task: asyncio.Future[Result]) -> Result:
-    """Return the result of a task that has ended, and that nobody here cancelled.
+    """Return the result of a task that has ended and that llmrl did not cancel.
 
     Raises:
         Exception: whatever it raised, as by `as_exception`.

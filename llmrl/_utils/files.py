@@ -69,7 +69,7 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
 
 
 def mend_killed_writes(folder: Path) -> None:
-    """Remove what killed writers left in a folder, where nobody writes now; what they had moved away is put back."""
+    """Remove what killed writers left in a folder that has no writer now, and put back what they had moved away."""
     for old in folder.glob(".*.old"):
         _put_back(old, old.with_name(old.name[1:].removesuffix(".old")))
     for left in folder.glob(".*.tmp"):

@@ -20,8 +20,8 @@ def search_rarely(owner: object) -> Callable[[], None]:
 
     A turn makes a hundred objects that live to the next, and that counting references frees then. By Python's own
     number they are looked at again and again, and whenever they have been a quarter of all objects of the process, all
-    of these: half a million once torch is imported. Where somebody set a larger number, or switched the search off, it
-    stays so.
+    of these: half a million once torch is imported. A larger number that the program
+    has set, or a search that is switched off, stays as it is.
 
     Example:
         >>> class Owner: ...
@@ -42,7 +42,7 @@ def search_rarely(owner: object) -> Callable[[], None]:
 
 
 def search_young() -> None:
-    """Free what came about since the last searches and nobody holds, such as a step's tensors in a cycle.
+    """Free unreachable objects that were made since the last searches, such as a step's tensors in a cycle.
 
     Example:
         >>> search_young()

@@ -35,7 +35,7 @@ def require(module: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A package of theirs that is missing is another fault, and installing our extra would not mend it.
+        # If a dependency of that package is missing, installing our extra would not help.
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise

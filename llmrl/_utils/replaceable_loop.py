@@ -112,7 +112,7 @@ class ReplaceableLoop:
             if not future.cancelled():  # a time-out of its own
                 raise
             ended = errand.cancel()
-            # What is cancelled may itself wait for something cancelled: whoever has the limit waits longer.
+            # What is cancelled may itself wait for something cancelled, so the owner of the limit waits longer.
             await asyncio.wait([ended], timeout=_GRACE_SECONDS * (1 if timeout_seconds is None else 2))
             if not ended.done() and visit.place.overdue_seconds:
                 self._found_blocked(visit.place)

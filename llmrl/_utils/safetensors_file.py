@@ -49,10 +49,10 @@ def write_safetensors(
     """Write a file and bring it to the disk; its size and CRC-32.
 
     Args:
-        path: of the file.
+        path: the file.
         entries: the tensors to come.
         pairs: the tensors, by name and in that order.
-        checksum_name: of a further tensor, the last: the CRC-32 of everything before it.
+        checksum_name: name of one more tensor, the last: the CRC-32 of everything before it.
 
     Raises:
         ValueError: when other tensors come than were announced.

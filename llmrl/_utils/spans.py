@@ -24,10 +24,10 @@ _tracer: Tracer | None = None
 def trace_spans(provider: TracerProvider | None = None) -> None:
     """Make spans of this process's rollouts from now on: rollout, turn, and in it the engine, tools, and rewards.
 
-    They hold names, counts and scores, and nothing that anybody said.
+    They hold names, counts and scores, but no text of a conversation.
 
     Args:
-        provider: whose spans they are; None is the program's own, as `opentelemetry-instrument` sets it, or one that
+        provider: makes the spans; None is the program's own, as `opentelemetry-instrument` sets it, or one that
             sends them by OTLP where it has none, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says.
 
     Raises:

@@ -73,7 +73,7 @@ class WorkerThread:
 async def run_in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> Result:
-    """Run a function in a thread of its own, which is left behind when nobody waits for it any more.
+    """Run a function in a thread of its own, which is left behind when its caller is cancelled.
 
     Raises:
         Exception: whatever it raised, as by `as_exception`.
@@ -123,7 +123,7 @@ class _Call(Generic[Result]):
             settle = partial(self.future.set_result, self._function())
         except BaseException as error:
             settle = partial(self.future.set_exception, as_exception(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._settle, settle)
 
     def _settle(self, settle: Callable[[], None]) -> None:

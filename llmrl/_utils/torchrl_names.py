@@ -232,21 +232,21 @@ TABLE: tuple[tuple[str, str, str], ...] = (
 
 @functools.cache
 def instead_of(*owners: str) -> Mapping[str, str]:
-    """Return what these classes or functions of TorchRL have and ours have not, with what to do instead.
+    """Return what TorchRL's classes or functions of these names offer and ours do not, with what to do instead.
 
     Example:
         >>> instead_of("DAPO")["reduction"]
         'use aggregation'
     """
     found = {}
-    for names, entries, mend in TABLE:
+    for names, entries, advice in TABLE:
         if not set(owners).isdisjoint(names.split()):
-            found.update(dict.fromkeys(entries.split(), mend))
+            found.update(dict.fromkeys(entries.split(), advice))
     return found
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:
-    """Return the error for an attribute that an object has not, with what to do instead where TorchRL's has it."""
+    """Return the error for a missing attribute, with what to do instead if TorchRL's class has it."""
     known = instead_of(*(base.__name__ for base in type(owner).__mro__))
-    mend = f": {known['.' + name]}." if "." + name in known else "."
-    return AttributeError(f"{type(owner).__name__} has no {name!r}{mend}", name=name, obj=owner)
+    advice = f": {known['.' + name]}." if "." + name in known else "."
+    return AttributeError(f"{type(owner).__name__} has no {name!r}{advice}", name=name, obj=owner)

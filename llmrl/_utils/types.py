@@ -18,7 +18,7 @@ InputMode: TypeAlias = Literal["history", "text", "tokens"]
 """What a policy reads."""
 
 StateDict: TypeAlias = dict[str, Any]
-"""What `state_dict` gives and `load_state_dict` takes: values of whoever made it."""
+"""What `state_dict` returns and `load_state_dict` takes; the values depend on the class."""
 
 Row: TypeAlias = Mapping[str, Any]
 """A row of a dataset: its columns by name, of whatever type."""

@@ -39,7 +39,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     Args:
         model: whatever generates, an engine.
         renderer: messages to tokens and back; built from `tokenizer` when not given.
-        tokenizer: of the model, or its name; needed for history and text.
+        tokenizer: the model's tokenizer, or its name; needed for history and text.
         chat_template: Jinja text, in place of the tokenizer's.
         chat_template_name: or the name of one, see `History.apply_chat_template`.
         input_mode: `history`, `text` or `tokens`.
@@ -283,8 +283,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             element: one conversation, batch shape `[]`.
             conversation: with `completion` as its last turn.
             completion: the engine's.
-            is_read: whether anybody may read the turn's tensors, its response and its finish reason. Where nobody does,
-                they are left out: training rows are made from the conversation.
+            is_read: write the turn's tensors, its response and its finish reason. Training rows do not need them, since
+                they are made from the conversation.
         """
         element.set("conversation", non_tensor(conversation))
         if is_read or self.input_mode == "tokens":

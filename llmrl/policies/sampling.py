@@ -11,18 +11,18 @@ from llmrl.engines import SamplingConfig
 _SYNONYMS = {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}
 _ONE_SAMPLE = (1, "pass num_samples= to the policy, or repeats= to the environment")
 _NO_BEAMS = (1, "what beams find is not sampled, and cannot be trained on")
-_SO_ANYWAY: Mapping[str, tuple[object, str]] = {
+_REDUNDANT: Mapping[str, tuple[object, str]] = {
     "n": _ONE_SAMPLE,
     "num_return_sequences": _ONE_SAMPLE,
     "num_beams": _NO_BEAMS,
     "best_of": _NO_BEAMS,
-    "length_penalty": (1.0, "it is of beams only"),
-    "early_stopping": (False, "it is of beams only"),
+    "length_penalty": (1.0, "it applies to beam search only"),
+    "early_stopping": (False, "it applies to beam search only"),
     "logprobs": (True, "the log-probs of sampled tokens are always there, and no others"),
     "skip_special_tokens": (False, "the text is what was sampled; the content of a message has none"),
     "include_stop_str_in_output": (True, "what was sampled is kept whole"),
 }
-"""Arguments that may be passed with the one value that says how it is anyway, and what to do instead of another."""
+"""Arguments that may be passed with one value only, which changes nothing, and what to do instead of another."""
 
 
 def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig | None) -> SamplingConfig:
@@ -45,10 +45,10 @@ def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig 
     arguments: dict[str, object] = {}
     for given, value in (generate_kwargs or {}).items():
         name = _SYNONYMS.get(given, given)
-        if name in _SO_ANYWAY:
-            anyway, mend = _SO_ANYWAY[name]
-            if value != anyway:
-                raise ValueError(f"generate_kwargs has {name}={value!r}: {mend}.")
+        if name in _REDUNDANT:
+            default, advice = _REDUNDANT[name]
+            if value != default:
+                raise ValueError(f"generate_kwargs has {name}={value!r}: {advice}.")
         elif name == "do_sample":
             if not value and (generate_kwargs or {}).get("temperature", 0) != 0:
                 raise ValueError("generate_kwargs has do_sample=False and a temperature; leave one of them out.")

@@ -1,4 +1,4 @@
-"""What tests and examples run on: scripted engines, a clock that nobody waits for, models that need no download."""
+"""What tests and examples run on: scripted engines, virtual time, models that need no download."""
 
 from __future__ import annotations
 

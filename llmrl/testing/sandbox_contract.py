@@ -1,4 +1,4 @@
-"""`check_sandbox`: whether somebody's class keeps the contract of `llmrl.sandbox.base.Sandbox`."""
+"""`check_sandbox`: checks that a class keeps the contract of `llmrl.sandbox.base.Sandbox`."""
 
 from __future__ import annotations
 
@@ -26,25 +26,31 @@ async def check_sandbox(make: Callable[[], Sandbox]) -> None:
         await _check_commands(first)
         await _check_files(first)
         await first.put("mine", b"1")
-        _hold("what one sandbox has, another has not", (await second.run(["cat", "mine"])).exit_code != 0)
+        _hold("sandboxes share no files", (await second.run(["cat", "mine"])).exit_code != 0)
         await asyncio.gather(first.close(), first.close())
-        _hold("one that is closed leaves the others", (await second.run(["true"])).exit_code == 0)
+        _hold("closing one sandbox leaves the others running", (await second.run(["true"])).exit_code == 0)
     finally:
         await asyncio.gather(first.close(), second.close())
     await make().close()
 
 
 async def _check_commands(sandbox: Sandbox) -> None:
-    told = await sandbox.run(["sh", "-c", "cat; echo err >&2; exit 3"], stdin="é\n".encode())
-    _hold("exit code and both outputs are told", (told.exit_code, told.stdout, told.stderr) == (3, "é\n", "err\n"))
-    told = await sandbox.run(["echo", "$HOME", "a b"])
-    _hold("no shell reads the arguments", told.stdout == "$HOME a b\n")
-    _hold("output that is no UTF-8 is told, too", (await sandbox.run(["printf", "\\377"])).exit_code == 0)
-    told = await sandbox.run(["no-such-program"])
-    _hold("a program that there is not is a result", told.exit_code != 0 and told.stderr != "" and not told.timed_out)
+    result = await sandbox.run(["sh", "-c", "cat; echo err >&2; exit 3"], stdin="é\n".encode())
+    _hold(
+        "exit code and both outputs are returned",
+        (result.exit_code, result.stdout, result.stderr) == (3, "é\n", "err\n"),
+    )
+    result = await sandbox.run(["echo", "$HOME", "a b"])
+    _hold("no shell reads the arguments", result.stdout == "$HOME a b\n")
+    _hold("output that is not UTF-8 is returned, too", (await sandbox.run(["printf", "\\377"])).exit_code == 0)
+    result = await sandbox.run(["no-such-program"])
+    _hold(
+        "an unknown program gives a result, not an error",
+        result.exit_code != 0 and result.stderr != "" and not result.timed_out,
+    )
     started = time.monotonic()
-    told = await sandbox.run(["sh", "-c", "sleep 60 & sleep 60"], timeout=0.5)
-    _hold("what takes too long is ended, with what it started", told.timed_out and time.monotonic() - started < 30)
+    result = await sandbox.run(["sh", "-c", "sleep 60 & sleep 60"], timeout=0.5)
+    _hold("what takes too long is ended, with what it started", result.timed_out and time.monotonic() - started < 30)
     _hold("the sandbox goes on after that", (await sandbox.run(["true"])).exit_code == 0)
     results = await asyncio.gather(*(sandbox.run(["echo", str(number)]) for number in range(3)))
     _hold("commands may be sent side by side", [result.stdout for result in results] == ["0\n", "1\n", "2\n"])
@@ -53,18 +59,18 @@ async def _check_commands(sandbox: Sandbox) -> None:
 async def _check_files(sandbox: Sandbox) -> None:
     await sandbox.put("a/b/data.bin", _BINARY)
     _hold("a file comes back as it was", await sandbox.get("a/b/data.bin") == _BINARY)
-    told = await sandbox.run(["sh", "-c", "wc -c < a/b/data.bin; pwd > where"])
-    _hold("commands find the files in their working folder", told.stdout.strip() == str(len(_BINARY)))
-    _hold("what a command writes can be had", (await sandbox.get("where")).startswith(b"/"))
+    result = await sandbox.run(["sh", "-c", "wc -c < a/b/data.bin; pwd > where"])
+    _hold("commands find the files in their working folder", result.stdout.strip() == str(len(_BINARY)))
+    _hold("a file that a command writes can be read", (await sandbox.get("where")).startswith(b"/"))
     await sandbox.put("a/b/data.bin", b"")
     _hold("a file is replaced", await sandbox.get("a/b/data.bin") == b"")
     try:
         await sandbox.get("nowhere")
     except FileNotFoundError:
         return
-    _hold("a file that there is not is a FileNotFoundError", False)
+    _hold("an unknown file raises FileNotFoundError", False)
 
 
 def _hold(what: str, is_so: bool) -> None:
     if not is_so:
-        raise AssertionError(f"this does not hold of the sandbox: {what}.")
+        raise AssertionError(f"the sandbox breaks its contract: {what}.")

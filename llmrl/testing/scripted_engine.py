@@ -1,4 +1,4 @@
-"""`ScriptedEngine`: an engine whose completions are written down, for tests, simulation and measuring overhead."""
+"""`ScriptedEngine`: an engine with prepared completions, for tests, simulations and measurements of overhead."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ScriptedEngine:
     Args:
         script: answers, or a function of the prompt's token ids.
         encode: text to token ids; needed where answers are text.
-        log_prob: of every token, or a function of the answer's token ids to `[num_tokens]` values.
-        latency_s: of a request, or a function of the prompt's and the answer's token ids to seconds.
+        log_prob: log-probability of every token, or a function of the answer's token ids to `[num_tokens]` values.
+        latency_s: seconds that a request takes, or a function of the prompt's and the answer's token ids to seconds.
         max_model_len: prompt and completion together, in tokens.
         max_num_seqs: requests served at once, the others wait in order; no limit when not given. With a limit, all
             requests must come from one event loop.

@@ -1,4 +1,4 @@
-"""An event loop on which nobody waits: where it would sleep, its clock jumps."""
+"""An event loop with virtual time: where it would sleep, its clock jumps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()`, in seconds, starts at 0 and moves only by sleeping."""
+    """An event loop with a clock, `time()` in seconds, that starts at 0 and moves only by sleeping."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()

@@ -23,7 +23,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
     are new since the last turn are tokenized.
 
     Args:
-        tokenizer: of the model; or pass a `renderer`.
+        tokenizer: the model's tokenizer; or pass a `renderer`.
         renderer: messages to tokens.
         mode, fork_threshold_tokens: see `Conversation.start`.
 

@@ -40,7 +40,7 @@ class RetrieveLogProb(KnownArguments, Transform):
             one that names none.
         detach: score without gradients.
         assistant_only: score the loss mask's tokens; False scores all, where the model is a `TransformersWrapper`.
-        tokenizer, tokenizer_kwargs: of conversations without tokens: what encodes them, by default the model's, and
+        tokenizer, tokenizer_kwargs: for conversations without tokens: the tokenizer, by default the model's, and
             options of `History.apply_chat_template`, by default the model's template.
 
     Raises:
@@ -145,7 +145,7 @@ class KLComputation(KnownArguments, Transform):
         ref_log_probs_full_key: the reference's, under `next`.
         kl_key: entry written under `next`.
         add_to_reward: whether to change the reward.
-        coeff: of the KL in the reward.
+        coeff: weight of the KL in the reward.
         assistant_only: count the loss mask's tokens; False counts all, which both log-probs must then be of.
 
     Example:
@@ -305,7 +305,7 @@ class KLRewardTransform(RetrieveKL):
 
     Args:
         ref_model, ref_model_factory, detach, assistant_only, tokenizer: see `RetrieveKL`.
-        coef: of the KL in the reward.
+        coef: weight of the KL in the reward.
         log_prob_key: the policy's log-probs; those that the sampler reported, by default.
         add_to_reward: whether to change the reward.
 

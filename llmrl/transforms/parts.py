@@ -25,7 +25,7 @@ def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
 def reads_turns(env: EnvBase) -> bool:
     """Return whether a part of an environment may read a turn's tensors: tokens, log-probs, masks, policy versions.
 
-    Parts of ours that do have an attribute `reads_turns`. Of anybody else's nobody knows, so they count as reading.
+    Parts of llmrl that do so have an attribute `reads_turns`. A part of any other project counts as reading.
 
     Example:
         >>> from llmrl.envs import ChatEnv

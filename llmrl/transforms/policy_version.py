@@ -18,7 +18,7 @@ from llmrl._utils.types import StateDict
 class PolicyVersion(KnownArguments, Transform):
     """Writes the policy's version into `"policy_version"` at reset and step: `[*batch]` int64, or a uuid each.
 
-    The version is counted once, by whoever holds the weights: pass the engine's counter as `source`. Per-token
+    The version is counted once, by the engine that holds the weights: pass its counter as `source`. Per-token
     versions, exact also when weights change within a completion, are in `("policy_versions", "full")`.
 
     Args:

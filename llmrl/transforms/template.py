@@ -22,7 +22,7 @@ class TemplateTransform(Transform):
     no transform.
 
     Args:
-        tokenizer: of the model, whose chat template is used; or pass a `renderer`.
+        tokenizer: the model's tokenizer, which has the chat template; or pass a `renderer`.
         chat_template: Jinja text; the tokenizer's own by default.
         renderer: messages to text and back.
 

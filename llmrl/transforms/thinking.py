@@ -42,7 +42,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         edit_last_turn: whether the prompt is written into the last answer, in place of a new message.
         zero_reward: take back the reward of the answer that is asked again; by default that of one that is edited.
         undo_done: let the conversation go on although it was over.
-        seed: of the choice.
+        seed: seed of the random choice.
 
     Raises:
         ValueError: for an unknown role, a user's prompt in the assistant's answer, or `prompt` together with

@@ -25,7 +25,7 @@ class Tokenizer(KnownArguments, Transform):
     Args:
         in_keys, out_keys: text of the environment's output, and where its token ids go.
         in_keys_inv, out_keys_inv: text that the environment reads, and the token ids that a policy writes for it.
-        tokenizer: of Hugging Face, or its name.
+        tokenizer: a Hugging Face tokenizer, or its name.
         skip_special_tokens: whether the policy's special tokens are left out of its text.
         add_special_tokens: whether the tokenizer adds its own to the text.
         return_attention_mask: whether `"attention_mask"`, ones of the same length, is written beside the token ids.
