@@ -8,6 +8,7 @@ must end with the weights of one that was never killed, bit by bit.
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import itertools
@@ -21,15 +22,18 @@ import types
 import zlib
 from concurrent.futures import Future
 from pathlib import Path
+from unittest import mock
 
 import torch
 from rich.console import Console
 
+from llmrl._utils.files import write_folder_atomically
 from llmrl.collectors import LLMCollector
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.rendering import TemplateRenderer
+from llmrl.runs import exports
 from llmrl.runs.config import (
     CollectConfig,
     EnvConfig,
@@ -47,6 +51,7 @@ from llmrl.trainer import make_optimizer
 from llmrl.transforms import RubricReward
 
 NUM_STEPS = 5
+SCORES = (0.1, 0.2, 1 / 3, 0.3, 1 / 3, 0.3, 0.9)  # of steps: patience is over before the last
 SUMS = [{"query": f"{number} + 1 =", "answer": str(number + 1)} for number in range(9)]
 
 
@@ -87,6 +92,16 @@ def is_near(completion, answer):
     return 1.0 - abs(int(completion) - int(answer)) / 10 if completion.isdigit() else 0.0
 
 
+def weights_of(model):
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def write_weights(model, path, *_):
+    """In place of a model in Hugging Face format, which a line has none of."""
+    write_folder_atomically(path, lambda folder: (folder / "weights.json").write_text(json.dumps(weights_of(model))))
+
+
+@mock.patch.multiple(exports, take_part=copy.deepcopy, write_model=write_weights)
 def train(
     path,
     renderer,
@@ -97,6 +112,10 @@ def train(
     answers=("",),
     on_step=lambda step, batch: None,
     sums=SUMS,
+    num_steps=NUM_STEPS,
+    target_reward=None,
+    evaluation=None,
+    score=None,
     **entries,
 ):
     """A loop with everything that has a state: random numbers in the loop, moments, a schedule, evaluations.
@@ -109,15 +128,21 @@ def train(
         answers: what the engine says in turn; "" is a random number that depends on the weights.
         on_step: called with step and batch in the midst of each step.
         sums: the dataset.
+        num_steps, target_reward: of the whole run.
+        evaluation: how its configuration has it.
+        score: of a step, recorded as `eval/score`.
         entries: of the configuration.
+
+    Returns:
+        What ended the loop.
     """
     cfg = GRPOConfig(
         run=RunConfig(path=str(path), trackers=[], checkpoint_every=2),
         model=ModelConfig(path="a-line"),
         env=EnvConfig(name="sums"),
         collect=CollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=64, max_staleness=max_staleness),
-        train=GRPOTrainConfig(num_steps=NUM_STEPS, learning_rate=0.1, schedule="linear", warmup_steps=2),
-        eval=EvalConfig(every=2),
+        train=GRPOTrainConfig(num_steps=num_steps, learning_rate=0.1, schedule="linear", warmup_steps=2),
+        eval=evaluation or EvalConfig(every=2),
         resume=resume,
         **entries,
     )
@@ -132,7 +157,7 @@ def train(
         engine = ScriptedEngine(answer, encode=renderer.encode, record_requests=False)
         policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 64})
         optimizer, schedule = make_optimizer(
-            model, learning_rate=0.1, schedule="linear", warmup_steps=2, num_steps=NUM_STEPS
+            model, learning_rate=0.1, schedule="linear", warmup_steps=2, num_steps=num_steps
         )
         env = DatasetChatEnv(sums, repeats=3, shuffle=True).append_transform(RubricReward(is_near))
         held_out = DatasetChatEnv(SUMS[:2], repeats=2).append_transform(RubricReward(is_near))
@@ -149,8 +174,12 @@ def train(
         evaluator = run.enter(Evaluator({"sums": held_out}, policy))
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         run.track(collector, engine, tokenizer=renderer.tokenizer, **parts)
-        run.evaluate(0, evaluator)
-        for step, batch in run.steps(NUM_STEPS):
+
+        def evaluate(step):
+            run.evaluate(step, evaluator, **({} if score is None else {"score": score(step)}))
+
+        evaluate(0)
+        for step, batch in run.steps(num_steps, target_reward=target_reward):
             on_step(step, batch)
             for row in batch.unbind(0):
                 features = torch.rand(4, 3) * row["tokens", "full"][-4:, None] / 1000
@@ -162,9 +191,9 @@ def train(
                 version = run.follow(collector.start_update(model))
             run.log(step, {"is_skipped": 0.0}, version=version)
             if run.is_due(step, cfg.eval.every):
-                run.evaluate(step, evaluator)
-    state = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
-    (path / "weights.json").write_text(json.dumps({"weights": state, "version": engine.policy_version}))
+                evaluate(step)
+    (path / "weights.json").write_text(json.dumps({"weights": weights_of(model), "version": engine.policy_version}))
+    return run.why_stopped
 
 
 def kill_at(count, counted):
@@ -204,7 +233,9 @@ def forked(path, renderer, *, resume, count=-1):
         code = 1
         try:
             kill_at(count, counted)
-            train(path, renderer, resume=resume)
+            evaluation = EvalConfig(every=1, metric="eval/score", patience=3)
+            options = {"num_steps": len(SCORES) - 1, "evaluation": evaluation, "score": SCORES.__getitem__}
+            train(path, renderer, resume=resume, **options)
             (path / "calls").write_text(str(counted["calls"]))
             code = 0
         except BaseException:

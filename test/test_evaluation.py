@@ -215,4 +215,5 @@ def test_the_best_evaluation_and_when_to_stop(values, patience, data):
     assert best.step == values.index(max(values))
     assert not BestEvaluation("m", None, dict(enumerate(values))).is_over
     with pytest.raises(KeyError, match="no 'm'; it has other"):
-        best.see(99, {"other": 1.0})
+        BestEvaluation("m").see(99, {"other": 1.0})
+    assert not best.see(99, {"other": 1.0})  # nothing was scored then, say: it ends no run

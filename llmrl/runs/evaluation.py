@@ -19,6 +19,7 @@ from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.estimates import Estimate, estimate_of_mean, pass_at_k
 from llmrl.runs.rollout_metrics import is_right, rollout_metrics
+from llmrl.runs.tracking import as_recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +213,8 @@ def metrics_of_evaluation(reports: Mapping[str, EvaluationReport]) -> dict[str, 
 class BestEvaluation:
     """Which evaluation was the best so far by one metric, and whether it is time to stop.
 
-    What is seen twice, as by a run that was killed and resumed, counts once.
+    What is seen twice, as by a run that was killed and resumed, counts once. Values are compared as `metrics.csv` has
+    them, so that a resumed run, which reads them there, decides alike.
 
     Args:
         metric: such as `eval/addition/pass@1`; higher is better, but of `eval/loss`.
@@ -238,12 +240,14 @@ class BestEvaluation:
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Take an evaluation into account; whether it is the best so far.
 
+        An evaluation without the metric, or where it is not a number, is worse than any other.
+
         Raises:
-            KeyError: when it has no such metric, naming those that there are.
+            KeyError: when no evaluation has had such a metric, naming those that there are.
         """
-        if self.metric not in metrics:
+        if self.metric not in metrics and not self.values:
             raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")
-        value = metrics[self.metric]
+        value = as_recorded(metrics.get(self.metric, math.nan))
         # A loss is better where it is lower.
         self.values[step] = -math.inf if math.isnan(value) else -value if self.metric.endswith("loss") else value
         return self.step == step
@@ -258,6 +262,13 @@ class BestEvaluation:
         """Whether the last `patience` evaluations were no better than the one before them."""
         num_since = sum(1 for step in self.values if self.step is not None and step > self.step)
         return self.patience is not None and num_since >= self.patience
+
+    def recall(self, recorded: Mapping[int, Mapping[str, float]]) -> None:
+        """Take into account all evaluations among recorded metrics, by step."""
+        for step in sorted(recorded):
+            is_evaluated = any(name.startswith("eval/") for name in recorded[step])
+            if is_evaluated and (self.values or self.metric in recorded[step]):
+                self.see(step, recorded[step])
 
     def state_dict(self) -> StateDict:
         """Return what was seen."""

@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -33,7 +33,7 @@ from llmrl.runs.resumed_config import resumed_config, save_config
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
 from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
 from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
-from llmrl.runs.tracking import spread
+from llmrl.runs.tracking import as_recorded, spread
 
 Entered = TypeVar("Entered")
 
@@ -94,6 +94,7 @@ class Run:
         self.folder.drop_rollouts(self._logged)
         self._health = HealthJudge(self.folder.health, self._logged, max_staleness=cfg.collect.max_staleness)
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
+        self._best_saved: int | None = None  # step of the model that this process has saved as the best
         self._exports = Exports(cfg, self.folder, self._warn)
         self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
         self._tracked: dict[str, Any] = {}
@@ -133,6 +134,8 @@ class Run:
         self._collector, self._engine, self._tracked = collector, engine, dict(objects)
         self.folder.save_tokenizer(tokenizer)
         checkpoint = self.folder.load_checkpoint() if self.cfg.resume else None
+        if self.cfg.resume:
+            self._recall(0 if checkpoint is None else checkpoint["step"])
         if checkpoint is not None:
             restore_tracked(self._tracked, checkpoint, self.folder.checkpoint_path)
             restore(collector, checkpoint)
@@ -140,6 +143,15 @@ class Run:
             engine.policy_version = self._step - 1  # versions count on from where they were
             collector.update_policy_weights_(self._tracked["model"])
         save_config(self.cfg, self.folder.path)  # not before: a run that cannot be resumed keeps its own
+
+    def _recall(self, checkpoint: int) -> None:
+        """Take from the table what the loop knew; what it says of steps that are made anew is forgotten."""
+        num_logged = max((step for step in self._logged if is_logged(self._logged, step, "train")), default=0)
+        last = self.folder.last_replayed(checkpoint, num_logged, self.cfg.run.checkpoint_every)
+        for step in [step for step in self._logged if step > last]:
+            del self._logged[step]
+        if self._best is not None:
+            self._best.recall(self._logged)
 
     # The loop
 
@@ -186,10 +198,7 @@ class Run:
             started = time.perf_counter()
             source = BatchSource(self._collector, in_background=in_background, needs_batch=needs_batch, last=collected)
             with contextlib.closing(source):
-                while not self.why_stopped:
-                    if self._step >= num_steps:
-                        self.why_stopped = f"all {num_steps} steps are done"
-                        break
+                while not (self.why_stopped or self._is_over(num_steps, target_reward)):
                     self._view.doing(waiting)
                     if (collected := self._take(source)) is None:
                         break
@@ -197,13 +206,20 @@ class Run:
                     self._view.doing(training)
                     yield self._begin(collected)
                     self._end()
-                    if target_reward is not None and self._metrics.get("reward_mean", -math.inf) >= target_reward:
-                        self.why_stopped = (
-                            f"the mean reward reached train.target_reward={target_reward:g} at step {self._step}"
-                        )
         handed_on(None)
         self._wait_for_engines()
         self.console.print(f"trained for {time.perf_counter() - started:.0f} s; {self.why_stopped}", highlight=False)
+
+    def _is_over(self, num_steps: int, target_reward: float | None) -> bool:
+        """Return whether training has come to its end, in this process or before a kill, and say why."""
+        reward = self._logged.get(self._step, {}).get("reward_mean", -math.inf)
+        if target_reward is not None and reward >= target_reward:
+            self.why_stopped = f"the mean reward reached train.target_reward={target_reward:g} at step {self._step}"
+        elif self._best is not None and self._best.is_over and self._step:
+            self.why_stopped = f"{self._best.metric} was best at step {self._best.step}, and eval.patience is over"
+        elif self._step >= num_steps:
+            self.why_stopped = f"all {num_steps} steps are done"
+        return bool(self.why_stopped)
 
     def _take(self, source: BatchSource) -> Collected | None:
         step = self._step + 1
@@ -293,6 +309,7 @@ class Run:
             if collected["batch"].shape[0]:
                 self.folder.tokens.write(step, collected["batch"], log_probs_before(learned, collected["batch"]))
             self.folder.log_metrics(step, logged, spread(collected["rollouts"], self.cfg.run.traces))
+            self._record(step, logged)
         findings = self._health.judge(step, logged, collected["rollouts"])
         if self._view is not None:
             is_sampled = step % self.cfg.run.sample_every == 0
@@ -331,22 +348,28 @@ class Run:
             reports = evaluator.evaluate()
             restore_random_states(states)
             metrics = metrics_of_evaluation(reports) | {f"eval/{name}": value for name, value in measured.items()}
-        is_best = self._best is not None and self._best.see(step, metrics) and is_new and step > 0
-        if self._best is not None and handed_on(is_best):
-            self._exports.save(self.folder.path / "model-best", step, self._tracked["model"], self.summary)
-        if is_new:  # what is recorded is not done again, so this comes last
+        if is_new:
             for name, report in reports.items():
                 self.folder.log_evaluation(step, f"eval/{name}", report.rollouts)
             self.summary["after" if step else "before"] = {name: one.to_summary() for name, one in reports.items()}
             self.folder.write_summary(self.summary)
             self.folder.log_metrics(step, metrics)
-            self._logged.setdefault(step, {}).update(metrics)
+            self._record(step, metrics)
             findings = self._health.judge(step, metrics)
             if self._view is not None:
                 self._view.show_health(step, findings)
-        if self._best is not None and self._best.is_over and step:
-            self.why_stopped = f"{self._best.metric} was best at step {self._best.step}, and eval.patience is over"
+        if self._best is not None:  # after it is recorded: a kill in between saves it when the step is replayed
+            is_measured = is_new or self._best.metric in metrics  # one that a resumed run asks for first was not
+            is_best = is_measured and self._best.see(step, metrics) and step > 0
+            if handed_on(is_best and step != self._best_saved):
+                self._exports.save(self.folder.path / "model-best", step, self._tracked["model"], self.summary)
+                self._best_saved = step
         return metrics
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note what the table has of a step now, as it has it."""
+        recorded = {name: as_recorded(value) for name, value in only_finite(metrics).items()}
+        self._logged.setdefault(step, {}).update(recorded)
 
     # The end
 

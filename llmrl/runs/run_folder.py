@@ -212,6 +212,41 @@ class RunFolder:
             finally:
                 mark.unlink()
 
+    def last_replayed(self, checkpoint: int, num_logged: int, checkpoint_every: int) -> int:
+        """Return the last step that a resumed run makes again: batches were saved of all steps up to it.
+
+        What was saved after a batch that was set aside is removed: it was drawn by weights that will not be again.
+
+        Args:
+            checkpoint: step of the checkpoint; 0 where there is none.
+            num_logged: steps whose metrics were logged.
+            checkpoint_every: steps between checkpoints.
+
+        Raises:
+            ValueError: when the checkpoint is missing, or an older one than the saved batches go on from.
+        """
+        saved = sorted(int(path.stem) for path in self.batches_path.glob("[0-9]*.safetensors"))
+        last = checkpoint
+        while last + 1 in saved:
+            last += 1
+        later = [step for step in saved if step > last]
+        if later and list(self.set_aside_path.glob(f"{last + 1:06d}-*.safetensors")):
+            for step in later:
+                self._batch_path(step).unlink()
+        elif not checkpoint and (later or (last == 0 and num_logged > checkpoint_every)):
+            raise ValueError(
+                f"{self.checkpoint_path} is missing: the run has made {max(num_logged, *later, 1)} steps and would "
+                "begin again with the model as it was. To go on, put a copy of it in its place; to begin again, name "
+                "another folder with run.path."
+            )
+        elif later:
+            raise ValueError(
+                f"{self.checkpoint_path} is of step {checkpoint}, and the saved batch of step {last + 1} is missing, "
+                f"while that of step {later[0]} is there. Put the last checkpoint in its place, or, to make the steps "
+                f"from {last + 1} anew, remove the later batches from {self.batches_path}."
+            )
+        return last
+
     def _batch_path(self, step: int) -> Path:
         return self.batches_path / f"{step:06d}.safetensors"
 

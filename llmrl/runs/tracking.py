@@ -25,6 +25,10 @@ from llmrl.runs.state_file import DamagedFileError
 PROJECT = "llmrl"
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+"""Names of those that can be opened."""
+
+
 class Tracker(Protocol):
     """Where metrics go."""
 
@@ -87,6 +91,20 @@ def _as_read(messages: Sequence[Row]) -> str:
     return "\n\n".join(f"{message['role']}: {said(message)}" for message in messages)
 
 
+def _written(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def as_recorded(value: float) -> float:
+    """Return a metric as `metrics.csv` has it, so that a run that reads it again decides as the one that measured it.
+
+    Example:
+        >>> as_recorded(2 / 3)
+        0.666667
+    """
+    return float(_written(value))
+
+
 class CSVTracker:
     """One table with a row per step; metrics that come later add columns.
 
@@ -107,7 +125,7 @@ class CSVTracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a row; a new metric rewrites the file, so that a kill leaves the old table or the new one."""
-        named = {name.encode(errors="backslashreplace").decode(): f"{value:.6g}" for name, value in metrics.items()}
+        named = {name.encode(errors="backslashreplace").decode(): _written(value) for name, value in metrics.items()}
         row = {"step": str(step), **named}
         rows, names = self._read_rows()
         if set(row) <= set(names):
