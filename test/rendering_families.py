@@ -69,7 +69,8 @@ PECULIAR_FAMILIES = {
         "eos_token": "<|END_OF_TURN_TOKEN|>",
         "special": [
             "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>",
-            "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>",
+            "<|END_RESPONSE|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>",
+            "<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>",
         ],
     },
     "lfm2": {

@@ -38,7 +38,7 @@ def test_end_of_turn_is_found_in_the_template(model_path, family):
 
 @pytest.mark.parametrize(
     ("family", "is_rewritten"),
-    [("chatml", False), ("qwen25", False), ("llama3", False), ("gemma", False), ("qwen3", True), ("mistral", True)],
+    [("chatml", False), ("qwen25", False), ("llama3", True), ("gemma", False), ("qwen3", True), ("mistral", True)],
 )
 def test_rewriting_templates_are_recognised(model_path, family, is_rewritten):
     assert family_renderer(model_path, family).is_history_rewritten is is_rewritten

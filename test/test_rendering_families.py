@@ -32,9 +32,9 @@ def user(content):
     return {"role": "user", "content": content}
 
 
-def answered(renderer, held, sampled, **arguments):
+def answered(renderer, held, sampled, mode="auto", **arguments):
     """A conversation that was prompted and answered with this text."""
-    conversation = Conversation.start(renderer).with_prompt(held, **arguments)
+    conversation = Conversation.start(renderer, mode=mode).with_prompt(held, **arguments)
     ids = renderer.encode(sampled)
     return conversation.with_completion(ids, log_probs=[0.0] * len(ids), versions=[0] * len(ids))
 
@@ -101,6 +101,9 @@ def test_marks_around_an_answer_are_no_part_of_what_is_said(model_path):
     for end in ("<|END_OF_TURN_TOKEN|>", ""):
         conversation = answered(renderer, [user("a")], sampled + end)
         assert conversation.last.message["content"] == "yes"
+        prompted = conversation.with_prompt((*conversation.messages, user("b")))
+        held = renderer.decode(prompted.prompt_ids)
+        assert held.count("<|END_RESPONSE|>") == 1 and sampled + "<|END_OF_TURN_TOKEN|>" in held
     messages = (*answered(renderer, [user("a")], sampled + "<|END_OF_TURN_TOKEN|>").messages, user("b"))
     assert sampled + "<|END_OF_TURN_TOKEN|>" in renderer.render_text(messages)
     assert renderer.decode(renderer.stop_token_ids) == "<|END_OF_TURN_TOKEN|>"
@@ -119,7 +122,7 @@ def test_a_template_that_counts_calls_is_refused_with_tools(model_path):
 def test_what_answers_an_unreadable_call_beside_a_good_one_is_not_written_as_a_result(model_path):
     renderer = family_renderer(model_path, "gemma4")
     sampled = "<|tool_call>call:add{a:1}<tool_call|><|tool_call>call:add{a:<tool_call|><|tool_response>"
-    conversation = answered(renderer, [user("q")], sampled, tools=TOOLS)
+    conversation = answered(renderer, [user("q")], sampled, mode="token", tools=TOOLS)
     new = [{"role": "tool", "name": "add", "content": "1", "tool_call_id": "call00000"}]
     new.append({"role": "tool", "content": "Error: unreadable"})
     text = text_after(conversation, new, tools=TOOLS)
@@ -279,20 +282,23 @@ def test_a_tool_loop_is_bridged_as_the_template_writes_it(model_path, family):
         assert renderer.decode(conversation.prompt_ids) == whole
 
 
-def test_a_template_that_shows_tools_and_whose_calls_nothing_reads_is_refused(model_path):
+def test_a_template_that_shows_tools_and_whose_calls_nothing_reads_is_refused_with_tools(model_path):
     template = template_text("qwen3_coder").replace("<function=", "<run what=").replace("<parameter=", "<with ")
     tokenizer = family_tokenizer(model_path, "qwen3_coder")
-    with pytest.raises(RenderingError, match=r"SmolLM2.*<run what=f>.*tool_parser"):
-        TemplateRenderer(tokenizer, chat_template=template)
+    renderer = TemplateRenderer(tokenizer, chat_template=template)
+    assert renderer.render([user("q")], add_generation_prompt=True)
+    for refused in (renderer.check_tools, lambda: renderer.render([user("q")], tools=TOOLS)):
+        with pytest.raises(RenderingError, match=r"SmolLM2.*<run what=f>.*tool_parser"):
+            refused()
     with pytest.raises(RenderingError, match=r"<run what=f>.*tool_parser='hermes'"):
         TemplateRenderer(tokenizer, chat_template=template, tool_parser="hermes")
     assert TemplateRenderer(tokenizer, chat_template=template, tool_parser="none").tool_parser == "none"
 
 
-def test_a_template_that_shows_tools_and_writes_no_calls_is_refused(model_path):
+def test_a_template_that_shows_tools_and_writes_no_calls_is_refused_with_tools(model_path):
     template = template_text("lfm2").replace("<|tool_list_start|>", "").replace("<|tool_list_end|>", "")
     with pytest.raises(RenderingError, match="does not write calls"):
-        TemplateRenderer(family_tokenizer(model_path, "lfm2"), chat_template=template)
+        TemplateRenderer(family_tokenizer(model_path, "lfm2"), chat_template=template).check_tools()
 
 
 def test_tools_that_we_show_are_shown_with_the_template_s_own_calls(model_path):

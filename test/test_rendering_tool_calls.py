@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmrl.rendering import TOOL_CALL_PARSERS, TemplateRenderer, register_tool_call_parser
-from llmrl.rendering.reasoning import split_reasoning
+from llmrl.rendering.reasoning import ThoughtMarks
 from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS
 
 CALL = {"name": "add", "arguments": {"a": 1, "text": "}</x>"}}
@@ -129,7 +129,7 @@ def test_pythonic_never_evaluates_anything():
     ],
 )
 def test_reasoning_is_split_off(text, is_open, expected):
-    assert split_reasoning(text, is_open=is_open) == expected
+    assert ThoughtMarks().split(text, is_open=is_open) == expected
 
 
 def test_parsers_are_named_once_and_unknown_names_are_refused(tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from llmrl._utils.imports import require
@@ -10,6 +11,7 @@ from llmrl._utils.types import Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.data.content_marks import ContentMarks, RenderingError
 from llmrl.rendering.base import Renderer
+from llmrl.rendering.reasoning import ThoughtMarks
 from llmrl.rendering.results import name_results
 from llmrl.rendering.template import TemplateRenderer
 from llmrl.rendering.tool_calls import make_tool_call
@@ -23,8 +25,8 @@ def make_renderer(
     Args:
         tokenizer: of Hugging Face.
         backend: `template` renders the chat template; `renderers` uses the hand-written renderer of the optional
-            package of that name; `auto` takes the template where it can be rendered exactly, and falls back to that
-            package where it cannot and the package knows the model.
+            package of that name; `auto` takes the template where it can be rendered exactly and its calls are read,
+            and falls back to that package where the package knows the model.
         template_arguments: further arguments of `TemplateRenderer`.
 
     Raises:
@@ -38,7 +40,7 @@ def make_renderer(
             raise TypeError(f"backend='renderers' takes no {sorted(template_arguments)}; they are the template's.")
         return PackageRenderer(tokenizer)
     try:
-        return TemplateRenderer(tokenizer, **template_arguments)
+        renderer = TemplateRenderer(tokenizer, **template_arguments)
     except RenderingError as error:
         if backend == "template" or template_arguments:
             raise
@@ -46,6 +48,11 @@ def make_renderer(
             return PackageRenderer(tokenizer)
         except (ImportError, RenderingError) as package_error:
             raise RenderingError(f"{error} (backend='renderers': {package_error})") from error
+    is_call_read = renderer.tool_parser != "none"
+    if backend == "auto" and not is_call_read and not template_arguments:
+        with suppress(ImportError, RenderingError):
+            return PackageRenderer(tokenizer)
+    return renderer
 
 
 class PackageRenderer:
@@ -68,6 +75,7 @@ class PackageRenderer:
         self._content_marks = ContentMarks(tokenizer)
         self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self.is_history_rewritten: bool = not self._renderer.is_prefix_stable
+        self.thought_marks: ThoughtMarks | None = None
 
     def render(
         self,
@@ -123,7 +131,13 @@ class PackageRenderer:
             raise RenderingError(f"renderers cannot append messages with roles {roles}; use mode='message'.")
         return list(bridged.token_ids[len(token_ids) :])
 
-    def parse(self, completion_ids: Sequence[int], *, tools: Sequence[ToolSchema] | None = None) -> ParsedCompletion:
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> ParsedCompletion:
         """Read sampled tokens as an assistant message; never raises."""
         ids = list(completion_ids)
         is_complete = bool(ids) and ids[-1] in self.stop_token_ids

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from llmrl._utils.types import Tokenizer
 from llmrl.data import Message, ParsedCompletion, ToolSchema
+from llmrl.rendering.reasoning import AnswerFormat, ThoughtMarks
 
 
 @runtime_checkable
@@ -18,6 +19,8 @@ class Renderer(Protocol):
     """Whether the template renders a turn differently once others follow (it drops earlier reasoning, say)."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end an assistant's turn."""
+    thought_marks: ThoughtMarks | None
+    """What stands around reasoning, where empty reasoning says nothing; None where that is not known."""
 
     def render(
         self,
@@ -64,8 +67,17 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, completion_ids: Sequence[int], *, tools: Sequence[ToolSchema] | None = None) -> ParsedCompletion:
-        """Read sampled tokens as an assistant message; never raises."""
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> ParsedCompletion:
+        """Read sampled tokens as an assistant message; never raises.
+
+        `prompt_ids` are what they were sampled after, or the end of that: some prompts open the reasoning.
+        """
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -100,6 +112,7 @@ class ProbedRenderer(Renderer, Protocol):
     _are_calls_written: bool
     _are_parallel_calls_shown: bool
     _answer_end_ids: tuple[int, ...]
+    _answer_format: AnswerFormat
     _result_role: str
 
     def render_text(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmrl.data import Message, ParsedCompletion, ToolSchema, check_messages
 from llmrl.rendering.base import Renderer
+from llmrl.rendering.reasoning import said_after
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
 from llmrl.rendering.results import name_results
 from llmrl.rendering.rows import Reconciliation, count_turns, open_row, reconcile
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "token", "message"]
 _MODES = ("auto", "token", "message")
 
-# What a bridge looks at: an end-of-turn token and the white space that templates put behind it.
-_NUM_TAIL_TOKENS = 16
+# What a bridge and a parser look at: an end-of-turn token and the white space that templates put behind it, or the end
+# of a prompt, which may open reasoning.
+_NUM_TAIL_TOKENS = 32
 
 
 class Conversation:
@@ -184,9 +186,11 @@ class Conversation:
         end = next((i for i in range(num_equal, len(shown)) if shown[i] in renderer.stop_token_ids), None)
         # A template's white space before the answer may be one token with what follows it: compared as text.
         lead, text = renderer.decode(before[num_equal:]), renderer.decode(shown[num_equal:end])
-        if end is None or not text.startswith(lead):
+        said = said_after(lead, text, renderer.thought_marks)
+        if end is None or said is None:
             return False
-        answer = renderer.parse([*renderer.encode(text[len(lead) :]), shown[end]], tools=self.tools)
+        sampled = [*renderer.encode(said), shown[end]]
+        answer = renderer.parse(sampled, tools=self.tools, prompt_ids=before[-_NUM_TAIL_TOKENS:])
         return reading_of(answer.message) == reading_of(last.message)
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
@@ -271,7 +275,10 @@ class Conversation:
             num_completion_tokens=len(token_ids),
             fork_threshold_tokens=self.fork_threshold_tokens,
         )
-        parsed = None if self.renderer is None else self.renderer.parse(token_ids, tools=self.tools)
+        parsed = None
+        if self.renderer is not None:
+            tail = self._held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
+            parsed = self.renderer.parse(token_ids, tools=self.tools, prompt_ids=tail)
         return self._with(
             _held=held,
             _num_tokens=self._num_tokens + len(token_ids),

@@ -11,7 +11,7 @@ from llmrl.data.columns import CONTEXT_VERSION
 from llmrl.data.content_marks import RenderingError
 from llmrl.rendering.base import Renderer
 from llmrl.rendering.conversation import Conversation, Mode, reading_of
-from llmrl.rendering.reasoning import split_reasoning
+from llmrl.rendering.reasoning import ThoughtMarks, said_after
 from llmrl.rendering.reconciler import common_prefix_length
 from llmrl.rendering.results import name_results
 
@@ -58,7 +58,7 @@ def demonstrate(
         assert conversation.last is not None
         if reading_of(conversation.last.message) not in (
             reading_of(message),
-            reading_of(_with_split_thoughts(message)),
+            reading_of(_with_split_thoughts(message, renderer.thought_marks)),
         ):
             raise RenderingError(
                 f"messages[{place}] is not what is read from what the chat template writes for it: "
@@ -70,11 +70,11 @@ def demonstrate(
     return conversation
 
 
-def _with_split_thoughts(message: Message) -> Message:
+def _with_split_thoughts(message: Message, thoughts: ThoughtMarks | None) -> Message:
     """Return a message whose content holds its thoughts, as many data sets write them, with these apart."""
-    if message.get("reasoning_content") or message.get("content") is None:
+    if message.get("reasoning_content") or message.get("content") is None or thoughts is None:
         return message
-    reasoning, content = split_reasoning(text_of(message["content"]), is_open=False)
+    reasoning, content = thoughts.split(text_of(message["content"]))
     return {**message, "reasoning_content": reasoning, "content": content}
 
 
@@ -92,12 +92,15 @@ def _completion_ids(
     answer = written[num_equal:]
     if num_equal < len(prompt):  # the end of the prompt and the answer's beginning may be one token
         lead, text = renderer.decode(prompt[num_equal:]), renderer.decode(answer)
-        if not text.startswith(lead):
+        said = said_after(lead, text, renderer.thought_marks)
+        thoughts = renderer.thought_marks
+        is_dropped = thoughts is not None and thoughts.is_open_at_end(lead) and thoughts.closing not in text
+        if said is None or is_dropped:
             raise RenderingError(
                 f"the chat template asks for messages[{place}] with a prompt that ends with {lead!r}, and writes it as "
                 f"{text!r:.300}: what was said after that prompt cannot be known."
             )
-        answer = renderer.encode(text.removeprefix(lead))
+        answer = renderer.encode(said)
     end = _end_of_turn(renderer, answer)
     if end is None:  # what opens the next role's turn ends it, and is sampled, too
         new = list(takewhile(lambda message: message["role"] != "assistant", messages[place + 1 :])) or [_FOLLOWING]

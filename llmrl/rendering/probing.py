@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from llmrl.data import Message, ToolSchema
+from llmrl.data import Message, ToolSchema, text_of
 from llmrl.data.content_marks import RenderingError
 from llmrl.rendering.base import Ending, ProbedRenderer
-from llmrl.rendering.reasoning import CLOSING, OPENING
+from llmrl.rendering.reasoning import ThoughtMarks
 from llmrl.rendering.results import TOOL_ROLES
 from llmrl.rendering.tool_calls import Arguments, ToolCallParser
 
 ANSWER = "Xq7AnswerMarkXq7"
-_REASONING = "Xq7ReasoningMarkXq7"
+REASONING = "Xq7ReasoningMarkXq7"
 _RESULT = "Xq7ResultMarkXq7"
+_TEXT = "Xq7TextMarkXq7"
 _TOOL_NAME = "xq7_tool_mark"
 
+SYSTEM: Message = {"role": "system", "content": "s"}
 USER: Message = {"role": "user", "content": "a"}
 _NEXT_USER: Message = {"role": "user", "content": "b"}
 PLAIN_ANSWER: Message = {"role": "assistant", "content": ANSWER}
@@ -56,19 +58,27 @@ def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Argum
     }
 
 
-def chat_features(messages: Iterable[Message], tools: Sequence[ToolSchema] | None) -> frozenset[str]:
+def chat_features(
+    messages: Iterable[Message], tools: Sequence[ToolSchema] | None, thoughts: ThoughtMarks | None
+) -> frozenset[str]:
     """Return what of a conversation makes some templates rewrite its earlier turns.
 
     Example:
-        >>> sorted(chat_features([{"role": "assistant", "content": "", "reasoning_content": "r"}], tools=None))
+        >>> answer = {"role": "assistant", "content": "", "reasoning_content": "r"}
+        >>> sorted(chat_features([answer], tools=None, thoughts=None))
         ['reasoning']
     """
     features = {"tools"} if tools else set()
     for message in messages:
-        if "reasoning_content" in message or CLOSING in (message.get("content") or ""):
+        content = text_of(message.get("content"))
+        if "reasoning_content" in message or (thoughts is not None and thoughts.closing in content):
             features.add("reasoning")
+        if message["role"] == "system":
+            features.add("system")
         if message.get("tool_calls"):
             features.add("tool calls")
+            if content.strip():
+                features.add("text beside calls")
     return frozenset(features)
 
 
@@ -102,7 +112,7 @@ class TemplateProbe:
 
     def is_system_known(self) -> bool:
         """Return whether the template takes a system message."""
-        return self.text([{"role": "system", "content": "s"}, USER]) is not None
+        return self.text([SYSTEM, USER]) is not None
 
     def are_calls_shown(self) -> bool:
         """Return whether an assistant's tool calls are rendered."""
@@ -172,16 +182,6 @@ class TemplateProbe:
         self._check_turn_is_one_message(self.renderer.decode([ending.token_id]))
         return ending
 
-    def answer_marks(self, ending: Ending) -> tuple[str, str]:
-        """Return the marks that the template, and so the model, writes around an answer within its turn (Cohere)."""
-        prompt, text = self.text([USER]) or "", self.text([USER, PLAIN_ANSWER, _NEXT_USER]) or ""
-        opening = text[len(prompt) : text.index(ANSWER)] if text.startswith(prompt) else ""
-        after = text[text.index(ANSWER) + len(ANSWER) :]
-        marks = (opening, after[: ending.offset])
-        added = self._added_tokens()
-        is_marked = all(mark in added for mark in marks) and CLOSING not in marks
-        return marks if is_marked else ("", "")
-
     def turn_marks(self) -> set[str]:
         """Return the added tokens that begin or end turns, or a tool's result, whether called special or not."""
         renderer, end = self.renderer, _NEXT_USER
@@ -192,13 +192,15 @@ class TemplateProbe:
             for frame, ending in zip(frames, offsets, strict=True)
             if frame and ending is not None
         )
-        return {token for token in self._added_tokens() if token in text} - {OPENING, CLOSING}
+        thoughts = renderer.thought_marks
+        is_of_thoughts = {thoughts.opening, thoughts.closing} if thoughts is not None else set()
+        return {token for token in self._added_tokens() if token in text} - is_of_thoughts
 
     def _check_turn_is_one_message(self, end: str) -> None:
         """Refuse formats whose turns are several messages, reasoning and answer, each ended alike (harmony)."""
         for key in ("reasoning_content", "reasoning", "thinking"):
-            text = self.text([USER, {**PLAIN_ANSWER, key: _REASONING}], is_prompt=False) or ""
-            _, found, after = text.partition(_REASONING)
+            text = self.text([USER, {**PLAIN_ANSWER, key: REASONING}], is_prompt=False) or ""
+            _, found, after = text.partition(REASONING)
             before_answer, answer, _ = after.partition(ANSWER)
             if found and answer and end in before_answer:
                 family = "the harmony format of gpt-oss" if "<|channel|>" in text else "a format of several messages"
@@ -270,40 +272,48 @@ class TemplateProbe:
         offset, _, token_id = min(found)
         return offset, token_id
 
-    def rewriting_features(self, *, is_reasoning_read: bool) -> frozenset[frozenset[str]]:
+    def rewriting_features(self) -> frozenset[frozenset[str]]:
         """Return the sets of `chat_features` with which some turn is rendered differently once others follow it."""
+        thoughts = self.renderer.thought_marks
         return frozenset(
-            chat_features([answer], tools)
-            for tools, answer, following in self._turns()
-            if self._is_rewritten(tools, answer, following, is_reasoning_read)
+            chat_features([*asked, answer], tools, thoughts)
+            for tools, asked, answer, following in self._turns()
+            if self._is_rewritten(tools, asked, answer, following)
         )
 
     @staticmethod
-    def _turns() -> Iterator[tuple[list[ToolSchema] | None, Message, Message]]:
+    def _turns() -> Iterator[tuple[list[ToolSchema] | None, list[Message], Message, Message]]:
         for tools in (None, [_TOOL]):
-            for reasoning in ({}, {"reasoning_content": _REASONING}):
-                yield tools, {**PLAIN_ANSWER, **reasoning}, _NEXT_USER
-                yield tools, {**calling(), **reasoning}, _TOOL_RESULT
+            for reasoning in ({}, {"reasoning_content": REASONING}):
+                yield tools, [USER], {**PLAIN_ANSWER, **reasoning}, _NEXT_USER
+                yield tools, [USER], {**calling(), **reasoning}, _TOOL_RESULT
+            yield tools, [SYSTEM, USER], PLAIN_ANSWER, _NEXT_USER
+            yield tools, [USER], {**calling(), "content": _TEXT}, _TOOL_RESULT
 
     def _is_rewritten(
-        self, tools: list[ToolSchema] | None, answer: Message, following: Message, is_reasoning_read: bool
+        self, tools: list[ToolSchema] | None, asked: list[Message], answer: Message, following: Message
     ) -> bool:
-        prompt = self.text([USER], tools=tools)
-        later_turns = [[following], [following, PLAIN_ANSWER, _NEXT_USER]]
-        as_last = self.text([USER, answer], tools=tools, is_prompt=False)
+        prompt = self._comparable(self.text(asked, tools=tools))
+        as_last = self._comparable(self.text([*asked, answer], tools=tools, is_prompt=False))
         if prompt is None or as_last is None or ANSWER not in as_last:
             return False
         as_last = as_last[: as_last.index(ANSWER)]
-        for later in later_turns:
-            text = self.text([USER, answer, *later], tools=tools)
+        said = [_TEXT] if answer["content"] == _TEXT else []
+        if self.renderer.thought_marks is not None and "reasoning_content" in answer:
+            said.append(REASONING)
+        for later in ([following], [following, PLAIN_ANSWER, _NEXT_USER]):
+            text = self._comparable(self.text([*asked, answer, *later], tools=tools))
             if text is None or ANSWER not in text:
                 continue
             head = text[: text.index(ANSWER)]
-            if head != as_last or not head.startswith(prompt):
-                return True
-            if is_reasoning_read and "reasoning_content" in answer and _REASONING not in head:
+            if head != as_last or not head.startswith(prompt) or not all(each in head for each in said):
                 return True
         return False
+
+    def _comparable(self, text: str | None) -> str | None:
+        """Return a rendering without empty reasoning blocks, which say nothing wherever a template writes them."""
+        thoughts = self.renderer.thought_marks
+        return text if text is None or thoughts is None else thoughts.without_empty(text)
 
     def written_call(self, name: str, arguments: Arguments, *, num_calls: int = 1) -> str | None:
         """Return what the template writes for a message that calls a function, from the prompt's end to the turn's.
@@ -330,12 +340,17 @@ class TemplateProbe:
         text = self.written_call(_TOOL_NAME, _ARGUMENTS, num_calls=num_calls)
         if text is None:
             return False
+        if (thoughts := self.renderer.thought_marks) is not None:
+            _, text = thoughts.split(text)
         parsed = parser(text, [_TOOL])
         expected = {"name": _TOOL_NAME, "arguments": _ARGUMENTS}
         return not parsed.malformed and [call["function"] for call in parsed.tool_calls] == [expected] * num_calls
 
-    def check_bridge(self) -> None:
+    def check_bridge(self, *, is_system_moved: bool) -> None:
         """Compare deltas with full renderings after longer conversations than the fixed base.
+
+        Args:
+            is_system_moved: leave out conversations with a system message, since later turns move it.
 
         Raises:
             RenderingError: when they differ.
@@ -343,7 +358,7 @@ class TemplateProbe:
         self._check_deltas(
             [
                 [USER, {"role": "assistant", "content": "c"}],
-                [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "c"}],
+                *([] if is_system_moved else [[SYSTEM, USER, {"role": "assistant", "content": "c"}]]),
                 [USER, {"role": "assistant", "content": "c"}, _NEXT_USER, {"role": "assistant", "content": "d"}],
             ],
             [_NEXT_USER],

@@ -11,12 +11,18 @@ from typing import Any, Literal
 from llmrl._utils.types import StateDict, Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.data.content_marks import ContentMarks, RenderingError
+from llmrl.rendering.answer_format import find_answer_format
 from llmrl.rendering.base import Ending
 from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, USER, TemplateProbe, calling, chat_features
-from llmrl.rendering.reasoning import CLOSING, OPENING, split_reasoning
+from llmrl.rendering.reasoning import NO_MARKS, ThoughtMarks
 from llmrl.rendering.results import TOOL_ROLES, carry_results, name_results
 from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS
 from llmrl.rendering.tool_format import choose_tool_format, with_tool_prompt
+
+_CARRY_RESULTS = "; or carry results as the user's messages: TemplateRenderer(tokenizer, tool_results='user')."
+
+# Tokens of a prompt in which the mark that opens reasoning ends it.
+_NUM_END_TOKENS = 32
 
 # A few megabytes.
 _NUM_REMEMBERED_TURNS = 4096
@@ -33,7 +39,7 @@ class TemplateRenderer:
     A template that does not show tools gets them through the system message (the first message where it knows no
     system role), with an example of a call (`is_tool_prompt_added`): as the template itself writes calls, or in the
     Hermes convention where it writes none. So they are never dropped silently. A template that shows tools and whose
-    calls no parser reads is refused.
+    calls no parser reads is refused where tools are used (`check_tools`).
 
     Args:
         tokenizer: of Hugging Face.
@@ -42,11 +48,13 @@ class TemplateRenderer:
             `none` where no tools are used.
         tool_results: `tool` writes results as messages of the template's role for them; `user` as messages of the
             user, for templates that have no such role (Gemma, Cohere's Command R).
-        reasoning_parser: `think`, `none`, or `auto` to choose by the template.
+        reasoning_parser: `auto` takes what the template writes around reasoning for its marks; `think` takes `<think>`
+            and `</think>`, and `none` takes nothing for reasoning.
         template_kwargs: variables that the template reads, such as `enable_thinking`.
 
     Raises:
-        RenderingError: without a template, or for one that cannot be rendered exactly, or whose calls are not read.
+        RenderingError: without a template, or for one that cannot be rendered exactly, or whose calls are not read by
+            the parser that was named, or whose marks of reasoning are not found.
         TypeError: for a template variable that the template does not read.
         ValueError: for an unknown parser.
     """
@@ -71,14 +79,14 @@ class TemplateRenderer:
         for name in self.template_kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", self.chat_template):
                 raise TypeError(f"template_kwargs has {name!r}, which the chat template does not read.")
-        if reasoning_parser == "auto":
-            reasoning_parser = "think" if CLOSING in self.chat_template else "none"
-        self.reasoning_parser = reasoning_parser
         self.content_marks = ContentMarks(tokenizer)  # splits special tokens in contents
         self._turn_ids: dict[str, list[int]] = {}
         self._endings: dict[tuple[bool, str], Ending | None] = {}
+        self.thought_marks: ThoughtMarks | None = None
+        """What stands around reasoning in its turns; None where there is none."""
+        self._answer_format = NO_MARKS
         self._probe_messages(tool_results)
-        self._probe_turns()
+        self._probe_turns(reasoning_parser)
         self._choose_tool_format(tool_parser)
         self.content_marks = ContentMarks(tokenizer, [ANSWER, *TemplateProbe(self).turn_marks()])
 
@@ -103,22 +111,23 @@ class TemplateRenderer:
             if result_role is None:
                 self.tool_fault = (
                     "Its chat template has no role for tool results, so that only conversations without tool calls "
-                    "could go on"
+                    f"could go on{_CARRY_RESULTS}"
                 )
             self._result_role = result_role or "tool"
             self._are_orphans_carried = not probe.are_orphans_shown()
         self._are_result_names_written = probe.are_result_names_written()
         self._are_parallel_calls_shown = probe.are_parallel_calls_shown()
 
-    def _probe_turns(self) -> None:
-        """Find out how turns end, and whether deltas are exact."""
+    def _probe_turns(self, reasoning_parser: str) -> None:
+        """Find out how turns end, what stands around answers, and whether deltas are exact."""
         probe = TemplateProbe(self)
         prompt = probe.generation_prompt()
-        self._is_reasoning_open = prompt.rfind(OPENING) > prompt.rfind(CLOSING)
         self._answer_end_ids: tuple[int, ...] = ()
         self._answer_ending: Ending = probe.answer_ending()
         self._answer_end_ids = (self._answer_ending.token_id,)
-        self._answer_opening, self._answer_closing = probe.answer_marks(self._answer_ending)
+        self._answer_format = find_answer_format(self, self._answer_ending, reasoning_parser)
+        self.thought_marks = self._answer_format.thoughts
+        self._is_reasoning_open = self.thought_marks is not None and self.thought_marks.is_open_at_end(prompt)
         self._end_text = self.decode(self._answer_end_ids)
         roles = ["user"] if self._are_results_carried else ["user", "tool"]
         self.stop_token_ids: tuple[int, ...] = tuple(
@@ -130,13 +139,19 @@ class TemplateRenderer:
             )
         )
         self._end_ids = frozenset({*self.stop_token_ids, getattr(self.tokenizer, "eos_token_id", None)} - {None})
-        self._rewriting_features = probe.rewriting_features(is_reasoning_read=self.reasoning_parser == "think")
+        self._rewriting_features = probe.rewriting_features()
         self.is_history_rewritten: bool = bool(self._rewriting_features)
-        probe.check_bridge()
+        probe.check_bridge(is_system_moved=frozenset({"system"}) in self._rewriting_features)
 
     def _choose_tool_format(self, tool_parser: str) -> None:
         """Find out how calls are read and written, and whether deltas with tool results are exact."""
-        tool_format = choose_tool_format(self, tool_parser)
+        try:
+            tool_format = choose_tool_format(self, tool_parser)
+        except RenderingError as error:
+            if tool_parser != "auto":
+                raise
+            self.tool_fault = str(error)
+            tool_format = choose_tool_format(self, "none")
         self.tool_parser, self._parse_calls = tool_format.name, tool_format.parse
         if tool_format.write is not None:
             self._are_calls_written, self._write_call = True, tool_format.write
@@ -145,12 +160,14 @@ class TemplateRenderer:
         self._tool_example = self._write_call("function_name", example)
         if not self._are_calls_written:
             written = probe.written_call("function_name", {"argument": ANSWER}) or ""
-            self._tool_example = written.rpartition(CLOSING)[-1].replace(ANSWER, example["argument"]).strip()
+            if self.thought_marks is not None:
+                written = written.rpartition(self.thought_marks.closing)[-1]
+            self._tool_example = written.replace(ANSWER, example["argument"]).strip()
         if not self.tool_fault:
             try:
                 probe.check_tool_bridge()
             except RenderingError as error:
-                self.tool_fault = str(error).rstrip(".")
+                self.tool_fault = str(error).rstrip(".") + _CARRY_RESULTS
 
     def _ending(self, *, is_call: bool, role: str) -> Ending | None:
         """Return how a turn ends when `role` speaks next; None where the template does not write that."""
@@ -168,10 +185,7 @@ class TemplateRenderer:
         """
         if self.tool_fault:
             name = getattr(self.tokenizer, "name_or_path", "")
-            raise RenderingError(
-                f"{name!r} cannot be used with tools. {self.tool_fault}; or carry results as the user's messages: "
-                "TemplateRenderer(tokenizer, tool_results='user')."
-            )
+            raise RenderingError(f"{name!r} cannot be used with tools. {self.tool_fault}")
 
     @classmethod
     def from_pretrained(cls, path: str, **kwargs: Any) -> TemplateRenderer:
@@ -243,7 +257,9 @@ class TemplateRenderer:
             return True
         if not self.is_history_rewritten:
             return False
-        features = chat_features(messages, tools)
+        features = chat_features(messages, tools, self.thought_marks)
+        if tools and self.is_tool_prompt_added:
+            features |= {"system"}
         return any(rewriting <= features for rewriting in self._rewriting_features)
 
     def bridge(
@@ -276,7 +292,10 @@ class TemplateRenderer:
             tail = list(token_ids[len(token_ids) - count :])
             if tail[0] in end_ids and tail[1:] == delta[1:count]:
                 return delta[count:]
-        return [*ending.lead_ids, *delta]
+        lead_ids = list(ending.lead_ids)
+        if lead_ids and list(token_ids[-len(lead_ids) :]) == lead_ids:  # all but the end of the turn is there
+            return delta
+        return [*lead_ids, *delta]
 
     def _base(self, new_messages: Sequence[Message]) -> tuple[list[Message], Ending, frozenset[int]]:
         """Return the conversation that new messages are rendered after, its ending, and the tokens that may be that.
@@ -310,25 +329,35 @@ class TemplateRenderer:
         roles = {message["role"] for message in messages} - {"user", *TOOL_ROLES}
         return sorted(role for role in roles if self._ending(is_call=False, role=role) is None)
 
-    def parse(self, completion_ids: Sequence[int], *, tools: Sequence[ToolSchema] | None = None) -> ParsedCompletion:
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> ParsedCompletion:
         """Read sampled tokens as an assistant message; never raises.
 
         `tools` say what type an argument has; whether a named tool exists is for whoever executes the call to say.
+        `prompt_ids` are what the tokens were sampled after, or the end of that, and say whether they begin within
+        reasoning; without them they begin as after a conversation of one message.
         """
         ids = list(completion_ids)
         is_complete = bool(ids) and ids[-1] in self._end_ids
         text = self.decode(ids[:-1] if is_complete else ids)
         reasoning: str | None = None
-        if self.reasoning_parser == "think":
-            reasoning, text = split_reasoning(text, is_open=self._is_reasoning_open)
+        if self.thought_marks is not None:
+            is_open = self._is_reasoning_open
+            if prompt_ids is not None:
+                is_open = self.thought_marks.is_open_at_end(self.decode(prompt_ids[-_NUM_END_TOKENS:]))
+            reasoning, text = self.thought_marks.split(text, is_open=is_open)
         try:
             calls = self._parse_calls(text, tools or ())
         except Exception as error:  # a registered parser of someone else's
             failure = MalformedToolCall(text, f"{type(error).__name__}: {error}")
             message = {"role": "assistant", "content": text}
             return ParsedCompletion(message, is_complete, (failure,))
-        content = calls.content.removeprefix(self._answer_opening).removesuffix(self._answer_closing)
-        message = {"role": "assistant", "content": content}
+        message = {"role": "assistant", "content": self._answer_format.said(calls.content)}
         if reasoning is not None:
             message["reasoning_content"] = reasoning
         if calls.tool_calls:
@@ -372,15 +401,15 @@ class TemplateRenderer:
             plain["role"] = self._result_role
         calls = plain.pop("tool_calls", None)
         if not calls:
-            return plain
+            return self._answer_format.written(plain)
         if self._are_calls_written:
             blocks = [self._write_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             plain["content"] = "\n".join([plain["content"], *blocks] if plain["content"] else blocks)
-            return plain
+            return self._answer_format.written(plain)
         if self._are_arguments_text:
             calls = [{**call, "function": _with_text_arguments(call["function"])} for call in calls]
         plain["tool_calls"] = list(calls)
-        return plain
+        return self._answer_format.written(plain)
 
 
 def _own_template(tokenizer: Tokenizer) -> str:

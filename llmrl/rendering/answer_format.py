@@ -1,0 +1,136 @@
+"""Finding out what stands around an answer and around reasoning in a chat template's turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from llmrl.data import Message
+from llmrl.data.content_marks import RenderingError
+from llmrl.rendering.base import Ending, ProbedRenderer
+from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, REASONING, TemplateProbe, calling
+from llmrl.rendering.reasoning import NO_MARKS, AnswerFormat, ThoughtMarks
+
+_USER: Message = {"role": "user", "content": "Xq7UserMarkXq7"}
+_NEXT_USER: Message = {"role": "user", "content": "b"}
+
+# Names of the field of a message that holds its reasoning, the usual one first.
+_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts")
+# Names of a part of a message's content, and of the field of the part.
+_PARTS = ("thinking", "thoughts")
+# Characters before reasoning in which its mark is looked for.
+_NUM_SEARCHED = 100
+_THINKING_VARIABLE = re.compile(r"\b(?:enable_thinking|thinking_mode)\b")
+
+
+def find_answer_format(renderer: ProbedRenderer, ending: Ending, reasoning_parser: str) -> AnswerFormat:
+    """Return what stands around the answers of a renderer's template.
+
+    Args:
+        renderer: whose template is asked.
+        ending: how it ends a plain answer.
+        reasoning_parser: `think` takes `<think>` and `</think>` for the marks of reasoning, `none` takes nothing for
+            reasoning, and `auto` takes what the template writes around it.
+
+    Raises:
+        RenderingError: when the template writes reasoning, or has a variable for it, and no marks of it are found.
+    """
+    probe = TemplateProbe(renderer)
+    field, thoughts = "reasoning_content", None
+    if reasoning_parser == "auto":
+        field, thoughts = _find_thoughts(renderer, probe)
+    elif reasoning_parser == "think":
+        field, thoughts = next(_fields(renderer, probe), (field, "", ""))[0], ThoughtMarks()
+    renderer._answer_format = AnswerFormat(thoughts, field, "", "")
+    opening, closing = _find_answer(probe, ending, thoughts)
+    return AnswerFormat(thoughts, field, opening, closing)
+
+
+def _fields(renderer: ProbedRenderer, probe: TemplateProbe) -> Iterator[tuple[str, str, str]]:
+    """Yield each field whose reasoning the template writes, with the text before it and the text after it."""
+    names = [*_FIELDS, *(f".{name}" for name in _PARTS)]
+    for name in names:
+        if not re.search(rf"\b{name.removeprefix('.')}\b", renderer.chat_template):
+            continue
+        renderer._answer_format = AnswerFormat(None, name, "", "")
+        for answer in (PLAIN_ANSWER, calling()):
+            text = probe.text([_USER, {**answer, "reasoning_content": REASONING}], is_prompt=False) or ""
+            before, found, after = text.partition(REASONING)
+            if found and ANSWER in after:
+                yield name, before, after
+
+
+def _find_thoughts(renderer: ProbedRenderer, probe: TemplateProbe) -> tuple[str, ThoughtMarks | None]:
+    usual = ThoughtMarks()
+    tag, plain = _tag_pattern(renderer), _plain_answer(probe)
+    is_written = False
+    for field, before, after in _fields(renderer, probe):
+        is_written = True
+        opened = re.search(rf"({tag}[^\s<>\[\]|]*)\s*$", before[-_NUM_SEARCHED:])
+        closed = re.match(rf"\s*({tag})", after)
+        if opened is None or closed is None:
+            continue
+        marks = ThoughtMarks(opened[1], closed[1])
+        # What opens the turn of an answer without reasoning, too, is the turn's own.
+        if marks.opening not in marks.without_empty(plain):
+            return field, marks
+    if usual.closing in renderer.chat_template:
+        return "reasoning_content", usual
+    renderer._answer_format = NO_MARKS
+    if is_written or _THINKING_VARIABLE.search(renderer.chat_template):
+        dropped = _find_dropped(renderer, probe)
+        if dropped is not None:
+            return "reasoning_content", dropped
+        raise RenderingError(
+            "The chat template has a variable or a field for reasoning, and what it writes around reasoning is not "
+            "found, so that reasoning would be taken for the answer. Use backend='renderers' where that package knows "
+            "the model, or say reasoning_parser='none' where the model does not reason, or 'think' where it writes "
+            "<think> and </think>."
+        )
+    return "reasoning_content", None
+
+
+def _find_dropped(renderer: ProbedRenderer, probe: TemplateProbe) -> ThoughtMarks | None:
+    """Return the marks between which the template drops what stands in an earlier answer's content."""
+    found = dict.fromkeys(re.findall(r"<\|?[a-z_:]+\|?>|\[/?[A-Z_]+\]", renderer.chat_template))
+    for opening in found:
+        twins = (opening.replace("<|", "<").replace(">", "|>"), opening.replace("<", "</"), opening.replace("[", "[/"))
+        for closing in twins:
+            if closing == opening or closing not in found:
+                continue
+            answer = {"role": "assistant", "content": f"{opening}{REASONING}{closing}{ANSWER}"}
+            text = probe.text([_USER, answer, _NEXT_USER])
+            if text is not None and ANSWER in text and REASONING not in text:
+                return ThoughtMarks(opening, closing)
+    return None
+
+
+def _tag_pattern(renderer: ProbedRenderer) -> str:
+    """Return a pattern of what may be a mark: an added token, or a tag."""
+    added = sorted(renderer.tokenizer.get_added_vocab(), key=len, reverse=True)
+    tokens = [re.escape(token) for token in added if token.strip()]
+    return "(?:" + "|".join([*tokens, r"</?[^<>\s]{1,60}>", r"\[/?[A-Z][A-Z_ ]*\]"]) + ")"
+
+
+def _plain_answer(probe: TemplateProbe) -> str:
+    """Return what stands between a user's message and a plain answer that others follow."""
+    text = probe.text([_USER, PLAIN_ANSWER, _NEXT_USER]) or ""
+    return text.partition(_USER["content"])[2].partition(ANSWER)[0]
+
+
+def _find_answer(probe: TemplateProbe, ending: Ending, thoughts: ThoughtMarks | None) -> tuple[str, str]:
+    """Return what is sampled before an answer, and between it and the token that ends its turn."""
+    text = probe.text([_USER, PLAIN_ANSWER, _NEXT_USER]) or ""
+    before, _, after = text.partition(_USER["content"])[2].partition(ANSWER)
+    prompt = (probe.text([_USER]) or "").partition(_USER["content"])[2]
+    closing = after[: ending.offset]
+    if thoughts is not None:
+        if thoughts.is_open_at_end(prompt):
+            prompt = prompt.rstrip().removesuffix(thoughts.opening)
+        if thoughts.closing in before:
+            asked = prompt.rpartition(thoughts.closing)[2] if thoughts.closing in prompt else ""
+            return before.rpartition(thoughts.closing)[2].removeprefix(asked), closing
+        prompt = thoughts.without_empty(prompt)
+    if before.startswith(prompt):
+        return before[len(prompt) :], closing
+    return "", closing
