@@ -118,7 +118,7 @@ def test_every_algorithm_composes_with_every_task_and_hardware(algorithm):
         (["train.head_kernel=lger"], "train.head_kernel must be one of torch, liger"),
         (["train.schedule=cosin"], "train.schedule must be one of"),
         (["sync.pause_mode=stop"], "sync.pause_mode must be one of"),
-        (["collect.temperature=0"], "collect.temperature must be positive"),
+        (["collect.temperature=0"], "collect.temperature must be at least 0.01, got 0"),
     ],
 )
 def test_an_entry_that_is_none_or_of_another_type_is_refused(overrides, message):
@@ -447,7 +447,10 @@ def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp
         (["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "teacher.use_reward=true"], "use_reward=false"),
         (["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "teacher.coeff=0.5"], r"teacher\.coeff=1\.0"),
         (["teacher.hint=null", "teacher.path=x", "teacher.top_k=0"], "teacher.top_k must be at least 1, got 0"),
-        (["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "collect.min_p=0.1"], r"leave collect\.min_p=0\."),
+        (
+            ["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "collect.min_p=0.1", "collect.top_k=9"],
+            r"leave collect\.top_k=0\.",
+        ),
     ],
 )
 def test_likeliest_ids_are_refused_where_they_do_not_apply(overrides, message):

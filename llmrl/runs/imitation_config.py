@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from llmrl._utils.types import Row
 from llmrl.runs.config import CollectConfig, GRPOTrainConfig, ScriptConfig, TrainConfig
+from llmrl.runs.entries import NAMED, Section, above, at_least, matching
 
 
 @dataclass(slots=True, kw_only=True)
-class ConversationsConfig:
+class ConversationsConfig(Section):
     """Conversations to learn from: rows with `messages`, and `tools` where there are some (`Demonstrations`)."""
 
-    path: str
+    section: ClassVar[str] = "conversations"
+    path: str = field(metadata=NAMED)
     """A file, folder or hub name; `collect.groups_per_batch` of them make a batch."""
-    held_out: str | None = None
+    held_out: str | None = field(default=None, metadata=NAMED)
     """Others, whose loss is `eval/loss`; null: none."""
 
 
@@ -28,24 +31,26 @@ class SFTConfig(ScriptConfig):
 
 
 @dataclass(slots=True, kw_only=True)
-class TeacherConfig:
+class TeacherConfig(Section):
     """Whose log-probs the student's tokens are judged by."""
 
-    path: str | None = None
+    section: ClassVar[str] = "teacher"
+    path: str | None = field(default=None, metadata=NAMED)
     """A Hugging Face name or folder of a model with the student's tokenizer, loaded beside the student."""
-    url: str | None = None
+    url: str | None = field(default=None, metadata=matching(r"https?://.*\S", "an address, as http://localhost:8000"))
     """Or the address of a `vllm serve` of such a model, which asks for `collect.temperature=1`; neither: the student
     itself, with a hint."""
-    hint: str | None = None
+    hint: str | None = field(default=None, metadata=NAMED)
     """What the teacher's prompt says besides, with columns of the problem: `The answer is {answer}.`; null: nothing."""
-    coeff: float = 1.0
+    coeff: float = field(default=1.0, metadata=above(0))
     """Of the teacher's part of each token's advantage; 1 is the gradient of the KL itself."""
-    top_k: int | None = None
+    top_k: int | None = field(default=None, metadata=at_least(1))
     """Compare whole distributions instead, over so many of the teacher's likeliest ids, all others as one."""
     use_reward: bool = False
     """Add it to the advantage of the rewards, as GRPO has it; without, nothing is rewarded."""
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         if self.path is None and self.url is None and self.hint is None:
             raise ValueError(
                 "teacher.path, teacher.url or teacher.hint is needed: a student teaches itself only by what it is told."
@@ -56,8 +61,6 @@ class TeacherConfig:
             )
         if self.top_k is None:
             return
-        if self.top_k < 1:
-            raise ValueError(f"teacher.top_k must be at least 1, got {self.top_k}; null compares sampled tokens.")
         for name, value, without in (
             ("hint", self.hint, None),
             ("coeff", self.coeff, 1.0),
@@ -114,7 +117,7 @@ class DistillationConfig(ScriptConfig):
 class BestOfGroupConfig(CollectConfig):
     """Collection of the best answers of each group."""
 
-    num_best: int = 2
+    num_best: int = field(default=2, metadata=at_least(1))
     """Answers kept of each group: more would be the same answer again."""
     in_background: bool = False
     """Draw batches in the background, and train on what was kept where none is ready."""
@@ -122,6 +125,11 @@ class BestOfGroupConfig(CollectConfig):
     def __post_init__(self) -> None:
         # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
         CollectConfig.__post_init__(self)
+        if self.num_best > self.group_size:
+            raise ValueError(
+                f"collect.num_best={self.num_best} is more than the collect.group_size={self.group_size} answers of a "
+                "group."
+            )
         if self.in_background and self.max_staleness is not None:
             # Versions that no batch was trained on would make every group too old.
             raise ValueError("collect.in_background has no bound of staleness: leave collect.max_staleness=null.")
@@ -131,13 +139,13 @@ class BestOfGroupConfig(CollectConfig):
 class ExpertIterationTrainConfig(TrainConfig):
     """Supervised training on a buffer of the best answers."""
 
-    num_updates: int = 4
+    num_updates: int = field(default=4, metadata=at_least(1))
     """A step: supervised updates are safe to repeat, answers are expensive to come by."""
-    rows_per_update: int = 16
+    rows_per_update: int = field(default=16, metadata=at_least(1))
     """With four updates per step, about what is kept of one."""
-    max_reuse: int = 8
+    max_reuse: int = field(default=8, metadata=at_least(1))
     """Times that a row is learned, on average, before new ones are waited for in the background."""
-    buffer_size: int = 512
+    buffer_size: int = field(default=512, metadata=at_least(1))
     """Rows: those of the last 16 steps and more, older ones are of a worse policy."""
 
 

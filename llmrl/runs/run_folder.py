@@ -230,7 +230,7 @@ class RunFolder:
         while last + 1 in saved:
             last += 1
         later = [step for step in saved if step > last]
-        if later and list(self.set_aside_path.glob(f"{last + 1:06d}-*.safetensors")):
+        if later and any(self.set_aside_path.glob(f"{last + 1:06d}-*.safetensors")):
             for step in later:
                 self._batch_path(step).unlink()
         elif not checkpoint and (later or (last == 0 and num_logged > checkpoint_every)):
