@@ -42,7 +42,7 @@ from llmrl.envs.chat import unlock_batch_size
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardInput, evaluate_expression, is_countdown_right
 from llmrl.testing import ScriptedEngine
-from llmrl.transforms import find_rubric_reward
+from llmrl.transforms import find_rubric_rewards
 
 GSM8K = [
     {"question": "Ida has 3 boxes of 400 nails. How many nails?", "answer": "3 * 400 = <<3*400=1200>>1200 #### 1,200"},
@@ -297,7 +297,7 @@ def test_curriculum_rises_with_accuracy_and_a_group_keeps_its_problem():
 @pytest.mark.parametrize(("num_cut", "level"), [(0, 1), (306, 0)])
 def test_the_curriculum_sees_answers_that_were_cut(num_cut, level):
     env = ReasoningGymEnv("chain_sum", num_problems=400, curriculum=True, window=340)
-    problems, rubric = env.base_env.problems, find_rubric_reward(env).rubric
+    problems, rubric = env.base_env.problems, find_rubric_rewards(env)[0].rubric
     for index in range(340):
         problem = problems[index]
         chat = ({"role": "assistant", "content": problem["entry"]["answer"]},)

@@ -42,7 +42,7 @@ def test_histories_survive_stacking_pickling_and_tensordicts():
 def test_multi_modal_content_is_carried_untouched_and_read_as_text():
     content = [{"type": "text", "text": "look"}, {"type": "image", "url": "cat.png"}]
     history = History.from_chats([{"role": "user", "content": content}])
-    assert history.chats[0]["content"] is content
+    assert history.chats[0]["content"] == content
     assert history.content == ["look"]
 
 

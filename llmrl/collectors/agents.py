@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from llmrl._utils.spans import here
 from llmrl.collectors.completing import Completer
 from llmrl.data import ChatHistory, History, Rollout
+from llmrl.data.message import copied
 from llmrl.data.tensordicts import container_of
 from llmrl.endpoint import EndpointServer, ModelRequest, RefusedRequest, Session, SessionLimits, TurnTree
 from llmrl.endpoint.agent import AgentModel
@@ -107,7 +108,7 @@ class AgentEndpoint:
             self._sessions.remove(key)
             rollout.conversation, rollout.messages, rollout.turns = tree, tree.messages, tree.to_records()
             rollout.num_turns, rollout.num_completion_tokens = tree.num_turns, session.num_completion_tokens
-            rollout.info |= session.record()
+            rollout.info |= copied(session.record())
 
     async def _listen(self) -> None:
         if self._serving is None:

@@ -23,8 +23,7 @@ from llmrl.data import Rollout
 from llmrl.envs import MixedEnv
 from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
-from llmrl.transforms import PolicyVersion
-from llmrl.transforms.reward import find_rubric_reward
+from llmrl.transforms import PolicyVersion, find_rubric_rewards
 
 logger = logging.getLogger("llmrl")
 
@@ -127,8 +126,7 @@ class RaySource:
         self.dataset_env = dataset_env_of(own_env)
         if self.dataset_env is None:
             raise ValueError("env must build one DatasetChatEnv: actors are told which of its prompts to play.")
-        rubric_reward = find_rubric_reward(own_env)
-        self.is_group_scored = rubric_reward is not None and rubric_reward.rubric.is_group_scored
+        self.is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
         self.is_open = asyncio.Event()
         self.engine, self._num_retries = engine, num_retries
         self._prompts = self.dataset_env.prompts

@@ -19,6 +19,7 @@ from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
+from llmrl.data.message import copied
 from llmrl.data.tensordicts import dataset_columns, non_tensor, plain
 from llmrl.endpoint import SessionLimits
 from llmrl.endpoint.agent import AgentTimeout
@@ -28,8 +29,7 @@ from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric, Score
 from llmrl.rewards.rubric import score_in_span
-from llmrl.transforms import environment_parts, outcomes_of, states_of
-from llmrl.transforms.reward import find_rubric_reward, write_score
+from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric, outcomes_of, states_of, write_score
 
 _SOLO_IDS = itertools.count()
 
@@ -94,12 +94,12 @@ class RolloutRunner:
         """Of turns since whoever reads it put another one in its place."""
         self.judge_loop = ReplaceableLoop("llmrl-judges")
         """Where judges run."""
-        rubric_reward = find_rubric_reward(stepper.env)
-        if rubric_reward is not None:
+        rubric_rewards = find_rubric_rewards(stepper.env)
+        for rubric_reward in rubric_rewards:
             rubric_reward.check_order()  # the environment has all its transforms now
             rubric_reward.check_inputs()
-        self.rubric: Rubric | None = None if rubric_reward is None else rubric_reward.rubric
-        self._is_scored_here = self.rubric is not None and self.rubric.is_async
+        self.rubric: Rubric | None = joint_rubric(rubric_rewards)
+        self._is_scored_here = self.rubric is not None and (self.rubric.is_async or self.rubric.is_group_scored)
         self.max_prompt_tokens = min(
             limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
         )
@@ -197,7 +197,7 @@ class RolloutRunner:
         self, agent_env: AgentEnv, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]
     ) -> None:
         """Have an agent lead the conversation; one step ends it, with what the agent returned."""
-        row = {name: rollout.columns.get(name) for name in agent_env.columns}
+        row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
         async with self._endpoint.session(rollout) as (session, model):
             try:
                 score = await agent_env.run_agent(row, model)
@@ -375,4 +375,6 @@ def _refuse_reward(rollout: Rollout) -> None:
 
 def as_scored(rollout: Rollout) -> RewardInput:
     """Return the rollout as reward functions see it."""
-    return RewardInput(rollout.messages, rollout.columns, rollout.status, rollout.reason, rollout.tool_states)
+    messages, columns = copied(rollout.messages), copied(rollout.columns)
+    is_answered = rollout.num_turns > 0
+    return RewardInput(messages, columns, rollout.status, rollout.reason, rollout.tool_states, is_answered)

@@ -26,7 +26,7 @@ from llmrl.data.chats import (
     unwrapped,
 )
 from llmrl.data.history_rendering import ChatRendering
-from llmrl.data.message import Message, check_messages, text_of
+from llmrl.data.message import Message, check_messages, copied, text_of
 from llmrl.data.message_arrays import array_of_messages, leaf_of
 from llmrl.data.templated_text import parse_templated, template_named
 from llmrl.data.tensordicts import container_of, documented, non_tensor, plain
@@ -82,7 +82,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             TypeError, ValueError: when a message is malformed, naming it.
         """
         if is_conversation(chats):
-            messages = Chat(check_messages(chats) if check else chats)
+            messages = Chat(copied(check_messages(chats)) if check else chats)
             return container_of(cls, {"messages": non_tensor(messages)})
         elements = [cls.from_chats(chat, check=check) for chat in cast("Sequence[Chats]", chats)]
         return _stacked(elements)
@@ -210,7 +210,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             RuntimeError: for a message alone.
         """
         if not isinstance(history, History):
-            return self._longer(check_messages(history), bool(inplace))
+            return self._longer(copied(check_messages(history)), bool(inplace))
         if history.is_message:
             raise RuntimeError("The new history to extend with is a message alone; append it.")
         place = (0 if dim is None else dim) % (len(self.conversation_shape) + 1)

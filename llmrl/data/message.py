@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
 
 Message: TypeAlias = Mapping[str, Any]
 """One message: `role`, `content` and, where they apply, `reasoning_content`, `tool_calls`, `tool_call_id`, `name`."""
@@ -98,6 +102,47 @@ def _encodable(value: object) -> object:
         return {encodable(key): encodable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [encodable(entry) for entry in value]
+    return value
+
+
+def copied(value: Value) -> Value:
+    """Return a message, a row or a part of one with dicts, lists, sets and arrays of its own, at any depth.
+
+    What crosses a border to other people's code, or comes from there, is copied: they may change it. Texts, numbers and
+    objects of other types are handed over as they are.
+
+    Example:
+        >>> message = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+        >>> copy = copied(message)
+        >>> copy == message, copy["content"][0] is message["content"][0]
+        (True, False)
+    """
+    return cast(Value, _copied(value))
+
+
+def _copied(value: object) -> object:
+    kind = type(value)
+    if kind is str or value is None:  # nearly everything that there is
+        return value
+    if kind is dict:
+        return {key: _copied(entry) for key, entry in value.items()}  # type: ignore[attr-defined]
+    if kind is list:
+        return [_copied(entry) for entry in value]  # type: ignore[attr-defined]
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return copy.deepcopy(value)
+    if isinstance(value, tuple):
+        entries = [_copied(entry) for entry in value]
+        return value._make(entries) if hasattr(value, "_make") else tuple(entries)
+    if isinstance(value, (set, bytearray)):  # what is in a set does not change
+        return value.copy()
+    if isinstance(value, dict | list):  # of a class of its own, which may know more than its entries
+        own = copy.copy(value)
+        places = list(own) if isinstance(own, dict) else range(len(own))
+        for place in places:
+            own[place] = _copied(own[place])  # type: ignore[index]
+        return own
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
     return value
 
 

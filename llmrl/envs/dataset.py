@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 
 from llmrl._utils.types import InputMode, Row, StateDict, Tokenizer
+from llmrl.data.message import copied
 from llmrl.data.tensordicts import RESERVED_ENTRIES, non_tensor, restacked, tensordict_of
 from llmrl.envs.chat import ChatEnv
 from llmrl.envs.sampler import Drawn, PromptSampler, columns_of, with_columns
@@ -155,7 +156,7 @@ class DatasetChatEnv(ChatEnv):
         ]
 
     def _query(self, item: Row) -> object:
-        return item[self._query_column] if self._prepare is None else self._prepare(item)
+        return item[self._query_column] if self._prepare is None else self._prepare(copied(item))
 
     def _opened(self, item: Row, group_id: str, sample_index: int, *, query: object) -> TensorDictBase:
         # Non-tensor wrapping keeps lists, numbers and None columns as they are.

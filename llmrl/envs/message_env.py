@@ -18,6 +18,7 @@ from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.types import Row
 from llmrl.data import ChatHistory, History, Message, check_messages
+from llmrl.data.message import copied
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.sampler import Drawn
@@ -153,13 +154,13 @@ class MessageChatEnv(DatasetChatEnv):
         return self._loops.current
 
     def _made(self, drawn: Drawn) -> MessageEnv:
-        return self._factory(drawn[0])
+        return self._factory(copied(drawn[0]))
 
     async def _init(self, drawn: Drawn, loop: BackgroundLoop) -> tuple[MessageEnv, Sequence[Message]]:
         message_env = self._made(drawn)
         message_env._loop = loop
         try:
-            return message_env, check_messages(await message_env.init(), argument="messages from init")
+            return message_env, copied(check_messages(await message_env.init(), argument="messages from init"))
         except BaseException:
             await message_env.close()
             raise
@@ -196,10 +197,13 @@ class MessageChatEnv(DatasetChatEnv):
         answer: object = MessageStep()
         if message_env is not None and chat:  # else an action drawn from the spec
             try:
-                answer = await self._loops.wait(_answer(message_env, chat[-1]), on=message_env._loop)
+                answer = await self._asked(message_env, chat[-1])
             except Exception as error:
                 answer = error
         element.set("env_answer", non_tensor(answer))
+
+    async def _asked(self, message_env: MessageEnv, message: Message) -> MessageStep:
+        return await self._loops.wait(_answer(message_env, message), on=message_env._loop)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict)
@@ -219,7 +223,7 @@ class MessageChatEnv(DatasetChatEnv):
             error, traceback, info = describe(answer), traceback_of(answer), None
         else:
             written = self._written(tensordict, answer)
-            error, traceback, info = "", "", dict(answer.info) or None
+            error, traceback, info = "", "", answer.info or None
         told = {"env_error": error, "env_traceback": traceback, "env_info": info}
         return tensordict_of({**written, **{key: non_tensor(value) for key, value in told.items()}})
 
@@ -255,7 +259,7 @@ class MessageChatEnv(DatasetChatEnv):
 
 
 async def _answer(message_env: MessageEnv, message: Message) -> MessageStep:
-    answer = await message_env.step(message)
+    answer = await message_env.step(copied(message))
     if not isinstance(answer, MessageStep):
         raise TypeError(f"step must return a MessageStep, got {type(answer).__name__}.")
     try:
@@ -263,7 +267,7 @@ async def _answer(message_env: MessageEnv, message: Message) -> MessageStep:
     except (TypeError, ValueError) as error:
         step = type(message_env).step
         raise type(error)(f"{error} Returned by {step.__qualname__} ({location_of(step)}).") from None
-    messages = check_messages(answer.messages)
+    messages = copied(check_messages(answer.messages))
     if any(message["role"] == "assistant" for message in messages):
         raise ValueError("step returned an assistant message; only the policy speaks as the assistant.")
-    return replace(answer, messages=messages)
+    return replace(answer, messages=messages, info=copied(dict(answer.info)))

@@ -15,6 +15,7 @@ from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
+from llmrl.data.message import copied
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class _Session(MessageEnv):
         if step.is_done:
             raise ValueError(f"{server.url} says that the conversation is over before its first answer.")
         system = [] if server.system_prompt is None else [{"role": "system", "content": server.system_prompt}]
-        return [*system, {"role": "user", "content": server.content(observation)}]
+        return [*system, {"role": "user", "content": server.content(copied(observation))}]
 
     async def _begin(self) -> tuple[object, MessageStep]:
         import aiohttp
@@ -181,7 +182,7 @@ class _Session(MessageEnv):
         assert self._server.action is not None
         action = self._server.action(text_of(message.get("content")))
         observation, step = await self._ask({"type": "step", "data": action})
-        messages: list[Message] = [{"role": "user", "content": self._server.content(observation)}]
+        messages: list[Message] = [{"role": "user", "content": self._server.content(copied(observation))}]
         return step if step.is_done else replace(step, messages=messages)
 
     async def _ask(self, question: Mapping[str, object]) -> tuple[object, MessageStep]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from llmrl._utils.types import Row, StateDict
+from llmrl.data.message import copied
 from llmrl.envs.sources import StreamedRows
 
 _MAX_HASHED = 1000
@@ -143,7 +144,7 @@ class PromptSampler:
             random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
             self._order_epoch = epoch
         index = self._order[place] if self.shuffle else place
-        return self.items[index], f"{self.name}/{epoch}/{index}", sample_index
+        return copied(self.items[index]), f"{self.name}/{epoch}/{index}", sample_index
 
     def item_of(self, group_id: str) -> Row:
         """Return the item of a group, by its id.

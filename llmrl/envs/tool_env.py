@@ -15,7 +15,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.types import Row
 from llmrl.data import Message
-from llmrl.data.message import text_of
+from llmrl.data.message import copied, text_of
 from llmrl.data.tensordicts import non_tensor, tensordict_of
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
 from llmrl.envs.sources import load_rows
@@ -122,7 +122,7 @@ class _Opening(MessageEnv):
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
-        instance, said = await self._instances.open(self.session.id, self._row)
+        instance, said = await self._instances.open(self.session.id, copied(self._row))
         self.session.states[self._instances.state_name] = instance
         if said is None and messages:
             return messages

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.types import Row
 from llmrl.data import Message, RolloutStatus, StopReason, text_of
+from llmrl.data.message import copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,13 @@ class RewardInput:
     """What ended the rollout before its environment said done, if anything."""
     tools: Row = field(default_factory=dict)
     """What the conversation's tools with a memory keep, by name; each is a parameter of its own."""
+    is_answered: bool = True
+    """Whether the policy said anything; an assistant's message of one that did not is an example of its opening."""
 
     @property
     def completion(self) -> str:
         """Text of the policy's last message, empty when it never answered."""
-        for message in reversed(self.messages):
+        for message in reversed(self.messages if self.is_answered else ()):
             if message["role"] == "assistant":
                 return text_of(message.get("content"))
         return ""
@@ -119,5 +122,6 @@ class RewardFn:
         available = rollout.arguments()
         self.check_inputs(available)
         chosen = available if self._takes_all else {k: available[k] for k in self._names if k in available}
-        result = self.function(**chosen)
+        given = {name: value if name in rollout.tools else copied(value) for name, value in chosen.items()}
+        result = self.function(**given)
         return finite_number(await result if inspect.isawaitable(result) else result, f"the score of {self.name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -151,6 +152,69 @@ class Rubric:
         if self.error_reward is None:
             return Score(0.0, is_scored=False, error=error)
         return Score(self.error_reward, error=error)
+
+
+class JointRubric(Rubric):
+    """Several rubrics of one environment as one: their rewards add up, their breakdowns are put together.
+
+    Where one of them fails to score a rollout, it is not scored. Each keeps its own limit of time.
+
+    Args:
+        rubrics: one or more.
+
+    Raises:
+        ValueError: when two reward functions have one name, in which the breakdown could not tell them apart.
+
+    Example:
+        >>> from llmrl._utils.asynchronous import run_sync
+        >>> rubrics = [Rubric(RewardFn(lambda: 10.0, name="a")), Rubric(RewardFn(lambda: 0.5, name="b"))]
+        >>> run_sync(JointRubric(rubrics).score(RewardInput(())))
+        Score(reward=10.5, breakdown={'a': 10.0, 'b': 0.5}, is_scored=True, error='')
+    """
+
+    def __init__(self, rubrics: Sequence[Rubric]) -> None:
+        self.rubrics = list(rubrics)
+        self.reward_fns = [fn for rubric in self.rubrics for fn in rubric.reward_fns]
+        doubled = sorted(name for name, count in Counter(self.names).items() if count > 1)
+        if doubled:
+            raise ValueError(
+                f"the environment's rubrics have several reward functions of the names {doubled}; give each its own, "
+                "by RewardFn(function, name=...), so that the breakdown tells them apart."
+            )
+        limits = [rubric.timeout_seconds for rubric in self.rubrics]
+        self.timeout_seconds = None if None in limits else sum(limit for limit in limits if limit is not None)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether scoring by one of them may take long."""
+        return any(rubric.is_async for rubric in self.rubrics)
+
+    @property
+    def is_group_scored(self) -> bool:
+        """Whether one of them compares the rollouts of a group."""
+        return any(rubric.is_group_scored for rubric in self.rubrics)
+
+    async def score(self, rollout: RewardInput) -> Score:
+        """Score one settled rollout by all of them."""
+        return _sum(await asyncio.gather(*(rubric.score(rollout) for rubric in self.rubrics)))
+
+    async def score_group(self, rollouts: Sequence[RewardInput]) -> list[Score]:
+        """Score the rollouts of one group, by each rubric in its own way."""
+        by_rubric = await asyncio.gather(*(rubric.score_group(rollouts) for rubric in self.rubrics))
+        return [_sum(scores) for scores in zip(*by_rubric, strict=True)]
+
+    def failed(self, error: str) -> Score:
+        """Return the score of a rollout that failed or could not be scored."""
+        return _sum([rubric.failed(error) for rubric in self.rubrics])
+
+
+def _sum(scores: Sequence[Score]) -> Score:
+    return Score(
+        sum(score.reward for score in scores),
+        {name: value for score in scores for name, value in score.breakdown.items()},
+        is_scored=all(score.is_scored for score in scores),
+        error=next((score.error for score in scores if score.error), ""),
+    )
 
 
 async def score_in_span(rubric: Rubric, rollout: RewardInput, *, parent: str = "") -> Score:

@@ -22,7 +22,7 @@ from llmrl.transforms.incremental_tokenizer import IncrementalTokenizer
 from llmrl.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from llmrl.transforms.parts import environment_parts, is_ours, reads_turns
 from llmrl.transforms.policy_version import PolicyVersion
-from llmrl.transforms.reward import RubricReward, find_rubric_reward, write_score
+from llmrl.transforms.reward import RubricReward, find_rubric_rewards, joint_rubric, write_score
 from llmrl.transforms.template import TemplateTransform
 from llmrl.transforms.thinking import AddThinkingPrompt
 from llmrl.transforms.tokenizer import Tokenizer
@@ -53,8 +53,9 @@ __all__ = [
     "XMLBlockParser",
     "dataset_columns",
     "environment_parts",
-    "find_rubric_reward",
+    "find_rubric_rewards",
     "is_ours",
+    "joint_rubric",
     "outcomes_of",
     "reads_turns",
     "states_of",

@@ -15,9 +15,10 @@ from torchrl.envs import EnvBase, Transform
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.asynchronous import run_sync
 from llmrl.data import Message, StopReason, decide_status
+from llmrl.data.message import copied
 from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, restacked, tensordict_of
 from llmrl.rewards import ROLLOUT_INPUTS, RewardFn, RewardInput, Rubric, Score, UnknownRewardInput
-from llmrl.rewards.rubric import score_in_span
+from llmrl.rewards.rubric import JointRubric, score_in_span
 from llmrl.tools import ToolTransform, states_of
 from llmrl.transforms.parts import environment_around, environment_parts
 
@@ -32,7 +33,8 @@ class RubricReward(KnownArguments, Transform):
 
     Adds the score to `("next", "reward")` `[1, 1]`, and writes `("next", "reward_breakdown", NAME)` `[1]` (NaN where
     not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. A rubric that scores groups together, or
-    that awaits a judge (a collector writes `("rollout", "is_scored_later")`), is left to the collector.
+    that awaits a judge (a collector writes `("rollout", "is_scored_later")`), is left to the collector. Of several in
+    an environment the scores add up, and the breakdown has all; where one fails to score, the rollout is not scored.
 
     Args:
         rubric: a `Rubric`, a `RewardFn`, or a function.
@@ -41,6 +43,7 @@ class RubricReward(KnownArguments, Transform):
     Raises:
         UnknownRewardInput: when it is appended to an environment with a dataset, for a reward function that reads what
             this has not.
+        ValueError: when it is appended after another one with a reward function of the same name.
 
     Example:
         >>> from tensordict import TensorDict
@@ -68,11 +71,21 @@ class RubricReward(KnownArguments, Transform):
     def set_container(self, container: Transform | EnvBase) -> None:
         """Join an environment, and check that it has what the rewards read."""
         super().set_container(container)
+        self._check_names()
         self.check_inputs()
 
     def _environment_parts(self) -> list[EnvBase | Transform]:
         env = environment_around(self)
         return [] if env is None else environment_parts(env)
+
+    def _check_names(self) -> None:
+        others = [part for part in self._environment_parts() if isinstance(part, RubricReward) and part is not self]
+        joint_rubric([*others, self])
+
+    def _earlier(self) -> list[RubricReward]:
+        """Return those that score before this one, in their order."""
+        parts = itertools.takewhile(lambda part: part is not self, self._environment_parts())
+        return [part for part in parts if isinstance(part, RubricReward)]
 
     def check_inputs(self) -> None:
         """Refuse reward functions that read what the environment does not have, where that is known before a reset.
@@ -113,14 +126,27 @@ class RubricReward(KnownArguments, Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict)
         next_elements = batch_elements(next_tensordict)
-        rollouts: list[RewardInput | None] = []
+        to_score: list[tuple[Rubric, RewardInput, str]] = []
+        rubrics: list[Rubric | None] = []
         for element, next_element in zip(elements, next_elements, strict=True):
-            rollouts.append(self._settle(element, next_element))
-        parents = [plain(element.get(("rollout", "traceparent"), "")) for element in elements]
-        scores = self._score([(one, parent) for one, parent in zip(rollouts, parents, strict=True) if one is not None])
-        for rollout, next_element in zip(rollouts, next_elements, strict=True):
-            write_score(next_element, None if rollout is None else next(scores), self.rubric.names)
+            rollout = self._settle(element, next_element)
+            rubrics.append(None if rollout is None else self._pending_rubric(next_element))
+            if rollout is not None:
+                to_score.append((rubrics[-1], rollout, plain(element.get(("rollout", "traceparent"), ""))))
+        scores = self._score(to_score)
+        for rubric, next_element in zip(rubrics, next_elements, strict=True):
+            if rubric is None:
+                write_score(next_element, None, self.rubric.names)
+            else:
+                write_score(next_element, next(scores), rubric.names)
         return restacked(next_elements, next_tensordict.batch_size)
+
+    def _pending_rubric(self, next_element: TensorDictBase) -> Rubric:
+        """Return what has not scored a conversation that ends here: earlier ones did not, unless it ended there."""
+        is_scored = next_element.get("is_scored", None)
+        if is_scored is None or is_scored.any() or plain(next_element.get("score_error")):
+            return self.rubric
+        return cast("Rubric", joint_rubric([*self._earlier(), self]))
 
     def _settle(self, element: TensorDictBase, next_element: TensorDictBase) -> RewardInput | None:
         messages = self._messages(element, next_element)
@@ -139,7 +165,8 @@ class RubricReward(KnownArguments, Transform):
         status = decide_status(is_terminated=is_terminated, reason=reason)
         if not status.is_settled:
             return None
-        return RewardInput(messages, dataset_columns(element), status, reason, states_of(element))
+        columns = copied(dataset_columns(element))
+        return RewardInput(copied(messages), columns, status, reason, states_of(element))
 
     def _messages(self, element: TensorDictBase, next_element: TensorDictBase) -> tuple[Message, ...]:
         history = next_element.get(("history", "prompt"), None)
@@ -147,13 +174,13 @@ class RubricReward(KnownArguments, Transform):
             return cast("tuple[Message, ...]", history.chats)
         return cast("tuple[Message, ...]", self._environment_parts()[0].answered_messages(element))
 
-    def _score(self, rollouts: Sequence[tuple[RewardInput, str]]) -> Iterator[Score | None]:
+    def _score(self, to_score: Sequence[tuple[Rubric, RewardInput, str]]) -> Iterator[Score | None]:
         async def score_all() -> list[Score]:
-            scoring = (score_in_span(self.rubric, rollout, parent=parent) for rollout, parent in rollouts)
+            scoring = (score_in_span(rubric, rollout, parent=parent) for rubric, rollout, parent in to_score)
             return list(await asyncio.gather(*scoring))
 
-        if not rollouts or self.rubric.is_group_scored:
-            return iter([None] * len(rollouts))
+        if not to_score or any(rubric.is_group_scored for rubric, _, _ in to_score):
+            return iter([None] * len(to_score))
         return iter(run_sync(score_all()))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
@@ -162,7 +189,7 @@ class RubricReward(KnownArguments, Transform):
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Add the reward and its parts."""
         shape = reward_spec.shape
-        names = {name: Unbounded((*shape, 1)) for name in self.rubric.names}
+        names = {name: Unbounded((*shape, 1)) for part in [*self._earlier(), self] for name in part.rubric.names}
         reward_spec["reward_breakdown"] = Composite(names, shape=shape)
         reward_spec["is_scored"] = Categorical(2, shape=(*shape, 1), dtype=torch.bool)
         reward_spec["score_error"] = NonTensor(shape=tuple(shape), example_data="")
@@ -170,22 +197,36 @@ class RubricReward(KnownArguments, Transform):
 
 
 def write_score(next_element: TensorDictBase, score: Score | None, names: Sequence[str]) -> None:
-    """Write a score (None: not scored yet) into the `next` entries of one conversation."""
+    """Write a score (None: not scored yet) into the `next` entries of one conversation, beside earlier ones there."""
     raw = {} if score is None else score.breakdown
+    before, error = next_element.get("reward_breakdown", None), plain(next_element.get("score_error", ""))
     # The environment's own reward of this turn stays; a score adds to it, of a dense reward to the last token's.
     if score is not None:
         reward = next_element.get("reward").clone()
         reward[-1] += score.reward
         next_element.set("reward", reward)
     breakdown = {name: torch.tensor([raw.get(name, float("nan"))]) for name in names}
-    next_element.set("reward_breakdown", tensordict_of(breakdown))
-    next_element.set("is_scored", torch.tensor([score is not None and score.is_scored]))
-    next_element.set("score_error", non_tensor("" if score is None else score.error))
+    next_element.set(
+        "reward_breakdown", tensordict_of({**({} if before is None else dict(before.items())), **breakdown})
+    )
+    error = error or ("" if score is None else score.error)
+    next_element.set("is_scored", torch.tensor([score is not None and score.is_scored and not error]))
+    next_element.set("score_error", non_tensor(error))
 
 
-def find_rubric_reward(env: EnvBase) -> RubricReward | None:
-    """Return the `RubricReward` among an environment's transforms, if it has one."""
-    return next((part for part in reversed(environment_parts(env)) if isinstance(part, RubricReward)), None)
+def joint_rubric(rewards: Sequence[RubricReward]) -> Rubric | None:
+    """Return what scores by all of these; None where there is none.
+
+    Raises:
+        ValueError: when two of their reward functions have one name.
+    """
+    rubrics = [reward.rubric for reward in rewards]
+    return JointRubric(rubrics) if len(rubrics) > 1 else next(iter(rubrics), None)
+
+
+def find_rubric_rewards(env: EnvBase) -> list[RubricReward]:
+    """Return the `RubricReward`s among an environment's transforms, in their order."""
+    return [part for part in environment_parts(env) if isinstance(part, RubricReward)]
 
 
 def _is_answered(messages: Sequence[Message]) -> bool:
