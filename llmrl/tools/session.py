@@ -60,6 +60,7 @@ class ToolSession:
         self._turn = -1
         self._claimed: set[Hashable] = set()
         self._answers: dict[int, list[Message]] = {}
+        self._places: dict[int, tuple[int, Message]] = {}
 
     def on_release(self, release: Release) -> None:
         """Have a function called with the id when the conversation ends."""
@@ -97,15 +98,25 @@ class ToolSession:
         self._answers[owner] = messages
 
     def take_answers(self, turn: int, owner: int) -> list[Message] | None:
-        """Return what `put_answers` kept; None when nothing was."""
+        """Return what `put_answers` kept, in a step that is repeated, too; None when nothing was."""
         self._begin(turn)
-        return self._answers.pop(owner, None)
+        return self._answers.get(owner)
+
+    def put_place(self, message: Message, place: int) -> None:
+        """Note which of the turn's calls an answer is to."""
+        self._places[id(message)] = (place, message)
+
+    def place_of(self, message: Message) -> int | None:
+        """Return which of the turn's calls an answer is to; None where that is not known."""
+        place, noted = self._places.get(id(message), (None, None))
+        return place if noted is message else None
 
     def _begin(self, turn: int) -> None:
         if turn != self._turn:
             self._turn = turn
             self._claimed.clear()
             self._answers.clear()
+            self._places.clear()
 
     def __deepcopy__(self, memo: object) -> ToolSession:
         return self

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -21,7 +23,7 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.spans import span
 from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
 from llmrl.data.chats import flatten
-from llmrl.data.message import encodable
+from llmrl.data.message import copied, encodable
 from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser
 from llmrl.tools.output import ToolResult, TruncateSide, as_text, truncate
@@ -34,9 +36,9 @@ class ToolTransform(KnownArguments, Transform):
     """Answers the tool calls of each assistant message with tool messages, and shows the tools in the prompt.
 
     Tools are functions, classes whose instances serve one conversation each (`InstanceTools`), or `Tool`s. The calls of
-    a message run in parallel. Whatever goes wrong (an unknown tool, arguments that do not fit, unreadable JSON, a
-    failure, a time-out) is told to the model in a tool message and counted; it never ends a rollout. An answer that
-    was cut by its length is left alone.
+    a message run in parallel, those of one instance one after another; their results are in the order of the calls.
+    Whatever goes wrong (an unknown tool, arguments that do not fit, unreadable JSON, a failure, a time-out) is told to
+    the model in a tool message and counted; it never ends a rollout. An answer cut by its length is left alone.
 
     Calls are those that the policy's renderer read, by its chat template's format; a history that no renderer of ours
     wrote is read by `tool_parser`. Writes `"tools"`, the schemas, at the root, where policies find them.
@@ -178,7 +180,7 @@ class ToolTransform(KnownArguments, Transform):
         for element, next_element, session, messages in zip(elements, next_elements, sessions, answers, strict=True):
             if messages:
                 prompt = next_element.get(("history", "prompt"))
-                next_element.set(("history", "prompt"), self._with_answers(prompt, messages, _turn(element)))
+                next_element.set(("history", "prompt"), self._with_answers(prompt, messages, _turn(element), session))
             if session.is_stopped:
                 for key in ("terminated", "done"):
                     next_element.set(key, torch.ones(1, dtype=torch.bool))
@@ -187,15 +189,19 @@ class ToolTransform(KnownArguments, Transform):
                 next_element.set("tools", element.get("tools"))
         return _like(next_tensordict, next_elements)
 
-    def _with_answers(self, prompt: History, answers: list[Message], turn: int) -> History:
-        """Return the prompt with the answers right after the calls; what the environment said to them comes after."""
+    def _with_answers(self, prompt: History, answers: list[Message], turn: int, session: ToolSession) -> History:
+        """Return the prompt with the answers right after the calls; what the environment said to them comes after.
+
+        They are in the order of the calls, whichever transforms answer them: few templates write whose answer one is.
+        """
         [chat] = flatten(prompt.chats)
-        place = turn
-        while place < len(chat) and chat[place]["role"] == self.tool_role:
-            place += 1
-        if place == len(chat):
-            return prompt.extend(answers)
-        return History.from_chats((*chat[:place], *answers, *chat[place:]))
+        end = turn
+        while end < len(chat) and (chat[end]["role"] == self.tool_role or session.place_of(chat[end]) is not None):
+            end += 1
+        placed = [(-1 if (place := session.place_of(one)) is None else place, one) for one in chat[turn:end]]
+        placed += [(sys.maxsize if (place := session.place_of(one)) is None else place, one) for one in answers]
+        told = [one for _, one in sorted(placed, key=lambda pair: pair[0])]
+        return History.from_chats((*chat[:turn], *told, *chat[end:]), check=False)
 
     def release(self, element: TensorDictBase) -> None:
         """Let go of what tools keep for a conversation that has ended."""
@@ -231,7 +237,7 @@ class ToolTransform(KnownArguments, Transform):
         for tool in self.tools.values():
             if tool.open is not None and tool.state_name not in session.states:
                 async with asyncio.timeout(self.timeout):
-                    opening = tool.open(session.id, row)
+                    opening = tool.open(session.id, copied(row))
                     session.states[tool.state_name] = await self._loops.wait(opening, on=self._home)
 
     async def answer(
@@ -250,18 +256,27 @@ class ToolTransform(KnownArguments, Transform):
             parsed = self._parse(text_of(message.get("content")), self._schemas)
             calls, malformed = parsed.tool_calls, parsed.malformed
         places = asyncio.Semaphore(self.max_parallel_calls)
-        pending = []
+        queues: dict[object, list[tuple[int, Mapping[str, Any]]]] = {}
         for index, call in enumerate(calls):
             name = call["function"]["name"]
             is_somebodys = name in session.tool_names and name not in self.tools
             if not is_somebodys and session.claim(turn, index):
-                pending.append(self._answer_call(call, session, places))
-        answers = list(await asyncio.gather(*pending))
+                state_name = self.tools[name].state_name if name in self.tools else ""
+                queues.setdefault(state_name or index, []).append((index, call))
+
+        async def answer_all(queue: list[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, Message]]:
+            return [(index, await self._answer_call(call, session, places)) for index, call in queue]
+
+        answered = await asyncio.gather(*map(answer_all, queues.values()))
+        placed = sorted(itertools.chain(*answered), key=lambda pair: pair[0])
         for index, bad in enumerate(malformed):
             if session.claim(turn, ("malformed", index)):
                 self.count("malformed", session)
-                answers.append(self.tool_message(f"Error: the tool call cannot be read: {bad.reason}"))
-        return answers
+                message = self.tool_message(f"Error: the tool call cannot be read: {bad.reason}")
+                placed.append((len(calls) + index, message))
+        for place, message in placed:
+            session.put_place(message, place)
+        return [message for _, message in placed]
 
     async def _answer_call(self, call: Mapping[str, Any], session: ToolSession, places: asyncio.Semaphore) -> Message:
         function = call["function"]
@@ -291,7 +306,7 @@ class ToolTransform(KnownArguments, Transform):
             if not isinstance(arguments, dict):
                 raise InvalidArguments(f"the arguments must be an object, got {arguments!r:.200}")
             async with asyncio.timeout(None if tool.keeps_time else self.timeout) as limit:
-                run = _run(tool, arguments, session.id)
+                run = _run(tool, copied(arguments), session.id)
                 outcome, text = await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
         except TimeoutError as error:
             reason = f"it took more than {self.timeout:g} s" if limit.expired() else str(error) or "it timed out"
