@@ -185,3 +185,22 @@ def test_a_byte_order_mark_and_unusual_line_separators_are_read(tmp_path, name):
     lines = [json.dumps({**row, "note": "a\u2028b"}, ensure_ascii=False) for row in TABLE]
     (tmp_path / name).write_text("\n".join(lines), encoding="utf-8-sig")
     assert [row["question"] for row in load_rows(tmp_path / name)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("rows.csv", 'query,answer\n1 + 1,2\nOne, two,3\n', r"rows.csv:3 .*has 3 cells, and the header 2 columns"),
+        ("rows.csv", 'query,answer\n"a\nb",2\n\nalone\n', r"rows.csv:5 .*has 1 cells, and the header 2 columns"),
+        ("rows.csv", 'query,answer\n"a,2\nb,3\n', r"rows.csv:2 .*unexpected end of data"),
+        ("rows.csv", "query,answer,query\n1,2,3\n", r"rows.csv:1 .*\['query'\] more than once"),
+        ("rows.jsonl", '{"query": "a"}\n\n["b"]\n', r"rows.jsonl:3 must be an object, .*got '\[\"b\"\]'"),
+        ("rows.jsonl", '{"query": "a"}\n"b"\n', r"rows.jsonl:2 must be an object"),
+        ("rows.jsonl", '{"query": "a", "query": "b"}\n', r"rows.jsonl:1 .*\['query'\] more than once"),
+        ("rows.json", '[{"query": "a", "query": "b"}]', r"rows.json is not read: .*\['query'\] more than once"),
+    ],
+)  # fmt: skip
+def test_a_file_whose_values_would_be_lost_or_shifted_is_refused_with_the_line(tmp_path, name, content, error):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=error):
+        load_rows(tmp_path / name)

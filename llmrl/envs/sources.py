@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -173,23 +174,65 @@ def _parsed_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)
+                row = json.loads(line, object_pairs_hook=_once_each)
             except ValueError as error:
                 raise ValueError(f"{path}:{number} is not a line of JSON: {error}.") from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{path}:{number} must be an object, from columns to values, got {line.strip()!r:.80}."
+                )
+            yield row
 
 
 def _read_json(path: Path) -> object:
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once_each)
+    except _DoubledName as error:
+        raise ValueError(f"{path} is not read: {error}.") from None
     except ValueError:
         return _read_json_lines(path)  # JSON lines are often named so
     is_row = isinstance(content, Mapping) and not all(isinstance(part, list) for part in content.values())
     return [content] if is_row else content
 
 
+class _DoubledName(ValueError):
+    """A name that an object, or the header of a table, has twice."""
+
+
+def _once_each(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        _refuse_doubled([name for name, _ in pairs])
+    return made
+
+
+def _refuse_doubled(names: Sequence[str]) -> None:
+    doubled = sorted(name for name, count in Counter(names).items() if count > 1)
+    if doubled:
+        raise _DoubledName(f"it has the names {doubled} more than once, of whose values one would be lost")
+
+
 def _read_csv(path: Path) -> list[Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        return list(csv.DictReader(file))
+        reader, start = csv.reader(file, strict=True), 1
+        header: list[str] = []
+        rows: list[Row] = []
+        try:
+            for cells in reader:
+                if not header:
+                    header = cells
+                    _refuse_doubled(header)
+                elif cells and len(cells) != len(header):
+                    raise ValueError(
+                        f"it has {len(cells)} cells, and the header {len(header)} columns, {header}; a cell with a "
+                        "comma, a quote or a line break stands in double quotes"
+                    )
+                elif cells:
+                    rows.append(dict(zip(header, cells, strict=True)))
+                start = reader.line_num + 1
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{path}:{start} is not a line of this table: {error}.") from None
+    return rows
 
 
 def _read_parquet(path: Path) -> object:
