@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import uuid
 from dataclasses import replace
@@ -19,9 +20,11 @@ from llmrl.policies import LLMWrapperBase
 class Completer:
     """Asks a policy's engine until there is an answer.
 
-    A failed request is tried again, under a new id. One that was aborted, by an update of the weights, goes on after
-    its last token: a partial rollout whose tokens carry the versions that sampled them. One that was aborted before
-    its first token only waited: that counts as fruitless where no update has come since the last time.
+    Requests have seeds of their own, made of the policy's seed and of their names, where it has one: with equal ones
+    the answers of a group would be equal. A failed request is tried again, under a new id. One that was aborted, by an
+    update of the weights, goes on after its last token: a partial rollout whose tokens carry the versions that sampled
+    them. One that was aborted before its first token only waited: that counts as fruitless where no update has come
+    since the last time.
 
     Args:
         policy: whose engine is asked, and which checks what it answers.
@@ -56,6 +59,8 @@ class Completer:
         Raises:
             EngineError: when the engine failed too often.
         """
+        if sampling.seed is not None and sampling.seed == self.policy.sampling.seed:  # else it is an agent's own
+            sampling = sampling.with_changes(seed=_derived_seed(sampling.seed, name))
         with span("chat", parent=parent) as current:
             completion = await self._complete(prompt_ids, sampling, name, routing_key)
             if current is not None:
@@ -78,13 +83,15 @@ class Completer:
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
         parts: list[Completion] = []
         num_sampled, num_fruitless, version = 0, 0, engine.policy_version
+        seed = sampling.seed
         for attempt in itertools.count():
             if self._is_open is not None:
                 await self._is_open.wait()
             sampled = [token for part in parts for token in part.token_ids]
             try:
                 if sampled:
-                    sampling = sampling.with_changes(max_new_tokens=stop_strings.num_wanted(budget - num_sampled))
+                    num_wanted = stop_strings.num_wanted(budget - num_sampled)
+                    sampling = sampling.with_changes(max_new_tokens=num_wanted, seed=_derived_seed(seed, num_sampled))
                 part = await contained(
                     self.policy.complete(
                         prompt_ids + sampled if sampled else prompt_ids,
@@ -109,6 +116,13 @@ class Completer:
                 parts[-1] = replace(part, finish_reason="length")
                 break
         return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _derived_seed(seed: int | None, what: object) -> int | None:
+    """Return the seed of one request of many, the same in each run."""
+    if seed is None:
+        return None
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=4).digest()) >> 1
 
 
 def _joined(parts: list[Completion]) -> Completion:

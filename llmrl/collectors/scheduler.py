@@ -354,6 +354,9 @@ class RolloutScheduler:
             return
         self._changed.set()
         kept, dropped = self.rules.judge(settled)
+        empty = [rollout for rollout in kept if not self._units([rollout])]  # that ended before their first step, say
+        dropped = [*dropped, *((rollout, rollout.reason or DropReason.NOTHING_TRAINED) for rollout in empty)]
+        kept = [rollout for rollout in kept if all(rollout is not one for one in empty)]
         if kept:
             self._groups[group_id].kept, self._groups[group_id].dropped = kept, dropped
             self.gate.mark_ready(group_id, self._units(kept))

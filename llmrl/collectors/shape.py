@@ -118,6 +118,8 @@ class BatchShape:
             for rollout in rollouts:
                 rollout.rows = rollout.rows or rollout_rows(rollout)
             return sum(row["tokens", "full"].shape[0] for rollout in rollouts for row in rollout.rows)
+        if self.kind == "last_steps":
+            return sum(bool(rollout.steps) for rollout in rollouts)
         return 1
 
     def assemble(

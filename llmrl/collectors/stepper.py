@@ -64,6 +64,9 @@ class EnvStepper:
     def __init__(self, env: EnvBase, *, timeout_seconds: float | None = None, keep_steps: bool = False) -> None:
         unlock_batch_size(env)
         self.env, self.timeout_seconds, self.keep_steps = env, timeout_seconds, keep_steps
+        for part in environment_parts(env):
+            if hasattr(part, "step_timeout_seconds"):  # it keeps the limit itself, and knows what does not count
+                part.step_timeout_seconds = timeout_seconds
         self.are_turns_read = keep_steps or reads_turns(env)
         """Whether somebody may read the tensors of a turn while it is stepped, or afterwards."""
         self._before_reset = next(iter(_parts(env, "before_reset")), None)
@@ -114,10 +117,12 @@ class EnvStepper:
     async def _before(
         self, slow_part: Callable[[Argument], Coroutine[None, None, Result]], argument: Argument
     ) -> Result:
-        if not is_ours(slow_part.__self__):  # type: ignore[attr-defined]
-            return await self.slow_loop.wait(slow_part(argument), self.timeout_seconds)
+        part = slow_part.__self__  # type: ignore[attr-defined]
+        timeout_seconds = None if hasattr(part, "step_timeout_seconds") else self.timeout_seconds
+        if not is_ours(part):
+            return await self.slow_loop.wait(slow_part(argument), timeout_seconds)
         try:
-            async with asyncio.timeout(self.timeout_seconds) as limit:
+            async with asyncio.timeout(timeout_seconds) as limit:
                 return await slow_part(argument)
         except TimeoutError:
             if not limit.expired():

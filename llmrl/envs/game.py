@@ -18,6 +18,7 @@ from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.types import Row
 from llmrl.data import Message, StopReason, text_of
+from llmrl.data.message import copied
 from llmrl.data.tensordicts import plain
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
 from llmrl.envs.sampler import Drawn
@@ -150,6 +151,10 @@ class GameEnv(MessageChatEnv):
             name=name,
         )
 
+    step_timeout_seconds: float | None = None
+    """Limit of one move, or of making the game, what opponents do included; a collector sets it. Waiting for other
+    players does not count: they sample meanwhile."""
+
     async def before_reset(self, drawn: Drawn) -> TensorDictBase:
         """Seat a player at its game; who cannot come leaves it, so that the others do not wait."""
         row, group_id, sample_index = drawn
@@ -160,8 +165,10 @@ class GameEnv(MessageChatEnv):
         table.num_missing -= 1
         if table.num_missing:
             self._tables[group_id, game] = table
-        self._coming[group_id, sample_index] = _Player(table, self.roles[place], lambda: self._make_game(row))
+        player = _Player(table, self.roles[place], lambda: self._make_game(copied(row)))
+        self._coming[group_id, sample_index] = player
         try:
+            await self._loops.wait(player.sit_down(), self.step_timeout_seconds, on=table.loop)
             return await super().before_reset(drawn)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody waits on it
@@ -196,6 +203,12 @@ class GameEnv(MessageChatEnv):
             player.reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
         await super().before_step(element)
 
+    async def _asked(self, message_env: MessageEnv, message: Message) -> MessageStep:
+        if isinstance(message_env, _Player):
+            move = message_env.move(text_of(message.get("content")))
+            await self._loops.wait(move, self.step_timeout_seconds, on=message_env._loop)
+        return await super()._asked(message_env, message)
+
 
 class _Table:
     """A game, and the players who wait at it; on one event loop."""
@@ -219,13 +232,12 @@ class _Table:
         self._failure: BaseException | None = None
         self._game: Game | None = None
 
-    async def sit_down(self, role: str, make_game: Callable[[], Game]) -> str | None:
-        """Begin the game where nobody has, and wait for this player's first turn, as `turn_of`."""
+    async def begin(self, make_game: Callable[[], Game]) -> None:
+        """Begin the game unless it has begun."""
         if self._game is None and self._failure is None:
             with self._failing_all():
                 self._game = make_game()
             await self._go_on(self._game)
-        return await self.turn_of(role)
 
     async def turn_of(self, role: str) -> str | None:
         """Wait for a player's turn, and return what it is told; None when the game is over.
@@ -276,7 +288,7 @@ class _Table:
                     raise ValueError(f"observe gave the turn to {role!r}, which is no role of the game.")
                 view = self._views[role]
                 view.append({"role": "user", "content": text})
-                answer = self._opponents[role](tuple(view))
+                answer = self._opponents[role](copied(tuple(view)))
                 answer = await answer if inspect.isawaitable(answer) else answer
                 if not isinstance(answer, str):
                     raise TypeError(f"the opponent {role!r} must answer with a text, got {type(answer).__name__}.")
@@ -312,23 +324,31 @@ class _Player(MessageEnv):
         """What ends this player's conversation with the turn that is stepped."""
         self.reward: float | None = None
         """What it got; None while it plays."""
+        self._is_over = False  # with its last move, not by its leaving
+
+    async def sit_down(self) -> None:
+        """Begin the game where no other player has."""
+        await self.table.begin(self._make_game)
 
     async def init(self) -> Sequence[Message]:
-        told = await self.table.sit_down(self._role, self._make_game)
+        told = await self.table.turn_of(self._role)
         if told is None:
             self.reward = self.table.results[self._role]
         return [*self.table.opening, {"role": "user", "content": told or ""}]
 
-    async def step(self, message: Message) -> MessageStep:
+    async def move(self, text: str) -> None:
+        """Take this player's move, and have it leave where it met a limit."""
         if self.reason in (StopReason.NONE, StopReason.MAX_TURNS):  # else the answer was cut
-            await self.table.act(text_of(message.get("content")))
-        is_done = bool(self.table.results)
+            await self.table.act(text)
+        self._is_over = bool(self.table.results)
         if self.reason:
             self.table.leave(self._role, is_counted=self.reason != StopReason.ABORTED)
+
+    async def step(self, message: Message) -> MessageStep:
         told = await self.table.turn_of(self._role)
         if told is not None:
             return MessageStep([{"role": "user", "content": told}])
-        return MessageStep(reward=self.table.results[self._role], is_done=is_done or not self.reason)
+        return MessageStep(reward=self.table.results[self._role], is_done=self._is_over or not self.reason)
 
     async def close(self) -> None:
         self.table.leave(self._role, is_counted=False)
