@@ -58,9 +58,9 @@ class MixedSource:
             )
             for name, env in mixed.items()
         }
-        if any(source.are_groups_whole for source in self._sources.values()):
+        if any(source.needs_whole_groups for source in self._sources.values()):
             for source in self._sources.values():  # the groups of a scheduler are all of one size
-                source.are_groups_whole = True
+                source.play_whole_groups()
         self._first = next(iter(self._sources.values()))
         self.group_size = max(source.group_size for source in self._sources.values())
         self.num_players = max(source.num_players for source in self._sources.values())

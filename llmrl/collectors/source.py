@@ -66,16 +66,20 @@ class EnvSource:
         self._roles: tuple[str, ...] = getattr(self.dataset_env, "roles", ("",))
         self.num_players = len(self._roles)
         """Rollouts that wait for each other, one after the other in their group."""
-        self.are_groups_whole = self.is_group_scored or self.num_players > 1
-        """Whether groups are played whole, whatever a batch is."""
-        self._in_groups = in_groups
+        self.needs_whole_groups = self.is_group_scored or self.num_players > 1
+        """Whether the rollouts of a group are played together, whatever a batch is."""
+        self._are_groups_whole = False
+        self.group_size = self.prompts.num_samples if self.prompts is not None and in_groups else 1
+        """Rollouts that are drawn together."""
+        if self.needs_whole_groups:
+            self.play_whole_groups()
         self._search_as_before = search_rarely(self)
 
-    @property
-    def group_size(self) -> int:
-        """Rollouts that are drawn together."""
-        is_in_groups = self.prompts is not None and (self._in_groups or self.are_groups_whole)
-        return self.prompts.num_samples if self.prompts is not None and is_in_groups else 1
+    def play_whole_groups(self) -> None:
+        """Draw groups whole, where batches are of turns, too."""
+        self._are_groups_whole = True
+        if self.prompts is not None:
+            self.group_size = self.prompts.num_samples
 
     @property
     def engine(self) -> Engine:
@@ -112,7 +116,7 @@ class EnvSource:
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
         """Draw so many rollouts, and reset the environment unless each is opened alone; fewer where the data ends."""
-        return await self.stepper.call(self._draw_from_a_group if self.are_groups_whole else self._draw, count)
+        return await self.stepper.call(self._draw_from_a_group if self._are_groups_whole else self._draw, count)
 
     async def open_at(self, positions: Sequence[int]) -> list[RolloutTask]:
         """Reset the environment for the rollouts at these places of its dataset."""

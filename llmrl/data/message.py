@@ -139,7 +139,7 @@ def _copied(value: object) -> object:
         own = copy.copy(value)
         places = list(own) if isinstance(own, dict) else range(len(own))
         for place in places:
-            own[place] = _copied(own[place])  # type: ignore[index]
+            own[place] = _copied(own[place])
         return own
     if isinstance(value, Mapping):
         return {key: _copied(entry) for key, entry in value.items()}

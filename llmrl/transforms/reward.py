@@ -130,9 +130,11 @@ class RubricReward(KnownArguments, Transform):
         rubrics: list[Rubric | None] = []
         for element, next_element in zip(elements, next_elements, strict=True):
             rollout = self._settle(element, next_element)
-            rubrics.append(None if rollout is None else self._pending_rubric(next_element))
+            rubric: Rubric | None = None
             if rollout is not None:
-                to_score.append((rubrics[-1], rollout, plain(element.get(("rollout", "traceparent"), ""))))
+                rubric = self._pending_rubric(next_element)
+                to_score.append((rubric, rollout, plain(element.get(("rollout", "traceparent"), ""))))
+            rubrics.append(rubric)
         scores = self._score(to_score)
         for rubric, next_element in zip(rubrics, next_elements, strict=True):
             if rubric is None:
