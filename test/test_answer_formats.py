@@ -168,8 +168,11 @@ def test_whether_an_answer_begins_within_reasoning_is_said_by_its_own_prompt(mod
     assert said(Conversation.start(renderer), "q", "hm</think>four<|im_end|>").messages[-1]["reasoning_content"] == "hm"
     start = Conversation.start(renderer).with_prompt([{"role": "system", "content": "/no_think"}, user("q")])
     ids = renderer.encode("four<|im_end|>")
-    answer = start.with_completion(ids, log_probs=[0.0] * len(ids), versions=[0] * len(ids)).last.message
-    assert answer == {"role": "assistant", "content": "four"}
+    conversation = start.with_completion(ids, log_probs=[0.0] * len(ids), versions=[0] * len(ids))
+    assert conversation.last.message == {"role": "assistant", "content": "four"}
+    messages = (*conversation.messages, user("b"))
+    shown = renderer.render(messages, add_generation_prompt=True)
+    assert conversation.with_prompt(messages).prompt_ids[-20:] == shown[-20:]  # which ends with </think>
 
 
 # Empty reasoning
@@ -200,6 +203,16 @@ def test_rows_fork_where_reasoning_is_dropped_and_not_where_it_was_empty(model_p
     )
     assert len(rows_of(renderer, *[f"{opened}\n</think>\n\nfour{end}"] * 3)) == 1
     assert len(rows_of(renderer, *[f"{opened}hm\n</think>\n\nfour{end}"] * 3)) == 3
+
+
+def test_a_prompt_s_white_space_is_no_empty_reasoning(model_path):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}:{{ ' ' + m.content if m.role == 'user' else m.content }}"
+        "<|im_end|>{% endfor %}{{ '<|im_start|>assistant:\n' if add_generation_prompt }}{# </think> #}"
+    )
+    renderer = written_renderer(model_path, template, "<|im_end|>")
+    with pytest.raises(RenderingError, match="cannot be known"):
+        demonstrate(renderer, [user("a"), {"role": "assistant", "content": "four"}])
 
 
 def test_demonstrations_follow_a_prompt_that_ends_with_empty_reasoning(model_path):

@@ -162,11 +162,14 @@ class Conversation:
         shown = None
         if not is_appended or (self.mode != "token" and self.renderer.may_rewrite(messages, tools=tools)):
             shown = self.renderer.render(messages, tools=tools, add_generation_prompt=True)
+        delta = None
         if is_appended and (shown is None or self._is_shown_in(shown)):
             tail = self._held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
             # Results have their functions' names from the calls of the last answer.
             new = name_results(messages[len(self.messages) - 1 :])[1:]
-            prompted = self._continued(self._num_tokens, self.renderer.bridge(tail, new, tools=tools))
+            delta = self.renderer.bridge(tail, new, tools=tools)
+        if delta is not None and (shown is None or self._is_end_of(shown, delta)):
+            prompted = self._continued(self._num_tokens, delta)
         else:
             assert shown is not None
             prompted = self._compared(shown, is_answer_kept_whole=is_appended)
@@ -192,6 +195,13 @@ class Conversation:
         sampled = [*renderer.encode(said), shown[end]]
         answer = renderer.parse(sampled, tools=self.tools, prompt_ids=before[-_NUM_TAIL_TOKENS:])
         return reading_of(answer.message) == reading_of(last.message)
+
+    def _is_end_of(self, shown: list[int], delta: list[int]) -> bool:
+        """Return whether a template that shows `shown` writes what a delta has behind the end of its turn."""
+        assert self.renderer is not None
+        stops = self.renderer.stop_token_ids
+        start = next((place + 1 for place, token in enumerate(delta) if token in stops), 0)
+        return shown[len(shown) - len(delta) + start :] == delta[start:]
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
         """Return the conversation with its next prompt as ids, `[num_prompt_tokens]`, compared with the held ones.

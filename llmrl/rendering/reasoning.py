@@ -73,9 +73,10 @@ def said_after(lead: str, text: str, thoughts: ThoughtMarks | None) -> str | Non
     if thoughts is None:
         return None
     bare = thoughts.without_empty_first(text)
-    if not lead.replace(thoughts.opening, "", 1).strip():
+    is_opened_before = not lead.strip() and text.lstrip().startswith(thoughts.closing)
+    if lead.strip() == thoughts.opening or is_opened_before:
         return thoughts.closing + bare
-    is_closed = not thoughts.without_empty_first(lead).strip()
+    is_closed = thoughts.closing in lead and not thoughts.without_empty_first(lead).strip()
     return bare if is_closed else None
 
 

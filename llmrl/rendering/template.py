@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from llmrl._utils.types import StateDict, Tokenizer
-from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
+from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema, text_of
 from llmrl.data.content_marks import ContentMarks, RenderingError
 from llmrl.rendering.answer_format import find_answer_format
 from llmrl.rendering.base import Ending
@@ -80,6 +80,8 @@ class TemplateRenderer:
             if not re.search(rf"\b{re.escape(name)}\b", self.chat_template):
                 raise TypeError(f"template_kwargs has {name!r}, which the chat template does not read.")
         self.content_marks = ContentMarks(tokenizer)  # splits special tokens in contents
+        # Words of a message that switch reasoning on or off in all prompts that follow.
+        self._switches = sorted(set(re.findall(r"(?<=['\"])/(?:no_)?think\b", self.chat_template)))
         self._turn_ids: dict[str, list[int]] = {}
         self._endings: dict[tuple[bool, str], Ending | None] = {}
         self.thought_marks: ThoughtMarks | None = None
@@ -255,8 +257,10 @@ class TemplateRenderer:
         new = list(takewhile(lambda message: message["role"] != "assistant", reversed(messages)))
         if len(new) < len(messages) and self._roles_written_elsewhere(new):
             return True
-        if not self.is_history_rewritten:
+        if not self.is_history_rewritten and not self._switches:
             return False
+        if any(switch in text_of(message.get("content")) for switch in self._switches for message in messages):
+            return True
         features = chat_features(messages, tools, self.thought_marks)
         if tools and self.is_tool_prompt_added:
             features |= {"system"}
