@@ -109,7 +109,7 @@ def test_ours_tells_of_a_cage_that_ended_and_goes_on(service):
         with pytest.raises(FileNotFoundError, match="in the sandbox"):
             await sandbox.get("a")
         told = await sandbox.run(["python3", "-c", "print('é' * 10**6)"])
-        assert told.exit_code == 0 and "[…]" in told.stdout and len(told.stdout) < 10**5
+        assert told.exit_code == 0 and "bytes left out" in told.stdout and len(told.stdout) < 10**5
         with pytest.raises(OSError, match=r"IsADirectoryError|PermissionError"):
             await sandbox.put("/usr", b"")
         assert (await sandbox.run(["sh", "-c", "touch /usr/mine"])).exit_code != 0

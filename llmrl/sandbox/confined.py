@@ -12,31 +12,9 @@ from collections.abc import Sequence
 from llmrl.sandbox.base import SandboxResult
 from llmrl.sandbox.service import PythonExecutorService
 
-_RUN = """
-import json, os, signal, subprocess, sys
-process = subprocess.Popen({argv}, stdin=-1, stdout=-1, stderr=-1, start_new_session=True)
-try:
-    told, timed_out = process.communicate({stdin}, {timeout}), False
-except subprocess.TimeoutExpired:
-    os.killpg(process.pid, signal.SIGKILL)
-    told, timed_out = process.communicate(), True
-told = [text.decode(errors="replace") for text in told]
-told = [text if len(text) <= {most} else text[:{most} // 2] + "\\n[…]\\n" + text[-{most} // 2:] for text in told]
-print(json.dumps([process.returncode, *told, timed_out], ensure_ascii=False))
-"""
-_PUT = """
-import base64, os
-os.makedirs(os.path.dirname({path}) or ".", exist_ok=True)
-with open({path}, {mode}) as file:
-    file.write(base64.b64decode({data}))
-"""
-_GET = """
-import base64
-with open({path}, "rb") as file:
-    file.seek({start})
-    print(base64.b64encode(file.read({size})).decode())
-"""
 _PUT_BYTES = 1 << 20
+# `inside` is loaded in every interpreter; the words are calls of its functions.
+_CALL = "from llmrl.sandbox import inside\ninside.{}"
 _GRACE_SECONDS = 5.0
 
 
@@ -44,7 +22,8 @@ class ConfinedSandbox:
     r"""A cage on this machine: the isolation and the limits of a `PythonExecutorService`, which many may share.
 
     What a command leaves running is ended with it. Where the cage itself ends, for want of memory or by a command that
-    kills it, the result says so, and the next call begins in an empty folder.
+    kills it, the result says so, and the next call begins in an empty folder. `put` and `get` take regular files of
+    the sandbox's folder alone, of `PythonLimits.file_bytes` at most.
 
     Args:
         service: makes the cages.
@@ -69,45 +48,66 @@ class ConfinedSandbox:
 
     async def start(self) -> None:
         """Take a cage."""
-        await self._execute("")
+        await self._execute("run")
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
         """Run a command, see `Sandbox`."""
-        most = self._service.limits.output_bytes // 16  # two of them, six bytes a character at worst, are kept whole
-        code = _RUN.format(argv=list(argv), stdin=stdin, timeout=timeout, most=most)
+        num_kept = self._service.limits.output_bytes // 16  # two of them, six bytes of JSON for each, are kept whole
+        code = _CALL.format(f"run({list(argv)!r}, {stdin!r}, {timeout!r}, {num_kept})")
         result = await self._service.run(code, session=self._session, timeout=timeout + _GRACE_SECONDS)
-        if result.is_success:
-            exit_code, stdout, stderr, timed_out = json.loads(result.stdout.splitlines()[-1])
-            return SandboxResult(exit_code, stdout, stderr, timed_out)
         if result.reason:
             why = f"{result.stderr}The sandbox ended, and its files are lost.\n"
             return SandboxResult(result.returncode, "", why, result.reason == "timeout")
-        return SandboxResult(127, "", f"{result.stderr.strip().splitlines()[-1]}\n")
+        if not result.is_success:
+            return SandboxResult(127, "", f"{_last_line(result.stderr)}\n")
+        return _as_result(_last_line(result.stdout))
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file, see `Sandbox`."""
         for start in range(0, max(len(data), 1), _PUT_BYTES):
             part = base64.b64encode(data[start : start + _PUT_BYTES])
-            await self._execute(_PUT.format(path=repr(path), mode=repr("ab" if start else "wb"), data=part))
+            await self._execute(f"put({path!r}, {part!r}, is_first={start == 0})")
 
     async def get(self, path: str) -> bytes:
-        """Return a file, see `Sandbox`."""
-        size = self._service.limits.output_bytes // 4  # in base64 it is 4/3 of that
+        """Return a regular file of the sandbox's folder, see `Sandbox`."""
+        limits = self._service.limits
+        size = max(1, limits.output_bytes // 4 - 1) * 3  # in base64 and with its end of line it is kept whole
         data = b""
-        while True:
-            part = base64.b64decode(await self._execute(_GET.format(path=repr(path), start=len(data), size=size)))
+        while len(data) <= limits.file_bytes:
+            try:
+                part = base64.b64decode(await self._execute(f"get({path!r}, {len(data)}, {size})"), validate=True)
+            except ValueError as error:
+                raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} in the sandbox: {error}") from None
             data += part
             if len(part) < size:
                 return data
+        raise OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: more than {limits.file_bytes} bytes")
 
-    async def _execute(self, code: str) -> str:
-        result = await self._service.run(code, session=self._session)
+    async def _execute(self, call: str) -> str:
+        result = await self._service.run(_CALL.format(call), session=self._session)
         if result.is_success:
-            return result.stdout
-        why = (result.stderr.strip().splitlines() or ["it ended"])[-1]
+            return result.stdout.rstrip("\n")
+        why = _last_line(result.stderr) or "it ended"
         number = errno.ENOENT if why.startswith("FileNotFoundError") else errno.EIO
         raise OSError(number, f"{os.strerror(number)} in the sandbox: {why}")
 
     async def close(self) -> None:
         """Give the cage back."""
         self._service.release(self._session)
+
+
+def _last_line(text: str) -> str:
+    """Return the last line as a terminal would show it: what else Unicode calls an end of line is none."""
+    return text.rstrip("\n").rpartition("\n")[2]
+
+
+def _as_result(line: str) -> SandboxResult:
+    """Return what `inside.run` printed, unless what a command started has written in between."""
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        told = None
+    match told:
+        case [int(exit_code), str(stdout), str(stderr), bool(timed_out)]:
+            return SandboxResult(exit_code, stdout, stderr, timed_out)
+    return SandboxResult(127, "", "The answer cannot be read: what the command started wrote into it.\n")

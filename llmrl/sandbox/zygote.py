@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypedDict
 
-from llmrl.sandbox import frames, kernel
+from llmrl.sandbox import frames, inside, kernel  # noqa: F401  code in a cage finds `inside` loaded
 from llmrl.sandbox.supervisor import Confinement, Supervisor
 
 # Users that nobody is: one for each interpreter of this machine that runs at the same time, by its process id.

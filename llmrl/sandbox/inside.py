@@ -1,0 +1,129 @@
+"""What a `ConfinedSandbox` does within its cage: runs commands, writes files and reads them. Standard library only.
+
+What starts interpreters loads it, since code in a cage may not be able to read this file.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import json
+import os
+import select
+import signal
+import stat
+import time
+from collections.abc import Sequence
+
+from llmrl.sandbox.supervisor import KeptOutput
+
+# How often to look whether a command has ended whose output somebody else keeps open.
+_LOOK_SECONDS = 0.05
+_PIECE_BYTES = 1 << 16
+
+
+def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> None:
+    """Run a command and print how it ended as one line of JSON: exit code, output, errors, whether it was stopped.
+
+    It has ended when its process has, whatever that leaves running with its output open.
+
+    Args:
+        argv: the program and its arguments.
+        stdin: what it may read.
+        timeout: seconds after which it is killed.
+        num_kept: bytes of its output, and of its errors, that are kept.
+    """
+    import subprocess
+
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a command need not read what it may read
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    writing = process.stdin.fileno()
+    outputs = {stream.fileno(): KeptOutput(num_kept) for stream in (process.stdout, process.stderr)}
+    poller = select.poll()
+    for number in (writing, *outputs):
+        os.set_blocking(number, False)
+        poller.register(number, select.POLLOUT if number == writing else select.POLLIN)
+    num_open, unsent, deadline, timed_out = 3, memoryview(stdin), time.monotonic() + timeout, False
+    while num_open and process.poll() is None and (left := deadline - time.monotonic()) > 0:
+        for ready, _ in poller.poll(1000 * min(left, _LOOK_SECONDS)):
+            if ready == writing:
+                unsent = _send(writing, unsent)
+                is_at_end = not unsent
+            else:
+                is_at_end = _take(ready, outputs[ready]) == b""
+            if is_at_end:
+                poller.unregister(ready)
+                num_open -= 1
+                if ready == writing:
+                    process.stdin.close()
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        timed_out = True
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for number, output in outputs.items():
+        for _ in range(16):  # no more than a pipe holds
+            if not _take(number, output):
+                break
+    texts = [output.text()[0] for output in outputs.values()]
+    print(json.dumps([process.returncode, *texts, timed_out], ensure_ascii=False))
+
+
+def _send(writing: int, unsent: memoryview) -> memoryview:
+    """Write what a pipe takes and return the rest: nothing, where nobody reads it any more."""
+    try:
+        return unsent[os.write(writing, unsent[:_PIECE_BYTES]) :]
+    except BlockingIOError:
+        return unsent
+    except OSError:
+        return unsent[:0]
+
+
+def _take(source: int, output: KeptOutput) -> bytes | None:
+    """Keep what a pipe has and return it: nothing at its end, None where it has nothing now."""
+    try:
+        data = os.read(source, _PIECE_BYTES)
+    except BlockingIOError:
+        return None
+    output.add(data)
+    return data
+
+
+def put(path: str, data: bytes, *, is_first: bool) -> None:
+    """Write a file, or more of it, and the folders on its way."""
+    flags = os.O_TRUNC if is_first else os.O_APPEND
+    with os.fdopen(_open_own(path, os.O_WRONLY | os.O_CREAT | flags), "wb") as file:
+        file.write(base64.b64decode(data))
+
+
+def get(path: str, start: int, size: int) -> None:
+    """Print a piece of a file in base64."""
+    with os.fdopen(_open_own(path, os.O_RDONLY), "rb") as file:
+        file.seek(start)
+        print(base64.b64encode(file.read(size)).decode())
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a regular file below the sandbox's folder: opening and reading others could take for ever."""
+    folder, place = os.path.realpath(os.environ["HOME"]), os.path.realpath(path)
+    if not place.startswith(f"{folder}/") and place != folder:
+        raise PermissionError(errno.EACCES, "It leads out of the sandbox's folder", path)
+    if flags & os.O_CREAT:
+        os.makedirs(os.path.dirname(place), exist_ok=True)  # noqa: PTH103, PTH120
+    try:
+        opened = os.open(place, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        error.filename = path
+        raise
+    mode = os.fstat(opened).st_mode
+    if stat.S_ISREG(mode):
+        return opened
+    os.close(opened)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "It is a folder", path)
+    raise OSError(errno.EINVAL, "It is not a regular file", path)
