@@ -64,7 +64,7 @@ def _run(code: str, namespace: dict[str, object]) -> dict[str, int | bool | None
     exit_code: int | None = 0
     is_exit = False
     try:
-        linecache.cache[_FILE_NAME] = (len(code), None, code.splitlines(True), _FILE_NAME)
+        linecache.cache[_FILE_NAME] = (len(code), None, io.StringIO(code, None).readlines(), _FILE_NAME)
         exec(compile(code, _FILE_NAME, "exec"), namespace)
     except SystemExit as exit_:
         is_exit = True

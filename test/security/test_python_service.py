@@ -56,6 +56,9 @@ def test_a_traceback_shows_the_line(service):
     stderr = service.execute("def f():\n    return 1 / 0\nf()")["stderr"]
     assert stderr.startswith("Traceback (most recent call last):\n") and "return 1 / 0" in stderr
     assert "interpreter.py" not in stderr
+    # Ends of lines are Python's, not all that Unicode knows.
+    stderr = service.execute("x = '\u2028\x0c\x85'\r\n\r1 / 0  # here\n")["stderr"]
+    assert "line 3, in <module>" in stderr and "1 / 0  # here" in stderr
     assert "SyntaxError" in service.execute("def")["stderr"]
 
 
