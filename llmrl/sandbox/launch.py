@@ -43,6 +43,8 @@ _ENVIRONMENT = {
     # One interpreter is one of many on this machine, and its processes are counted.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    # Git ends where it may not read the machine's settings.
+    "GIT_CONFIG_NOSYSTEM": "1",
 }
 
 
@@ -123,21 +125,26 @@ class Launcher:
             "limits": asdict(limits),
         }
         self._groups: MemoryGroups | None = None
-        with contextlib.suppress(OSError):
-            self._groups = MemoryGroups(limits.memory_bytes + limits.folder_bytes)
         self._num_started = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control: socket.socket | None = None
         self._finalizer = weakref.finalize(self, remove_folder, self.folder)
-        if level == "bubblewrap" and shutil.which("bwrap") is None:
+        self._bubblewrap = shutil.which("bwrap")
+        if level == "bubblewrap" and self._bubblewrap is None:
             raise IsolationError("the program bwrap (package bubblewrap) is not installed.")
         if level == "process" and self._settings["is_python_hidden"] and not os.getuid() and not self.has_landlock:
             raise IsolationError(
                 f"code would run as an unprivileged user, who cannot read Python's files below {prefixes}; "
                 "install Python where every user can read it."
             )
+        with contextlib.suppress(OSError):
+            self._groups = MemoryGroups(limits.memory_bytes + limits.folder_bytes)
         if level != "bubblewrap":
-            self._start_zygote()
+            try:
+                self._start_zygote()
+            except IsolationError:
+                self.close()  # its group would stay
+                raise
 
     @property
     def has_landlock(self) -> bool:
@@ -216,7 +223,16 @@ class Launcher:
     def _start_bubblewrap(self, theirs: socket.socket, group: str) -> None:
         self._num_started += 1
         package = str(Path(llmrl.__file__).parent)
-        command = ["bwrap", "--die-with-parent", "--new-session", "--as-pid-1", "--dev", "/dev", "--proc", "/proc"]
+        command = [
+            str(self._bubblewrap),
+            "--die-with-parent",
+            "--new-session",
+            "--as-pid-1",
+            "--dev",
+            "/dev",
+            "--proc",
+            "/proc",
+        ]
         if os.getuid():
             command += ["--unshare-all"]
         else:  # no user namespace, so that each interpreter can become a user of its own

@@ -15,6 +15,7 @@ from cages import LIMITS
 from llmrl.runs.run_folder import memory_kills
 from llmrl.sandbox import control_groups, launch
 from llmrl.sandbox.control_groups import MemoryGroups, delegated_group
+from llmrl.sandbox.launch import IsolationError
 from llmrl.sandbox.service import PythonExecutorService
 
 pytestmark = pytest.mark.usefixtures("own_programs")
@@ -72,6 +73,18 @@ def test_groups_are_as_many_as_interpreters_and_gone_with_the_service():
     assert len([path for path in folder.iterdir() if path.is_dir()]) < 12
     service.close()
     assert not folder.exists()
+
+
+def test_a_level_that_is_refused_leaves_no_group(monkeypatch):
+    before = groups_in(own_groups())
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    with pytest.raises(IsolationError, match="not installed"):
+        PythonExecutorService(isolation="bubblewrap")
+    monkeypatch.setattr(launch, "_CODE", "import os; os._exit(1)")
+    for level in ("namespaces", "process"):
+        with pytest.raises(IsolationError, match="its process ended"):
+            PythonExecutorService(isolation=level)
+    assert groups_in(own_groups()) == before
 
 
 def test_no_group_is_removed_before_its_interpreter_is_in_it():
