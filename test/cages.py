@@ -1,6 +1,7 @@
 """Interpreters at each level of isolation, as root and as an ordinary user: what attacks on them run in.
 
-Run as root, the tests start a program of an ordinary user that serves its interpreters: `python cages.py LEVEL LIMITS`.
+Run as root, the tests start a program of an ordinary user that serves its interpreters:
+`python cages.py LEVEL LIMITS LANDLOCK`.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class Cage:
     Args:
         user: one of `USERS`.
         level: one of `LEVELS`.
+        landlock: version of Landlock that an ordinary user's interpreters take the kernel's for.
 
     Raises:
         IsolationError: where the machine does not allow it.
     """
 
-    def __init__(self, user, level):
+    def __init__(self, user, level, landlock=None):
         self.user, self.level = user, level
         is_root = os.getuid() == 0
         self.uid = _USER_ID if is_root and user == "ordinary" else os.getuid()
@@ -53,7 +55,7 @@ class Cage:
         (self.folder / "secret").write_text(SECRET)
         try:
             if user == "ordinary" and is_root:
-                self.service = OtherUsersService(level, self.folder)
+                self.service = OtherUsersService(level, self.folder, landlock)
             else:
                 os.environ["LLMRL_TEST_SECRET"] = SECRET
                 self.service = PythonExecutorService(timeout=TIMEOUT_S, isolation=level, limits=LIMITS, num_ready=2)
@@ -77,6 +79,27 @@ class Cage:
         shutil.rmtree(self.folder)
 
 
+# Prints a line for each attempt: its name, and whether the kernel refused it. `OUT` is a folder of the user that runs
+# the service, `VICTIM` a process of that user.
+TRY = """
+import ctypes, fcntl, os, resource, socket, sys, sysconfig
+libc = ctypes.CDLL(None, use_errno=True)
+OUT, VICTIM = {folder!r}, {victim}
+def attempt(name, call):
+    try: result = call()
+    except (OSError, ValueError): result = -1
+    print(name, 'refused' if result == -1 else f'open {{result!r}}')
+"""
+
+
+def attempts(cage, num_checks, code, victim=0):
+    """Run attempts, none of which may succeed."""
+    lines = cage.lines(TRY.format(folder=str(cage.folder), victim=victim) + code)
+    assert lines and [line for line in lines if not line.endswith(" refused")] == []
+    num_checks[0] += len(lines) - 1
+    return len(lines)
+
+
 def python_of_others():
     """A Python that every user can run; None where there is none that is new enough.
 
@@ -95,7 +118,7 @@ def python_of_others():
 class OtherUsersService:
     """The methods of a `PythonExecutorService` in a program of an ordinary user."""
 
-    def __init__(self, level, folder):
+    def __init__(self, level, folder, landlock):
         if (python := python_of_others()) is None:
             raise IsolationError("No Python is there that an ordinary user can run.")
         package = Path(launch.__file__).parent.parent
@@ -109,7 +132,7 @@ class OtherUsersService:
                 path.chmod(0o755 if path.is_dir() else 0o644)
                 os.chown(path, _USER_ID, _USER_ID)
         self._process = subprocess.Popen(
-            [folder / "venv/bin/python", "cages.py", level, json.dumps(asdict(LIMITS))],
+            [folder / "venv/bin/python", "cages.py", level, json.dumps(asdict(LIMITS)), json.dumps(landlock)],
             env={"LLMRL_TEST_SECRET": SECRET, "PATH": os.environ["PATH"]},
             user=_USER_ID, group=_USER_ID, extra_groups=[], cwd=folder,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -180,9 +203,12 @@ class OtherUsersService:
                 group.rmdir()
 
 
-def serve(level, limits):
+def serve(level, limits, landlock):
     """Answer what the tests ask over the standard streams."""
     logging.disable()
+    if (version := json.loads(landlock)) is not None:
+        elder = f"from llmrl.sandbox import kernel; kernel.landlock_version = lambda: {version}; main()"
+        launch._CODE = launch._CODE.replace("main()", elder)
     lock = threading.Lock()
 
     def say(value):

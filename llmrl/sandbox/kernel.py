@@ -202,6 +202,8 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+LANDLOCK_OF_TRUNCATION = 3
+"""The version that keeps files from being cut, too."""
 
 
 def landlock_version() -> int:

@@ -46,6 +46,8 @@ class Confinement:
     output_bytes: int
 
 
+# Counted per user, timers included.
+_MAX_PENDING_SIGNALS = 256
 # An answer says how code ended; what it printed comes another way.
 _MAX_ANSWER_BYTES = 1 << 10
 
@@ -299,11 +301,13 @@ def is_answer(message: object) -> bool:
 def confine(confinement: Confinement) -> None:
     """Give up, for good, what the confinement does not grant."""
     limits = {
-        resource.RLIMIT_CORE: 0,
+        # Where core files go to a program, as on most systems, zero would start it; one byte starts none.
+        resource.RLIMIT_CORE: 1,
         resource.RLIMIT_AS: confinement.memory_bytes,
         resource.RLIMIT_FSIZE: confinement.file_bytes,
         resource.RLIMIT_NOFILE: confinement.num_open_files,
         resource.RLIMIT_NPROC: confinement.num_processes,
+        resource.RLIMIT_SIGPENDING: _MAX_PENDING_SIGNALS,
     }
     if confinement.user is None and not confinement.has_own_processes:
         # Counted per user, and this one has other processes.
@@ -327,7 +331,10 @@ def confine(confinement: Confinement) -> None:
     kernel.forbid_new_privileges()
     if confinement.is_landlocked:
         kernel.restrict(readable=confinement.readable, writable=(confinement.folder,))
-    system_calls.filter_system_calls(is_user_shared=confinement.user is None and not confinement.has_own_processes)
+    system_calls.filter_system_calls(
+        is_user_shared=confinement.user is None and not confinement.has_own_processes,
+        is_truncation_open=confinement.is_landlocked and kernel.landlock_version() < kernel.LANDLOCK_OF_TRUNCATION,
+    )
 
 
 def descendants(process: int) -> set[int]:

@@ -1,86 +1,202 @@
-"""A filter of system calls: what a confined interpreter cannot ask of the kernel at any level. Standard library only.
+"""A filter of system calls: what a confined interpreter can ask of the kernel at any level. Standard library only.
 
 Resource limits, Landlock and namespaces confine files, processes and addresses. They leave open what is none of these:
-sockets of kinds that Landlock does not know, memory that belongs to no process, queues and keyrings that interpreters
-would share, and the parts of the kernel with the longest lists of faults. The filter refuses those calls (`EPERM`), for
-good and for all descendants. See `man 2 seccomp`.
+sockets of kinds that Landlock does not know, memory that belongs to no process, locks and queues that interpreters
+would share with the machine, and the parts of the kernel with the longest lists of faults. The filter therefore allows
+the calls that Python, its libraries and the system's small programs are made of, and refuses every other one, for good
+and for all descendants. See `man 2 seccomp`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import resource
 import struct
 
 # Number of a call on x86-64 and aarch64; None where it does not exist.
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # The network and other programs' sockets. What is inherited, and pairs of streams, stay usable.
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
-    "accept4": (288, 242),
-    # Memory, queues and keys that belong to no process, or to all of one user's.
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
-    "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
-    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
-    "mq_unlink": (241, 181), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # Ways around a filter, and parts of the kernel that code in need of arithmetic does not need.
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
-    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "fanotify_init": (300, 262), "personality": (135, 92),
-    "modify_ldt": (154, None), "iopl": (172, None), "ioperm": (173, None), "lookup_dcookie": (212, 18),
-    "kcmp": (312, 272), "quotactl": (179, 60), "quotactl_fd": (443, 443), "acct": (163, 89), "syslog": (103, 116),
-    # Other processes.
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440), "move_pages": (279, 239), "migrate_pages": (256, 238), "setpriority": (141, 140),
-    "ioprio_set": (251, 30), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "inotify_add_watch": (254, 27),
-    # Namespaces, mounts and other roots.
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "swapon": (167, 224), "swapoff": (168, 225),
-    # The machine.
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "reboot": (169, 142), "settimeofday": (164, 170), "clock_settime": (227, 112),
-    "adjtimex": (159, 171), "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162),
-    "vhangup": (153, 58),
+_Numbers = tuple[int | None, int | None]
+_ALLOWED: dict[str, _Numbers] = {
+    # Files that are open.
+    "read": (0, 63), "write": (1, 64), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65),
+    "writev": (20, 66), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287),
+    "lseek": (8, 62), "sendfile": (40, 71), "copy_file_range": (326, 285), "close": (3, 57),
+    "close_range": (436, 436), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None),
+    "pipe2": (293, 59), "ftruncate": (77, 46), "fallocate": (285, 47), "fadvise64": (221, 223), "fsync": (74, 82),
+    "fdatasync": (75, 83),
+    # Files by name. What they may reach is for the level to say.
+    "creat": (85, None), "stat": (4, None), "lstat": (6, None), "fstat": (5, 80), "newfstatat": (262, 79),
+    "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "access": (21, None), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78), "getdents": (78, None),
+    "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "umask": (95, 166),
+    "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11),
+    "llistxattr": (195, 12), "flistxattr": (196, 13), "mkdir": (83, None), "mkdirat": (258, 34),
+    "rmdir": (84, None), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None),
+    "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "unlink": (87, None), "unlinkat": (263, 35),
+    "mknod": (133, None), "mknodat": (259, 33),
+    # Its own memory.
+    "mmap": (9, 222), "munmap": (11, 215), "mremap": (25, 216), "mprotect": (10, 226), "msync": (26, 227),
+    "madvise": (28, 233), "brk": (12, 214),
+    # Processes and threads that it starts.
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "exit": (60, 93),
+    "exit_group": (231, 94), "wait4": (61, 260), "waitid": (247, 95), "set_tid_address": (218, 96),
+    "set_robust_list": (273, 99), "rseq": (334, 293), "futex": (202, 98), "arch_prctl": (158, None),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, None),
+    "restart_syscall": (219, 128), "setpgid": (109, 154), "setsid": (112, 157),
+    # The user that it is already: programs such as make have what they start begin so.
+    "setresuid": (117, 147), "setresgid": (119, 149),
+    # What it is and has.
+    "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgid": (121, 155), "getpgrp": (111, None),
+    "getsid": (124, 156), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "getresuid": (118, 148), "getresgid": (120, 150), "getgroups": (115, 158), "capget": (125, 90),
+    "getrlimit": (97, 163), "getrusage": (98, 165), "times": (100, 153), "sysinfo": (99, 179), "uname": (63, 160),
+    "getcpu": (309, 168), "getpriority": (140, 141), "sched_yield": (24, 124), "sched_getaffinity": (204, 123),
+    "sched_getparam": (143, 121), "sched_getscheduler": (145, 120), "sched_get_priority_max": (146, 125),
+    "sched_get_priority_min": (147, 126), "sched_rr_get_interval": (148, 127), "getrandom": (318, 278),
+    # Time. Timers have a limit of their number, that of signals that wait.
+    "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "nanosleep": (35, 101),
+    "gettimeofday": (96, 169), "time": (201, None), "alarm": (37, None), "getitimer": (36, 102),
+    "setitimer": (38, 103), "timer_create": (222, 107), "timer_settime": (223, 110), "timer_gettime": (224, 108),
+    "timer_getoverrun": (225, 109), "timer_delete": (226, 111),
+    # Waiting, and sockets that it inherited or made in pairs.
+    "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create": (213, None),
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
+    "eventfd2": (290, 19), "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
+    "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
 }  # fmt: skip
-# Modes, owners, times and attributes of files, which Landlock does not know: refused to whoever is no user of its own,
-# since all files of its user would be within reach.
-_REFUSED_TO_SHARED_USERS: dict[str, tuple[int | None, int | None]] = {
+# Modes, owners and times of files, which Landlock does not know: for whoever is a user of its own, or sees no others'
+# files. All files of its user would be within reach.
+_ALLOWED_TO_OWN_USERS: dict[str, _Numbers] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469),
+    "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
-# Of other processes than the caller: limits and processors.
-_OF_ITSELF_ALONE = ((302, 261), (203, 122))
-_FIRST_UNKNOWN = 470
-"""Calls from here on are newer than this table."""
-# Calls of which some arguments are refused, and the one that is said not to exist, so that libraries take its elder.
-_SOCKETPAIR, _CLONE, _CLONE3 = (53, 199), (56, 220), (435, 435)
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-_X32_BIT = 0x40000000
-_STREAM, _KIND_OF_SOCKET = 1, 0xF
+# Cuts a file by its name, which Landlock knows from its version 3 on.
+_TRUNCATE: _Numbers = (76, 45)
+# Calls of which some arguments are allowed.
+_OPEN, _OPENAT, _CLONE, _SOCKETPAIR, _PRCTL = (2, None), (257, 56), (56, 220), (53, 199), (157, 167)
+_FCNTL, _IOCTL, _SETRLIMIT, _PRLIMIT, _SCHED_SETAFFINITY = (72, 25), (16, 29), (160, 164), (302, 261), (203, 122)
+# Locks of readable files would keep the machine's other programs waiting.
+_FLOCK: _Numbers = (73, 32)
+_FIRST_NEW = 424
+"""Calls from here on have one number everywhere, and came with Linux 5.1 or later: libraries do without them."""
+
+# Arguments. Neither flags of other owners, signals and leases, nor pipes beyond the usual size; and of locks the kind
+# that a database takes of its own file.
+_FCNTL_COMMANDS = (
+    fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_GETLK, fcntl.F_SETLK,
+    fcntl.F_SETLKW, fcntl.F_DUPFD_CLOEXEC, 1032,  # F_GETPIPE_SZ
+)  # fmt: skip
+# TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
+_IOCTL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# PR_SET_PDEATHSIG and PR_GET_PDEATHSIG, PR_GET_DUMPABLE and PR_SET_DUMPABLE, PR_SET_NAME and PR_GET_NAME,
+# PR_GET_SECCOMP, PR_CAPBSET_READ, PR_SET_NO_NEW_PRIVS and PR_GET_NO_NEW_PRIVS.
+_PRCTL_OPTIONS = (1, 2, 3, 4, 15, 16, 21, 23, 38, 39)
+# O_RDONLY and the mode of neither reading nor writing, each with O_TRUNC, and the latter alone: for these Landlock asks
+# for no right to write.
+_OPEN_MASK, _OPENS_REFUSED = os.O_TRUNC | os.O_ACCMODE, (os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE, os.O_ACCMODE)
+_UNIX, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME.
 _NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x80
 
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_X32_BIT = 0x40000000
+
 # Classic BPF. Offsets are those of `struct seccomp_data`: the call's number, the architecture, its arguments.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_NUMBER, _ARCHITECTURE = 0, 4
+_ARGUMENTS = (16, 24, 32)
+"""Of the first three, the half that the kernel reads of an `int`."""
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _PR_SET_SECCOMP, _FILTER = 22, 2
 
 Instruction = tuple[int, int, int, int]
 """Code, instructions to skip if true, if false, operand."""
 
+_allow: Instruction = (_RETURN, 0, 0, _ALLOW)
 
-def filter_program(machine: str, *, is_user_shared: bool = False) -> list[Instruction]:
+
+def _refuse(number: int) -> Instruction:
+    return (_RETURN, 0, 0, _REFUSE | number)
+
+
+def _one_of(argument: int, values: tuple[int, ...], refusal: int = errno.EPERM) -> list[Instruction]:
+    program: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS[argument])]
+    for value in values:
+        program += [(_EQUAL, 0, 1, value), _allow]
+    return [*program, _refuse(refusal)]
+
+
+def _none_of(argument: int, values: tuple[int, ...], mask: int = 0xFFFFFFFF) -> list[Instruction]:
+    program: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS[argument]), (_AND, 0, 0, mask)]
+    for value in values:
+        program += [(_EQUAL, 0, 1, value), _refuse(errno.EPERM)]
+    return [*program, _allow]
+
+
+# What a call does once its number is known: every list ends in a return.
+_BY_ARGUMENTS: tuple[tuple[_Numbers, list[Instruction]], ...] = (
+    (_OPEN, _none_of(1, _OPENS_REFUSED, _OPEN_MASK)),
+    (_OPENAT, _none_of(2, _OPENS_REFUSED, _OPEN_MASK)),
+    (_CLONE, [(_LOAD, 0, 0, _ARGUMENTS[0]), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _refuse(errno.EPERM), _allow]),
+    # A pair of datagram sockets can be pointed at anybody's.
+    (
+        _SOCKETPAIR,
+        [
+            (_LOAD, 0, 0, _ARGUMENTS[0]),
+            (_EQUAL, 1, 0, _UNIX),
+            _refuse(errno.EPERM),
+            (_LOAD, 0, 0, _ARGUMENTS[1]),
+            (_AND, 0, 0, _KIND_OF_SOCKET),
+            (_EQUAL, 0, 1, _STREAM),
+            _allow,
+            _refuse(errno.EPERM),
+        ],
+    ),
+    (_PRCTL, _one_of(0, _PRCTL_OPTIONS)),
+    (_FCNTL, _one_of(1, _FCNTL_COMMANDS)),
+    (_IOCTL, _one_of(1, _IOCTL_REQUESTS, errno.ENOTTY)),
+    # With a limit of zero instead of ours, a crash would start the machine's program that takes core files.
+    (_SETRLIMIT, _none_of(0, (resource.RLIMIT_CORE,))),
+    # Of other processes than the caller neither limits nor processors.
+    (
+        _PRLIMIT,
+        [
+            (_LOAD, 0, 0, _ARGUMENTS[0]),
+            (_EQUAL, 1, 0, 0),
+            _refuse(errno.EPERM),
+            (_LOAD, 0, 0, _ARGUMENTS[1]),
+            (_EQUAL, 1, 0, resource.RLIMIT_CORE),
+            _allow,
+            # It may ask, with no new limit: both halves of that address are zero.
+            (_LOAD, 0, 0, _ARGUMENTS[2]),
+            (_EQUAL, 1, 0, 0),
+            _refuse(errno.EPERM),
+            (_LOAD, 0, 0, _ARGUMENTS[2] + 4),
+            (_EQUAL, 0, 1, 0),
+            _allow,
+            _refuse(errno.EPERM),
+        ],
+    ),
+    (_SCHED_SETAFFINITY, _one_of(0, (0,))),
+    # Libraries that are told that locks do not exist go on without them.
+    (_FLOCK, [_refuse(errno.ENOSYS)]),
+)
+
+
+def filter_program(
+    machine: str, *, is_user_shared: bool = False, is_truncation_open: bool = False
+) -> list[Instruction]:
     """Return the filter for an architecture, as `os.uname` names it.
 
     Args:
         machine: the architecture.
         is_user_shared: whether files of its user that are not its own are kept from it by Landlock alone.
+        is_truncation_open: whether Landlock confines it in a version that does not know truncation.
 
     Raises:
         OSError: for an architecture whose call numbers are not known.
@@ -92,8 +208,6 @@ def filter_program(machine: str, *, is_user_shared: bool = False) -> list[Instru
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}, only for {', '.join(_ARCHITECTURES)}")
     architecture, column = _ARCHITECTURES[machine]
-    refuse: Instruction = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
-    allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
@@ -101,41 +215,30 @@ def filter_program(machine: str, *, is_user_shared: bool = False) -> list[Instru
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":
-        program += [(_AT_LEAST, 0, 1, _X32_BIT), refuse]
-    unknown: Instruction = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
-    for numbers in (*_REFUSED.values(), *(_REFUSED_TO_SHARED_USERS.values() if is_user_shared else ())):
+        program += [(_AT_LEAST, 0, 1, _X32_BIT), _refuse(errno.EPERM)]
+    allowed = [*_ALLOWED.values()]
+    if not is_user_shared:
+        allowed += _ALLOWED_TO_OWN_USERS.values()
+    if not is_truncation_open:
+        allowed.append(_TRUNCATE)
+    for numbers in allowed:
         if (number := numbers[column]) is not None:
-            program += [(_EQUAL, 0, 1, number), refuse]
-    program += [(_EQUAL, 0, 1, _CLONE3[column]), unknown, (_AT_LEAST, 0, 1, _FIRST_UNKNOWN), unknown]
-    for both in _OF_ITSELF_ALONE:
-        program += [(_EQUAL, 0, 4, both[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0), refuse, allow]
-    program += [
-        (_EQUAL, 0, 4, _CLONE[column]),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
-        refuse,
-        allow,
-    ]
-    # A pair of datagram sockets can be pointed at anybody's.
-    program += [
-        (_EQUAL, 0, 4, _SOCKETPAIR[column]),
-        (_LOAD, 0, 0, _SECOND_ARGUMENT),
-        (_AND, 0, 0, _KIND_OF_SOCKET),
-        (_EQUAL, 1, 0, _STREAM),
-        refuse,
-    ]
-    return [*program, allow]
+            program += [(_EQUAL, 0, 1, number), _allow]
+    for numbers, instructions in _BY_ARGUMENTS:
+        if (number := numbers[column]) is not None:
+            program += [(_EQUAL, 0, len(instructions), number), *instructions]
+    return [*program, (_AT_LEAST, 0, 1, _FIRST_NEW), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]
 
 
-def filter_system_calls(*, is_user_shared: bool) -> None:
-    """Refuse the calls above to this process and all that come from it, for good.
+def filter_system_calls(*, is_user_shared: bool, is_truncation_open: bool) -> None:
+    """Refuse all other calls to this process and all that come from it, for good.
 
-    Needs `forbid_new_privileges`. The argument is that of `filter_program`.
+    Needs `forbid_new_privileges`. The arguments are those of `filter_program`.
 
     Raises:
         OSError: where the kernel has no filters, or the architecture is not known.
     """
-    program = filter_program(os.uname().machine, is_user_shared=is_user_shared)
+    program = filter_program(os.uname().machine, is_user_shared=is_user_shared, is_truncation_open=is_truncation_open)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     argument = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
     libc = ctypes.CDLL(None, use_errno=True)
