@@ -1,7 +1,8 @@
 """Chat templates as models were published with them, read from the package trl, and tokenizers that fit them.
 
-The files are read where they are installed: trl itself is not imported. A tokenizer is the embedded model's with the
-tokens added that the template writes, special or not as in the model's own.
+The files are read where they are installed: trl itself is not imported. Families that it lacks are rewritten in
+`templates/`, with what is peculiar to them. A tokenizer is the embedded model's with the tokens added that the template
+writes, special or not as in the model's own.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-from rendering_families import embedded_tokenizer
+from rendering_families import embedded_tokenizer, template_text
 
 from llmrl.rendering import TemplateRenderer
 
 # By the beginning of a file's name, the longest that fits: the tokens that begin a text and that end one.
 _BEGIN_AND_END = {
+    "apertus": ("<s>", "<|assistant_end|>"),
     "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
     "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     "diffusion_gemma": ("<bos>", "<turn|>"),
@@ -26,21 +28,24 @@ _BEGIN_AND_END = {
     "glm": (None, "<|endoftext|>"),
     "gptoss": ("<|startoftext|>", "<|return|>"),
     "idefics3": ("<|begin_of_text|>", "<end_of_utterance>"),
+    "kimi": ("[BOS]", "<|im_end|>"),
     "lfm2": ("<|startoftext|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|eot_id|>"),
     "llava_next": ("<s>", "</s>"),
+    "minimax": ("]~!b[", "[e~["),
     "muse_glimmer": ("<|begin_of_text|>", "<|eot|>"),
     "nemotron_3": ("<s>", "<|im_end|>"),
     "phi3": ("<s>", "<|endoftext|>"),
     "qwen": (None, "<|im_end|>"),
+    "seed": ("<seed:bos>", "<seed:eos>"),
     "smolvlm": ("<|im_start|>", "<end_of_utterance>"),
 }
 _SPECIAL = re.compile(
     r"<\|[^<>|{}'\s]+\|>|<｜[^<>{}'\s]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?INST\]|\[gMASK\]|<sop>|<image>"
-    r"|<(?:start|end)_of_(?:turn|utterance|image)>"
+    r"|<(?:start|end)_of_(?:turn|utterance|image)>|\]~b\]|｜DSML｜|\]<\]minimax\[>\["
 )
 # Tokens that models' tokenizers have, without calling them special.
-_PLAIN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
+_PLAIN = re.compile(r"</?(?:think|(?:minimax:|seed:)?tool_call|tool_response|arg_key|arg_value)>")
 
 
 def _folder() -> Path:
@@ -52,9 +57,12 @@ def _folder() -> Path:
 # Those for training differ from the models' own in marks around what is trained, and in thoughts that they keep.
 TEMPLATES = sorted(path.stem for path in _folder().glob("*.jinja"))
 PUBLISHED = [name for name in TEMPLATES if not name.endswith("_training")]
+REWRITTEN = ["apertus", "deepseek_v32", "deepseek_v4", "kimi_k2", "minimax_m2", "minimax_m3", "seed_oss"]
 
 
 def real_template(name: str) -> str:
+    if name in REWRITTEN:
+        return template_text(name)
     return (_folder() / f"{name}.jinja").read_text(encoding="utf-8")
 
 

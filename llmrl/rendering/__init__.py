@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import llmrl.rendering.call_formats  # noqa: F401  # registers the parsers
+import llmrl.rendering.call_formats  # registers the parsers
+import llmrl.rendering.tag_formats  # noqa: F401  # registers the parsers
 from llmrl.data.content_marks import RenderingError
 from llmrl.rendering.backend import PackageRenderer, make_renderer
 from llmrl.rendering.base import Renderer

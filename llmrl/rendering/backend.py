@@ -152,10 +152,13 @@ class PackageRenderer:
             message["reasoning_content"] = parsed.reasoning_content
         calls, malformed = [], []
         for call in parsed.tool_calls:
-            if call.status == "ok" and call.name and isinstance(call.arguments, Mapping):
-                calls.append(make_tool_call(call.name, call.arguments, call_id=call.id))
-            else:
+            if call.status != "ok" or not call.name or not isinstance(call.arguments, Mapping):
                 malformed.append(MalformedToolCall(call.raw, str(call.status)))
+                continue
+            try:
+                calls.append(make_tool_call(call.name, call.arguments, call_id=call.id))
+            except ValueError as error:
+                malformed.append(MalformedToolCall(call.raw, str(error)))
         if calls:
             message["tool_calls"] = calls
         return ParsedCompletion(message, is_complete, tuple(malformed))

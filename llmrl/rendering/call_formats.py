@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from llmrl.data import MalformedToolCall, ToolSchema
 from llmrl.rendering.tool_calls import (
@@ -17,7 +18,7 @@ from llmrl.rendering.tool_calls import (
     check_call,
     finish,
     make_tool_call,
-    read_value,
+    read_between,
     reason_of,
     register_tool_call_parser,
 )
@@ -45,22 +46,7 @@ def parse_hermes(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
         >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>').content
         'Let me see.'
     """
-    return _between(text, "<tool_call>", "</tool_call>", lambda body: [check_call(json.loads(body))])
-
-
-@register_tool_call_parser("xml")
-def parse_xml(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, any number of them.
-
-    A value is what its schema says; without one it is read as JSON where it is JSON, else as text.
-    """
-    return _between(text, "<tool_call>", "</tool_call>", lambda body: [_read_xml_call(body, tools)])
-
-
-@register_tool_call_parser("glm")
-def parse_glm(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`, values as in `xml`."""
-    return _between(text, "<tool_call>", "</tool_call>", lambda body: [_read_glm_call(body, tools)])
+    return read_between(text, "<tool_call>", "</tool_call>", lambda body: [check_call(json.loads(body))])
 
 
 def _lines_of_name_and_json(name: str, arguments: Arguments) -> str:
@@ -159,7 +145,21 @@ def parse_lfm2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
         body = body.strip()
         return _read_json_list(body) if re.match(r"\[?\s*\{", body) else _read_pythonic_list(body)
 
-    return _between(text, "<|tool_call_start|>", "<|tool_call_end|>", read)
+    return read_between(text, "<|tool_call_start|>", "<|tool_call_end|>", read)
+
+
+@register_tool_call_parser("lfm2_raw")
+def parse_lfm2_raw(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
+    r"""Read what `lfm2` reads, with texts between quotes as they are: nothing in them is escaped (LFM2.5).
+
+    Example:
+        >>> text = "<|tool_call_start|>[say(text='it's a\\b')]<|tool_call_end|>"
+        >>> print(parse_lfm2_raw(text).tool_calls[0]["function"]["arguments"]["text"])
+        it's a\b
+    """
+    return read_between(
+        text, "<|tool_call_start|>", "<|tool_call_end|>", lambda body: _read_pythonic_list(_with_escapes(body.strip()))
+    )
 
 
 @register_tool_call_parser("gemma4")
@@ -170,7 +170,7 @@ def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
         >>> parse_gemma4('<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>').tool_calls[0]["function"]
         {'name': 'add', 'arguments': {'a': 1, 'b': 'x'}}
     """
-    parsed = _between(text, "<|tool_call>", "<tool_call|>", lambda body: [_read_gemma4_call(body)])
+    parsed = read_between(text, "<|tool_call>", "<tool_call|>", lambda body: [_read_gemma4_call(body)])
     # Its templates find a result's function by the call's id.
     calls = tuple({**call, "id": f"call{index:05d}"} for index, call in enumerate(parsed.tool_calls))
     return ParsedCalls(parsed.content, calls, parsed.malformed)
@@ -179,7 +179,9 @@ def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 @register_tool_call_parser("deepseek")
 def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function` fenced JSON (V3, R1)."""
-    parsed = _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", lambda body: [_read_deepseek_call(body)])
+    parsed = read_between(
+        text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", lambda body: [_read_deepseek_call(body)]
+    )
     if not parsed.tool_calls:
         return parsed
     content = parsed.content.replace("<｜tool▁calls▁begin｜>", "").replace("<｜tool▁calls▁end｜>", "")
@@ -214,67 +216,81 @@ def parse_fenced(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return finish(content, calls, malformed)
 
 
-def _register_json_between_marks(name: str, opening: str, closing: str) -> None:
-    """Register a format: a JSON list of calls between two marks, of which the closing one may be empty."""
+@dataclass(frozen=True)
+class _JSONBetween:
+    """A format: a JSON list of calls between two marks, of which the closing one may be empty."""
 
-    @register_tool_call_parser(name, write=lambda name, arguments: f"{opening}[{_json_call(name, arguments)}]{closing}")
-    def parse(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-        return _between(text, opening, closing, _read_json_list)
+    opening: str
+    closing: str
+
+    def __call__(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
+        return read_between(text, self.opening, self.closing, _read_json_list)
+
+    def write(self, name: str, arguments: Arguments) -> str:
+        """Return one call as the model is to write it."""
+        return f"{self.opening}[{_json_call(name, arguments)}]{self.closing}"
 
 
-_register_json_between_marks("cohere", "<|START_ACTION|>", "<|END_ACTION|>")
-_register_json_between_marks("nemotron", "<TOOLCALL>", "</TOOLCALL>")
-_register_json_between_marks("hunyuan", "<tool_calls>", "</tool_calls>")
-_register_json_between_marks("phi4", "<|tool_call|>", "<|/tool_call|>")
-_register_json_between_marks("granite", "<|tool_call|>", "")
+for _name, _format in {
+    "cohere": _JSONBetween("<|START_ACTION|>", "<|END_ACTION|>"),
+    "nemotron": _JSONBetween("<TOOLCALL>", "</TOOLCALL>"),
+    "hunyuan": _JSONBetween("<tool_calls>", "</tool_calls>"),
+    "phi4": _JSONBetween("<|tool_call|>", "<|/tool_call|>"),
+    "granite": _JSONBetween("<|tool_call|>", ""),
+}.items():
+    register_tool_call_parser(_name, write=_format.write)(_format)
 
 
-def _between(text: str, opening: str, closing: str, read: Callable[[str], list[ToolCall]]) -> ParsedCalls:
-    """Return what `read` finds between each pair of marks; the rest is content."""
-    content: list[str] = []
+@register_tool_call_parser("apertus")
+def parse_apertus(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
+    """Read `<|tools_prefix|>[{NAME: {...}}, ...]<|tools_suffix|>`: a JSON list of objects with one name each."""
+
+    def read(body: str) -> list[ToolCall]:
+        calls = json.loads(body)
+        if not isinstance(calls, list) or not all(isinstance(call, dict) and len(call) == 1 for call in calls):
+            raise ValueError("a list of objects, each with a function's name alone, is expected")
+        return [
+            check_call({"name": name, "arguments": arguments}) for call in calls for name, arguments in call.items()
+        ]
+
+    return read_between(text, "<|tools_prefix|>", "<|tools_suffix|>", read)
+
+
+@register_tool_call_parser("kimi_k2")
+def parse_kimi_k2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
+    """Read calls `functions.NAME:INDEX`, which is a call's id, each with JSON, in a section between marks.
+
+    Example:
+        >>> section = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+        >>> call = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+        >>> parse_kimi_k2(section.format(call)).tool_calls[0]["id"]
+        'functions.add:0'
+    """
+    return read_between(text, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _read_kimi_section)
+
+
+def _read_kimi_section(body: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
-    malformed: list[MalformedToolCall] = []
     position = 0
-    while (start := text.find(opening, position)) >= 0:
-        content.append(text[position:start])
-        end = text.find(closing, start) if closing else len(text)
-        stop = len(text) if end < 0 else end + len(closing)
-        raw = text[start:stop]
-        try:
-            if end < 0:
-                raise ValueError(f"the call is not closed by {closing}")
-            calls += read(text[start + len(opening) : end])
-        except UNREADABLE as error:
-            malformed.append(MalformedToolCall(raw, reason_of(error)))
-            content.append(raw)
-        position = stop
-    content.append(text[position:])
-    return finish("".join(content), calls, malformed)
+    begin = re.compile(r"\s*<\|tool_call_begin\|>\s*(?P<id>[^<]+?)\s*<\|tool_call_argument_begin\|>\s*")
+    while begun := begin.match(body, position):
+        name = re.fullmatch(r"(?:functions\.)?(.+):\d+", begun["id"])
+        if name is None:
+            raise ValueError(f"functions.NAME:INDEX is expected, not {begun['id']!r:.60}")
+        arguments, position = json.JSONDecoder().raw_decode(body, begun.end())
+        calls.append(check_call({"name": name[1], "arguments": arguments, "id": begun["id"]}))
+        ended = re.compile(r"\s*<\|tool_call_end\|>").match(body, position)
+        if ended is None:
+            raise ValueError(f"<|tool_call_end|> is expected at {body[position:]!r:.60}")
+        position = ended.end()
+    if not calls or body[position:].strip():
+        raise ValueError(f"<|tool_call_begin|> is expected at {body[position:]!r:.60}")
+    return calls
 
 
 def _read_json_list(body: str) -> list[ToolCall]:
     value = json.loads(body)
     return [check_call(each) for each in (value if isinstance(value, list) else [value])]
-
-
-def _read_xml_call(body: str, tools: Sequence[ToolSchema]) -> ToolCall:
-    function = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", body, re.DOTALL)
-    if function is None:
-        raise ValueError("<function=NAME>...</function> is expected")
-    written = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", function[2], re.DOTALL)
-    return make_tool_call(function[1], {key: read_value(text, function[1], key, tools) for key, text in written})
-
-
-def _read_glm_call(body: str, tools: Sequence[ToolSchema]) -> ToolCall:
-    name, *_ = body.split("<arg_key>", 1)
-    name = name.strip()
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise ValueError("NAME and pairs of <arg_key> and <arg_value> are expected")
-    pair = r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>"
-    written = re.findall(pair, body, re.DOTALL)
-    if len(written) != body.count("<arg_key>"):
-        raise ValueError("an <arg_key> is not followed by </arg_key><arg_value>...</arg_value>")
-    return make_tool_call(name, {key: read_value(text, name, key, tools) for key, text in written})
 
 
 def _read_mistral_piece(piece: str, num_before: int) -> list[ToolCall]:
@@ -295,6 +311,24 @@ def _read_pythonic_list(body: str) -> list[ToolCall]:
     if not isinstance(tree, ast.List):
         raise ValueError("a list of calls is expected")
     return [_read_pythonic_call(node) for node in tree.elts]
+
+
+_TEXT_BEGINS = re.compile(r"[(,]\s*\w+='")
+# A quotation mark ends a text where the next argument, the next call or the end of the list follows.
+_TEXT_ENDS = re.compile(r"'(?=\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.]+\(|\]\s*$)))")
+
+
+def _with_escapes(body: str) -> str:
+    """Return a list of calls with its texts as Python writes them."""
+    pieces: list[str] = []
+    position = 0
+    while begun := _TEXT_BEGINS.search(body, position):
+        ended = _TEXT_ENDS.search(body, begun.end())
+        if ended is None:
+            break
+        pieces += [body[position : begun.end() - 1], repr(body[begun.end() : ended.start()])]
+        position = ended.end()
+    return "".join([*pieces, body[position:]])
 
 
 def _read_pythonic_call(node: ast.expr) -> ToolCall:

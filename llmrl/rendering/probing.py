@@ -24,9 +24,9 @@ _NEXT_USER: Message = {"role": "user", "content": "b"}
 PLAIN_ANSWER: Message = {"role": "assistant", "content": ANSWER}
 _TOOL_RESULT: Message = {"role": "tool", "name": _TOOL_NAME, "content": _RESULT, "tool_call_id": "call00000"}
 _ORPHAN_RESULT: Message = {"role": "tool", "content": _RESULT}
-# What a call is to be read back with: a text that looks like a number, and the mark, which comes last, also in the
-# alphabet, by which some templates order them.
-_ARGUMENTS = {"code": "90210", "value": ANSWER}
+# What a call is to be read back with: a text that looks like a number, one that some formats escape, and the mark,
+# which comes last, also in the alphabet, by which some templates order them.
+_ARGUMENTS = {"code": "90210", "path": "C:\\new", "value": ANSWER}
 _TOOL: ToolSchema = {
     "type": "function",
     "function": {
@@ -320,7 +320,13 @@ class TemplateProbe:
 
         The mark must be the last argument. None where it writes no such message.
         """
-        asked = calling(*[name] * num_calls, arguments=arguments)
+        # Some templates write a call's id in place of its name.
+        ids = [f"functions.{name}:{index}" for index in range(num_calls)]
+        written = (self._written_call(name, arguments, num_calls, each) for each in (None, ids))
+        return next((text for text in written if text is not None and name in text), None)
+
+    def _written_call(self, name: str, arguments: Arguments, num_calls: int, ids: Sequence[str] | None) -> str | None:
+        asked = calling(*[name] * num_calls, arguments=arguments, call_ids=ids)
         for role, following in (("tool", _TOOL_RESULT), ("user", _NEXT_USER)):
             ending = self.renderer._ending(is_call=True, role=role)
             tools = None if self.renderer.is_tool_prompt_added else [_TOOL]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +50,8 @@ TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {}
 TOOL_CALL_WRITERS: dict[str, ToolCallWriter] = {}
 """Writers by their parser's name, for templates that write no calls themselves."""
 
-# json.loads and ast.parse raise these, and nothing else, on hostile text.
-UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError)
+# json.loads, ast.parse and ast.literal_eval raise these, and nothing else, on hostile text.
+UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 
 
 def register_tool_call_parser(
@@ -86,11 +88,18 @@ def find_tool_call_parser(name: str) -> ToolCallParser:
 def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = None) -> ToolCall:
     """Return a tool call in the chat-template convention, lone surrogates in its texts replaced: JSON may escape them.
 
+    Raises:
+        ValueError: when an argument is no JSON value: not a number, infinite, bytes or a set.
+
     Example:
-        >>> make_tool_call("add", {"a": 1})
-        {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}
+        >>> make_tool_call("add", {"a": 1, "b": (2, 3)})
+        {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1, 'b': [2, 3]}}}
     """
-    call: ToolCall = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    try:
+        plain = json.loads(json.dumps(dict(arguments), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the arguments are no JSON: {error}") from error
+    call: ToolCall = {"type": "function", "function": {"name": name, "arguments": plain}}
     if call_id is not None:
         call["id"] = call_id
     return encodable(call)
@@ -123,6 +132,29 @@ def finish(content: str, calls: Sequence[ToolCall], malformed: Sequence[Malforme
     return ParsedCalls(content.strip() if calls else content, tuple(calls), tuple(malformed))
 
 
+def read_between(text: str, opening: str, closing: str, read: Callable[[str], list[ToolCall]]) -> ParsedCalls:
+    """Return what `read` finds between each pair of marks; the rest is content. `closing` may be empty: the end."""
+    content: list[str] = []
+    calls: list[ToolCall] = []
+    malformed: list[MalformedToolCall] = []
+    position = 0
+    while (start := text.find(opening, position)) >= 0:
+        content.append(text[position:start])
+        end = text.find(closing, start) if closing else len(text)
+        stop = len(text) if end < 0 else end + len(closing)
+        raw = text[start:stop]
+        try:
+            if end < 0:
+                raise ValueError(f"the call is not closed by {closing}")
+            calls += read(text[start + len(opening) : end])
+        except UNREADABLE as error:
+            malformed.append(MalformedToolCall(raw, reason_of(error)))
+            content.append(raw)
+        position = stop
+    content.append(text[position:])
+    return finish("".join(content), calls, malformed)
+
+
 def reason_of(error: BaseException) -> str:
     """Return why a call cannot be read, in words that may be shown to the model."""
     return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
@@ -137,13 +169,19 @@ def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> J
         >>> read_value("90210", "find", "zip", [tool]), read_value("90210", "find", "zip", [])
         ('90210', 90210)
     """
-    types = _schema_types(_schema_of(name, key, tools))
+    return read_text(text, schema_of(name, key, tools))
+
+
+def read_text(text: str, schema: Json) -> Json:
+    """Read bare text by the schema of its value, None where that is not known."""
+    types = schema_types(schema)
+    value: Json = text
     try:
         value = json.loads(text)
     except UNREADABLE:
-        # Some templates write Python's constants.
-        constants = {"True": True, "False": False, "None": None}
-        value = constants.get(text, text) if types else text
+        if types - {"string"}:  # some templates write Python's values
+            with contextlib.suppress(*UNREADABLE):
+                value = ast.literal_eval(text)
     if types and isinstance(value, str) and "string" in types:
         return text  # quotes that the model wrote belong to its text
     if types and not types & _json_types(value) and "string" in types:
@@ -151,7 +189,8 @@ def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> J
     return value
 
 
-def _schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
+def schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
+    """Return the schema of an argument; None where the tools do not say it."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -161,14 +200,14 @@ def _schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
     return None
 
 
-def _schema_types(schema: Json) -> set[str]:
+def schema_types(schema: Json) -> set[str]:
     """Return the names of the JSON types that a schema allows; empty where it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
     types = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, Sequence) else set()
     for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        types |= _schema_types(choice)
+        types |= schema_types(choice)
     if "enum" in schema:
         types |= {name for value in schema["enum"] for name in _json_types(value)}
     return types

@@ -1,0 +1,120 @@
+"""Formats of tool calls: what the templates of their families write is read back, and what cannot be read is said."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from real_templates import REWRITTEN, real_renderer
+
+from llmrl.rendering import TOOL_CALL_PARSERS
+from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS, make_tool_call
+
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+WRITTEN = {
+    "apertus": '<|tools_prefix|>[{"add": {"a": 1}}, {"add": {"a": 1}}]<|tools_suffix|>',
+    "deepseek_v32": "\n\n<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1'
+    '</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "kimi_k2": KIMI.format(
+        '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+        '<|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    ),
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    '<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>',
+    "minimax_m3": '<tool_call>\n<invoke name="add">\n<a>1</a>\n</invoke>\n<invoke name="add">\n<a>1</a>\n</invoke>\n'
+    "</tool_call>".replace("<", "]<]minimax[>[<"),
+    "seed_oss": "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>" * 2,
+    "lfm2_raw": "<|tool_call_start|>[add(a=1), add(a=1)]<|tool_call_end|>",
+}
+WRITTEN["deepseek_v4"] = WRITTEN["deepseek_v32"].replace("function_calls", "tool_calls")
+WRITTEN["deepseek_v41"] = WRITTEN["deepseek_v32"].replace("｜DSML｜function_calls", "｜DSML｜ calls")
+for part in ("invoke", "parameter"):
+    WRITTEN["deepseek_v41"] = WRITTEN["deepseek_v41"].replace(f"｜DSML｜{part}", f"｜DSML｜ {part}")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_as_their_family_writes_them_are_read(name):
+    parsed = TOOL_CALL_PARSERS[name](WRITTEN[name])
+    assert [call["function"] for call in parsed.tool_calls] == [{"name": "add", "arguments": {"a": 1}}] * 2
+    assert parsed.content == "" and not parsed.malformed
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_that_is_cut_anywhere_is_not_taken_for_another(name):
+    whole = WRITTEN[name].strip()
+    for end in range(len(whole)):
+        parsed = TOOL_CALL_PARSERS[name](whole[:end])
+        if parsed.malformed:
+            assert parsed.malformed[0].reason and parsed.malformed[0].raw.strip() in parsed.content
+        calls = [call["function"] for call in parsed.tool_calls]
+        assert calls in ([], [{"name": "add", "arguments": {"a": 1}}]) and len(parsed.malformed) <= 1
+
+
+@pytest.mark.parametrize("family", REWRITTEN)
+def test_a_template_of_the_family_chooses_its_parser(model_path, family):
+    renderer = real_renderer(model_path, family)
+    assert renderer.tool_parser == family and not renderer.tool_fault and not renderer.is_tool_prompt_added
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_PARSERS)
+def test_a_parser_and_its_writer_travel_to_other_processes(name):
+    parse, write = pickle.loads(pickle.dumps((TOOL_CALL_PARSERS[name], TOOL_CALL_WRITERS.get(name))))
+    assert parse("Hello.").content == "Hello."
+    if write is not None:
+        assert parse(write("f", {"a": 1})).tool_calls[0]["function"] == {"name": "f", "arguments": {"a": 1}}
+
+
+def test_ids_of_calls_that_are_names_are_kept():
+    calls = TOOL_CALL_PARSERS["kimi_k2"](WRITTEN["kimi_k2"]).tool_calls
+    assert [call["id"] for call in calls] == ["functions.add:0", "functions.add:1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "reason"),
+    [
+        ("xml", "<function=f><parameter=a>1</function>", "expected at '<parameter=a>1"),
+        ("xml", "<function=f>what<parameter=a>1</parameter></function>", "expected at 'what"),
+        ("xml", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", "'a' is written twice"),
+        ("glm", "f<arg_key>a</arg_key><arg_value>1</arg_value>what", "expected at 'what"),
+        ("glm", "f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value>", "twice"),
+        ("hermes", '{"name": "f", "arguments": {"a": NaN}}', "no JSON"),
+        ("hermes", '{"name": "f", "arguments": {"a": 1e999}}', "no JSON"),
+    ],
+)
+def test_what_is_not_all_of_a_call_is_no_call(name, body, reason):
+    parsed = TOOL_CALL_PARSERS[name](f"<tool_call>{body}</tool_call>")
+    assert not parsed.tool_calls and reason in parsed.malformed[0].reason
+
+
+@pytest.mark.parametrize("written", ["{1, 2}", "b'x'", "...", "1j", "{[]: 1}", "1e999"])
+def test_python_s_values_that_are_no_json_are_no_arguments(written):
+    parsed = TOOL_CALL_PARSERS["pythonic"](f"[f(a={written})]")
+    assert not parsed.tool_calls and len(parsed.malformed) == 1
+    calls = TOOL_CALL_PARSERS["pythonic"]("[f(a=(1, {2: None}))]").tool_calls
+    assert calls[0]["function"]["arguments"] == {"a": [1, {"2": None}]}
+
+
+def test_a_call_with_arguments_that_are_no_json_is_not_made():
+    with pytest.raises(ValueError, match="no JSON"):
+        make_tool_call("f", {"a": float("nan")})
+
+
+def test_texts_that_nothing_escapes_are_read_as_they_are():
+    texts = {"a": "C:\\new", "b": "it's", "c": "one\ntwo", "d": "x), f(y='", "e": ""}
+    written = ", ".join(f"{key}='{text}'" for key, text in texts.items())
+    (call,) = TOOL_CALL_PARSERS["lfm2_raw"](
+        f"<|tool_call_start|>[say({written}, n=[None, true])]<|tool_call_end|>"
+    ).tool_calls
+    assert call["function"]["arguments"] == {**texts, "n": [None, True]}
+
+
+def test_values_that_a_template_writes_as_python_does_have_their_schema_s_type():
+    properties = {"a": {"type": "object"}, "b": {"type": "array"}, "c": {"type": "string"}, "d": {"type": "boolean"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    written = {"a": "{'x': None}", "b": "['y', True]", "c": "{'x': None}", "d": "True"}
+    body = "".join(f"<parameter={key}>{text}</parameter>" for key, text in written.items())
+    text = f"<seed:tool_call><function=f>{body}</function></seed:tool_call>"
+    (call,) = TOOL_CALL_PARSERS["seed_oss"](text, [tool]).tool_calls
+    assert call["function"]["arguments"] == {"a": {"x": None}, "b": ["y", True], "c": "{'x': None}", "d": True}
