@@ -251,3 +251,6 @@ def test_the_package_backend_agrees_with_the_template(model_path):
     assert package.stop_token_ids[0] == template.stop_token_ids[0]
     assert package.render(messages, add_generation_prompt=True) == template.render(messages, add_generation_prompt=True)
     assert package.parse(template.encode("x<|im_end|>")).message["content"] == "x"
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call><|im_end|>'
+    parsed = package.parse(template.encode(call))
+    assert "tool_calls" not in parsed.message and "no JSON" in parsed.malformed_tool_calls[0].reason
