@@ -1,18 +1,139 @@
-"""Writing files so that neither a kill nor a power cut leaves half of one."""
+"""Reading and writing files: a kill leaves no half of one, and no link is followed.
+
+A folder that was sent may hold links to files of its reader, pipes that are never written to, or devices. What is read
+or written by a name in it goes through `open_file` and the writers here, which take regular files alone.
+"""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import secrets
 import shutil
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Collection
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import IO, Any
+
+_FLAGS = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+}
+_NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+}
+
+
+class UnsafeFileError(ValueError):
+    """A name that should be a file, or a folder, is something else: a link, a pipe, a socket, a device."""
+
+    def __init__(self, path: Path, expected: str = "a file") -> None:
+        try:
+            found = _KINDS[stat.S_IFMT(path.lstat().st_mode)]
+            found += f" to {path.readlink()}" if path.is_symlink() else ""
+        except OSError:
+            found = "nothing that can be opened"
+        super().__init__(
+            f"{path} must be {expected}, and is {found}: what it leads to may be no part of the folder. Remove it, or "
+            f"put {expected} in its place."
+        )
+
+
+def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors: str | None = None) -> IO[Any]:
+    """Open a regular file, as `open` does with UTF-8; nothing else is waited for, followed or written to.
+
+    Args:
+        path: of the file. Links among the folders above it are followed, see `check_entries`.
+        mode: `r`, `r+`, `w`, `a` or `a+`, with `b` for bytes.
+        newline, errors: see `open`.
+
+    Raises:
+        UnsafeFileError: for a link, a pipe, a socket, a device or a folder.
+        FileNotFoundError: when there is none to read.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "note")
+        >>> path.symlink_to("/etc/hostname")
+        >>> open_file(path)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        llmrl._utils.files.UnsafeFileError: ... must be a file, and is a link to /etc/hostname: ...
+    """
+    flags = _FLAGS[mode.replace("b", "")]
+    try:
+        # Not truncated before it is known to be a file.
+        descriptor = os.open(path, (flags & ~os.O_TRUNC) | _NO_LINKS, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP):
+            raise UnsafeFileError(path) from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UnsafeFileError(path)
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if "b" in mode:
+        return os.fdopen(descriptor, mode)
+    return os.fdopen(descriptor, mode, encoding="utf-8", newline=newline, errors=errors)
+
+
+def read_text(path: Path, *, newline: str | None = None, errors: str | None = None) -> str:
+    """Return what a file holds; see `open_file`."""
+    with open_file(path, newline=newline, errors=errors) as file:
+        return str(file.read())
+
+
+def check_entries(folder: Path, names: Collection[str], *, unchecked: Collection[str] = ()) -> None:
+    """Refuse a folder in which one of these entries, or what is in one, is neither a file nor a folder.
+
+    It is for what is opened by others, who follow links, and for the folders on the way to a file.
+
+    Args:
+        folder: may be missing.
+        names: patterns of entries, see `fnmatch`; others are not looked at.
+        unchecked: entries that are folders, whose own are not looked at.
+
+    Raises:
+        UnsafeFileError: naming the first one.
+
+    Example:
+        >>> import tempfile
+        >>> check_entries(Path(tempfile.mkdtemp()), ["*"])
+    """
+    if not folder.is_dir():
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not any(fnmatch(entry.name, name) for name in names):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in unchecked:
+                    check_entries(Path(entry.path), ["*"])
+            elif not entry.is_file(follow_symlinks=False):
+                raise UnsafeFileError(Path(entry.path), "a file or a folder")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename.
 
     The content reaches the disk before the name that leads to it. What `write` raises is raised, and nothing is left.
+    What a kill leaves is removed by `mend_killed_writes`.
 
     Example:
         >>> import tempfile
@@ -21,8 +142,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         >>> path.read_text(), len(list(path.parent.iterdir()))
         ('whole', 1)
     """
-    # One name, so that writers that were killed leave one file at most.
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _temporary(path)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o666))
     try:
         write(temporary)
         flush_to_disk(temporary)
@@ -31,6 +152,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     flush_to_disk(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    """Return a name beside a path's that cannot be guessed, so that nothing waits under it."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -47,11 +173,9 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
         >>> (path / "note.txt").read_text(), len(list(path.parent.iterdir()))
         ('new', 1)
     """
-    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
-    if old.exists():
+    temporary, old = _temporary(path), path.with_name(f".{path.name}.old")
+    if os.path.lexists(old):
         _put_back(old, path)
-    if temporary.exists():
-        shutil.rmtree(temporary)
     try:
         temporary.mkdir()
         write(temporary)
@@ -60,12 +184,12 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if path.exists():
+    if os.path.lexists(path):
         path.rename(old)
     temporary.rename(path)
     flush_to_disk(path.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    if os.path.lexists(old):
+        remove(old)
 
 
 def mend_killed_writes(folder: Path) -> None:
@@ -73,14 +197,22 @@ def mend_killed_writes(folder: Path) -> None:
     for old in folder.glob(".*.old"):
         _put_back(old, old.with_name(old.name[1:].removesuffix(".old")))
     for left in folder.glob(".*.tmp"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        remove(left)
 
 
 def _put_back(old: Path, path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(old)
+    if os.path.lexists(path):
+        remove(old)
     else:
         old.rename(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all in it; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
@@ -88,7 +220,7 @@ def flush_to_disk(path: str | os.PathLike[str]) -> None:
 
     A rename may otherwise reach the disk before what it names.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -106,10 +238,12 @@ def cut_lines(path: Path, is_kept: Callable[[bytes], bool] = lambda line: True) 
         >>> path.read_bytes()
         b'one\n'
     """
-    size = path.stat().st_size if path.exists() else 0
-    if not size:
+    if not os.path.lexists(path):
         return
-    with path.open("r+b") as file:
+    with open_file(path, "r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             end = data.rfind(b"\n") + 1
             while end:

@@ -123,7 +123,7 @@ def view(
                     if is_live:
                         console.print("[dim]the run goes on: the page follows it until Ctrl-C[/dim]", highlight=False)
                 hint = ""
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise _fail(error) from None
     except KeyboardInterrupt:
         raise typer.Exit from None

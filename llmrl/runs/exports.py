@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl._utils.files import write_folder_atomically
+from llmrl._utils.files import check_entries, write_folder_atomically
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.ranks import handed_on, this_rank
 from llmrl.runs.report import RunResults
@@ -137,12 +137,14 @@ def push_folder(folder: Path, repository: str, *, is_public: bool = False) -> st
 
     Raises:
         FileNotFoundError: when the folder holds no model.
+        UnsafeFileError: when it holds a link, which may lead to a file that is not to be pushed.
         OSError: when the hub cannot be reached, or refuses.
     """
     from huggingface_hub import HfApi
 
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no model to push: there is no config.json in it.")
+    check_entries(folder, ["*"])  # what a link leads to would be pushed
     open_repository(repository, is_public=is_public)
     try:
         HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Push {folder.name}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from llmrl._utils.files import open_file
 from llmrl._utils.types import JSON
 
 Verdict = Literal["fine", "look", "broken"]
@@ -104,13 +105,16 @@ class HealthLog:
         """Append a step's findings, with the ids of those of its rollouts that show them."""
         found: list[JSON] = [finding.to_record(records) for finding in findings]
         line = {"step": step, "verdict": verdict_of(findings), "findings": found}
-        with self.path.open("a", encoding="utf-8") as file:
+        with open_file(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
 
     def read(self) -> dict[int, dict[str, JSON]]:
         """Return all steps' lines, by step; what is none, as the half line of a kill, is left out."""
         steps: dict[int, dict[str, JSON]] = {}
-        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        if not self.path.exists():
+            return steps
+        with open_file(self.path, "rb") as file:
+            lines = file.read().splitlines()
         for line in lines:
             try:
                 record = json.loads(line)

@@ -10,6 +10,8 @@ import warnings
 import weakref
 from pathlib import Path
 
+from llmrl._utils.files import UnsafeFileError, open_file
+
 
 class FolderInUseError(RuntimeError):
     """Another process writes into the folder, or another object of this one."""
@@ -31,12 +33,13 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        with open_file(folder / "lock", "a+b") as file:
+            descriptor = os.dup(file.fileno())
         self._release = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 300).decode(errors="replace").strip()
+            holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip()
             self.release()
             raise FolderInUseError(
                 f"{folder} is in use by {holder or 'another process'}: two runs in one folder would write everything "
@@ -66,11 +69,11 @@ def is_in_use(folder: Path) -> bool:
         (True, None, False)
     """
     try:
-        with (folder / "lock").open() as file:
+        with open_file(folder / "lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no lock, or a file system without locks
+    except (OSError, UnsafeFileError):  # no lock, or a file system without locks
         pass
     return False
 

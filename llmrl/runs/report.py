@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+from llmrl._utils.files import write_atomically
 from llmrl._utils.types import JSON
 from llmrl.runs.run_folder import RunFolder
 
@@ -54,7 +55,7 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     seconds.legend(loc="upper right", frameon=False)
     for axis in (reward, difference, seconds):
         axis.grid(alpha=0.25)
-    figure.savefig(path, dpi=110)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
     pyplot.close(figure)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from llmrl._utils.files import write_atomically
+from llmrl._utils.files import UnsafeFileError, open_file, write_atomically
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.state_file import DamagedFileError
 
@@ -83,9 +83,12 @@ def resumed_config(
             "resume=true."
         )
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        with open_file(path) as file:
+            saved = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
         if not isinstance(saved, dict):
             raise ValueError("it holds no sections")
+    except UnsafeFileError:
+        raise
     except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
         raise DamagedFileError(f"{path} is damaged: {error}. Put a copy of it in its place.") from error
     composed = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)

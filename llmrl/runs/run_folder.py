@@ -15,7 +15,15 @@ from typing import ParamSpec
 import numpy as np
 import torch
 
-from llmrl._utils.files import cut_lines, flush_to_disk, mend_killed_writes, write_atomically
+from llmrl._utils.files import (
+    check_entries,
+    cut_lines,
+    flush_to_disk,
+    mend_killed_writes,
+    open_file,
+    read_text,
+    write_atomically,
+)
 from llmrl._utils.types import JSON, Row, StateDict, Tokenizer
 from llmrl.collectors.rows import rollout_rows
 from llmrl.data import Rollout
@@ -28,6 +36,34 @@ from llmrl.runs.token_log import TokenLog
 from llmrl.runs.tracking import CSVTracker, Tracker, grouped_name, open_trackers
 
 Parameters = ParamSpec("Parameters")
+
+
+_NAMES = (
+    "lock",
+    "metrics.csv",
+    "*.jsonl",
+    "config.yaml",
+    "summary.json",
+    "run_id",
+    "curve.png",
+    "view.html",
+    "*.safetensors",
+    "batches",
+    "set-aside",
+    "tokens",
+    "tokenizer",
+    "model",
+    "model-best",
+    "exports",
+    "shards-*",
+    "weights",
+    "tensorboard",
+    "wandb",
+    "mlflow*",
+    ".*.old",
+    ".*.tmp",
+)
+"""Entries that a run, its trackers and its viewer read or write."""
 
 
 def memory_kills() -> tuple[str, int]:
@@ -52,6 +88,8 @@ class RunFolder:
     large model and optimizer states only now and then. A resumed run loads the last checkpoint and trains again on
     the rows written since, so that a kill loses nothing but the step that was being collected.
 
+    Its entries are files and folders, never links: a folder that somebody sent could lead elsewhere by one.
+
     One process at a time writes into it. A folder that is made here can be entered by its owner alone (0700); one that
     was there keeps its mode. What a kill cut short is removed when the folder is opened again.
 
@@ -68,6 +106,7 @@ class RunFolder:
         FolderInUseError: when another run has it, naming its process.
         ValueError: for an unknown tracker, with the nearest one.
         MissingExtraError: when a tracker's package is not installed, with the command that installs it.
+        UnsafeFileError: when an entry is a link, a pipe, a socket or a device, naming it.
     """
 
     def __init__(
@@ -94,6 +133,7 @@ class RunFolder:
         self._table = CSVTracker(self.metrics_path)
         self._trackers: list[Tracker] = []
         self._lock: FolderLock | None = None
+        check_entries(self.path, _NAMES, unchecked=("wandb",))  # wandb links to its own logs elsewhere
         if not holds_run(self.path) and (resume or read_only):
             raise FileNotFoundError(
                 f"{self.path} holds no run to resume; name its folder with run.path, or start one without resume=true."
@@ -141,7 +181,7 @@ class RunFolder:
     def log_rollouts(self, step: int, split: str, records: Iterable[Mapping[str, JSON]]) -> None:
         """Append rollout records (`Rollout.to_record`), one JSON object per line."""
         # A lone surrogate, which no UTF-8 has, is escaped as JSON does.
-        with self.rollouts_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with open_file(self.rollouts_path, "a", errors="backslashreplace") as file:
             for record in records:
                 line = {"step": step, "split": split, **record}
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
@@ -198,7 +238,7 @@ class RunFolder:
         mark, (boot, num_kills) = self.batches_path / "replaying.json", memory_kills()
         if mark.exists():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # half of one
-                was = json.loads(mark.read_text())
+                was = json.loads(read_text(mark))
                 if was["boot"] == boot and was["num_kills"] < num_kills and self._batch_path(was["step"]).exists():
                     say(self._count_failure(was["step"], "The kernel ended the process for want of memory.\n"))
             mark.unlink()
@@ -206,7 +246,8 @@ class RunFolder:
             if (saved := self.load_batch(step)) is None:
                 return
             boot, num_kills = memory_kills()
-            mark.write_text(json.dumps({"step": step, "boot": boot, "num_kills": num_kills}))
+            with open_file(mark, "w") as file:
+                json.dump({"step": step, "boot": boot, "num_kills": num_kills}, file)
             try:
                 yield saved
             finally:
@@ -262,7 +303,7 @@ class RunFolder:
     def _count_failure(self, step: int, what: str) -> str:
         batch, note = self._batch_path(step), self.batches_path / f"{step:06d}.failed"
         is_first = not note.exists()
-        with note.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with open_file(note, "a", errors="backslashreplace") as file:
             file.write(what)
         if is_first:
             return (
@@ -322,7 +363,7 @@ class RunFolder:
             DamagedFileError: when it is not JSON.
         """
         try:
-            return json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
+            return json.loads(read_text(self.summary_path)) if self.summary_path.exists() else {}
         except ValueError as error:
             raise DamagedFileError(f"{self.summary_path} is damaged: {error}. Remove it, and resume.") from error
 

@@ -7,6 +7,7 @@ is JSON that says what they are in; the last, `checksum`, is the CRC-32 of all b
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from tensordict import (
     TensorDict,
 )
 
+from llmrl._utils.files import open_file
 from llmrl._utils.json_values import as_json
 from llmrl._utils.safetensors_file import DTYPES, is_sealed, places_of, write_safetensors
 from llmrl._utils.types import JSON, StateDict
@@ -68,7 +70,8 @@ def load_state(path: Path, *, mend: str) -> StateDict:
         FileNotFoundError: when there is none.
         DamagedFileError: when it is not as it was written, saying what was found.
     """
-    size = path.stat().st_size
+    with open_file(path, "rb") as file:
+        size, start = os.fstat(file.fileno()).st_size, file.read(4)
     try:
         buffer = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         if not is_sealed(buffer):
@@ -78,8 +81,6 @@ def load_state(path: Path, *, mend: str) -> StateDict:
         del places[_CHECKSUM]
         return cast(StateDict, _decode(structure, {name: place.view(buffer) for name, place in places.items()}))
     except Exception as error:  # whoever made the file has chosen what is in it
-        with path.open("rb") as file:
-            start = file.read(4)
         found = "a pickle, which is never read" if start.startswith((b"PK", b"\x80")) else error
         raise DamagedFileError(f"{path} is damaged, or not llmrl's: found {found} ({size} bytes). {mend}") from error
 

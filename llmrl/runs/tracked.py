@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from llmrl._utils.files import open_file
 from llmrl._utils.ranks import rank_and_size
 from llmrl._utils.types import StateDict
 from llmrl.runs.state_file import DamagedFileError
@@ -149,7 +150,7 @@ def _checksums(folder: Path) -> dict[str, int]:
 
 def _crc(path: Path) -> int:
     crc = 0
-    with path.open("rb") as file:
+    with open_file(path, "rb") as file:
         for _ in range(math.ceil(path.stat().st_size / _CHUNK)):
             crc = zlib.crc32(file.read(_CHUNK), crc)
     return crc

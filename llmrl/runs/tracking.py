@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmrl._utils.arguments import nearest
-from llmrl._utils.files import write_atomically
+from llmrl._utils.files import open_file, read_text, write_atomically
 from llmrl._utils.imports import require
 from llmrl._utils.types import JSON, Row
 from llmrl.data import text_of
@@ -129,7 +129,7 @@ class CSVTracker:
         row = {"step": str(step), **named}
         rows, names = self._read_rows()
         if set(row) <= set(names):
-            with self.path.open("a", encoding="utf-8", newline="") as file:
+            with open_file(self.path, "a", newline="") as file:
                 csv.DictWriter(file, names).writerow(row)
             return
         names += [name for name in row if name not in names]
@@ -162,7 +162,7 @@ class CSVTracker:
         """Return the rows and columns; a row that is cut short, or of which something is no number, is left out."""
         if not self.path.exists():
             return [], []
-        text = self.path.read_bytes().decode(errors="replace")
+        text = read_text(self.path, newline="", errors="replace")
         lines = (f"{line}\n" for line in text.replace("\0", "").split("\n")[:-1])
         try:
             names = next(csv.reader(lines), [])
@@ -326,5 +326,5 @@ def _run_id(path: Path) -> str:
     """Return what trackers know the run by, kept in its folder."""
     file = path / "run_id"
     if not file.exists():
-        file.write_text(secrets.token_hex(4))
-    return file.read_text()
+        write_atomically(file, lambda path: path.write_text(secrets.token_hex(4)))
+    return read_text(file)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
+from llmrl._utils.files import open_file, read_text
 from llmrl._utils.types import JSON, Tokenizer
 from llmrl.data import Message
 from llmrl.runs.folder_lock import is_in_use
@@ -131,7 +132,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         rows=rows,
         health=folder.health.read(),
         summary=folder.read_summary(),
-        config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
+        config=read_text(config, errors="replace") if config.exists() else "",
         token_texts=_texts(used, _tokenizer(folder)),
         is_running=is_in_use(path),
     )
@@ -174,7 +175,7 @@ def _records(path: Path) -> Iterator[Record]:
     if not path.exists():
         return
     seen = set()
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with open_file(path, errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
