@@ -20,7 +20,7 @@ from llmrl._utils.garbage import search_young
 from llmrl._utils.torchrl_names import missing_attribute
 from llmrl._utils.types import StateDict
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer, TakesBatches
-from llmrl.collectors.groups import SIGNAL_PATIENCE, Dropped, NoSignal, StallDetector
+from llmrl.collectors.groups import SIGNAL_PATIENCE, CollectionStalled, Dropped, NoSignal, StallDetector
 from llmrl.collectors.report import Collected, CollectionReport, is_empty
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
@@ -99,6 +99,9 @@ class BatchCollector:
         """What the collection of the last batch did."""
         self.rollouts: list[Rollout] = []
         """Records of the last batch's rollouts, those dropped since the batch before included."""
+        self.on_empty_batch: Callable[[], object] = lambda: None
+        """Called where nothing of a batch is trained on, before another is collected in its place; `report` and
+        `rollouts` are then of everything since the last batch that was delivered."""
         self.num_played = 0  # of `play`, while it plays
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -156,8 +159,16 @@ class BatchCollector:
         is in the report of the batch that comes.
 
         Raises:
-            NoSignal: when nothing was left of batch after batch.
+            CollectionStalled: when nothing was left of batch after batch; `report` and `rollouts` are of these.
         """
+        try:
+            return self._next_with_rows()
+        except CollectionStalled as error:
+            self._collected.add(ReadyBatch(groups=[], staleness=[], dropped=list(error.dropped)), seconds=0.0)
+            self._report()
+            raise
+
+    def _next_with_rows(self) -> TensorDictBase | None:
         while self.total_dialog_turns < 0 or self._frames < self.total_dialog_turns:
             started = time.perf_counter()
             delivery = self._next_delivery()
@@ -188,6 +199,8 @@ class BatchCollector:
         """Have another batch in the place of the one at hand."""
         self._mark_delivered()
         self._background.post(self._scheduler.rollback)
+        self.rollouts, self.report = list(self._collected.rollouts), self._collected.report()
+        self.on_empty_batch()
         for group_id in {group[0].group_id for group in self._groups}:
             self._signal_detector.dropped([one for one in left_out if one[0].group_id == group_id])
 

@@ -151,7 +151,10 @@ class GroupCounter:
 
 
 class CollectionStalled(RuntimeError):
-    """Group after group came without anything to train on."""
+    """Group after group came without anything to train on; their rollouts are in the collector's `rollouts`."""
+
+    dropped: Sequence[Dropped] = ()
+    """What was dropped and not delivered before."""
 
 
 class NoSignal(CollectionStalled):
@@ -161,13 +164,18 @@ class NoSignal(CollectionStalled):
 SIGNAL_PATIENCE = 64
 """Groups without signal in a row that are worth a warning: where a task is hard, or learned, most groups are."""
 
+_LEAST_TO_JUDGE = 16
+"""Dropped groups from which on it may be said that all to come will be."""
+
 
 class StallDetector:
     """Warns, then raises, when dropped groups follow each other without one delivered: no silent stall.
 
+    Where none was ever delivered it raises much sooner: of a forgotten reward all groups to come are as these.
+
     Args:
         patience: dropped groups in a row after which it warns, and warns again.
-        max_warnings: it raises when it would warn once more.
+        max_warnings: it raises when it would warn once more; before the first delivery, when it would warn again.
         error: what it raises.
 
     Raises:
@@ -178,6 +186,7 @@ class StallDetector:
         self, patience: int, *, max_warnings: int = 7, error: type[CollectionStalled] = CollectionStalled
     ) -> None:
         self.patience, self.max_warnings, self.error = patience, max_warnings, error
+        self._has_delivered = False
         self._num_in_row = 0
         self._reasons: dict[str, int] = {}
         self._first_error = ""
@@ -185,6 +194,7 @@ class StallDetector:
     def delivered(self) -> None:
         """Start anew: a group was delivered."""
         self._num_in_row, self._reasons, self._first_error = 0, {}, ""
+        self._has_delivered = True
 
     def dropped(self, dropped: Sequence[Dropped]) -> None:
         """Count a group that was dropped whole."""
@@ -196,6 +206,9 @@ class StallDetector:
             return
         why = f"rollouts dropped by reason: {self._reasons}"
         why += f"; the first error: {self._first_error}" if self._first_error else ""
-        if self._num_in_row > self.max_warnings * self.patience:
+        limit = self.max_warnings * self.patience
+        if not self._has_delivered:
+            limit = min(limit, max(self.patience, _LEAST_TO_JUDGE - 1))
+        if self._num_in_row > limit:
             raise self.error(f"{self._num_in_row} groups in a row had nothing to train on; {why}.")
         logger.warning("%d groups in a row had nothing to train on; %s", self._num_in_row, why)

@@ -171,7 +171,10 @@ class RolloutScheduler:
             if self._is_stopped:
                 await cancel_this_task()
             if self._errors:
-                raise self._errors.popleft()
+                error = self._errors.popleft()
+                if isinstance(error, CollectionStalled):
+                    error.dropped, self._dropped = self._dropped, []
+                raise error
             if self._update_error is not None:
                 error, self._update_error = self._update_error, None
                 raise error

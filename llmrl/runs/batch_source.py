@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypedDict
 
 import torch
@@ -11,10 +11,16 @@ from tensordict import TensorDict, TensorDictBase
 
 from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import CollectionReport
+from llmrl.collectors.base import BatchCollector
+from llmrl.collectors.rows import rollout_rows
 from llmrl.data import Rollout
+from llmrl.data.ragged import has_entry, value_column
 from llmrl.runs.read_ahead import ReadAhead
 from llmrl.runs.rollout_metrics import metrics_by_env, rollout_metrics
 from llmrl.runs.run_folder import random_states, restore_random_states
+from llmrl.runs.token_log import TOKEN_KEYS
+
+_ROLLOUT_ID = ("rollout", "rollout_id")
 
 
 class BatchMaker(Protocol):
@@ -54,6 +60,8 @@ class Collected(TypedDict):
     """Of their collection."""
     rollouts: list[dict[str, JSON]]
     """Records of the rollouts (`Rollout.to_record`)."""
+    dropped_rows: list[TensorDictBase]
+    """Rows of the rollouts that are not in the batch, with what `TokenLog` keeps of them alone."""
     collector: StateDict
     """The collector's state after it: groups in flight are in it, to be played again."""
     random: StateDict
@@ -68,6 +76,8 @@ class BatchSource:
         in_background: a thread draws batches ahead, and where none is ready `take` gives an empty one.
         needs_batch: whether there is nothing to train on before a batch comes; asked in the background only.
         last: what was taken before, when resumed.
+        on_dropped: called, where batches are drawn by the caller of `take`, with the metrics and rollouts of what was
+            played in vain so far, before more is played in its place.
     """
 
     def __init__(
@@ -77,19 +87,23 @@ class BatchSource:
         in_background: bool,
         needs_batch: Callable[[], bool],
         last: Collected | None,
+        on_dropped: Callable[[dict[str, float], Sequence[Rollout]], object],
     ) -> None:
         self._collector, self._needs_batch, self._last = collector, needs_batch, last
         self._batches = self._draw()
         self._ahead = ReadAhead(self._batches) if in_background else None
+        if isinstance(collector, BatchCollector) and not in_background:
+            collector.on_empty_batch = lambda: on_dropped(*played_by(collector))
 
     def _draw(self) -> Iterator[Collected]:
         for batch in self._collector:
-            report, played = self._collector.report, self._collector.rollouts
-            assert batch is not None and report is not None
+            metrics, played = played_by(self._collector)
+            assert batch is not None
             yield {
                 "batch": batch,
-                "metrics": report.to_metrics() | rollout_metrics(played) | metrics_by_env(played),
+                "metrics": metrics,
                 "rollouts": [rollout.to_record() for rollout in played],
+                "dropped_rows": token_rows(left_out(played, batch)),
                 "collector": self._collector.state_dict(),
                 "random": random_states(),
             }
@@ -111,6 +125,7 @@ class BatchSource:
                     "batch": TensorDict(batch_size=[0]),
                     "metrics": {},
                     "rollouts": [],
+                    "dropped_rows": [],
                     "collector": last["collector"],
                     "random": random_states(),
                 }
@@ -123,6 +138,27 @@ class BatchSource:
         """Draw nothing more."""
         if self._ahead is not None:
             self._ahead.close()
+
+
+def played_by(collector: BatchMaker) -> tuple[dict[str, float], list[Rollout]]:
+    """Return what a collector played last, in numbers and as rollouts."""
+    report, played = collector.report, collector.rollouts
+    assert report is not None
+    return report.to_metrics() | rollout_metrics(played) | metrics_by_env(played), played
+
+
+def left_out(played: Sequence[Rollout], batch: TensorDictBase) -> list[Rollout]:
+    """Return the rollouts that a batch has no row of; none where its rows do not name theirs."""
+    if not batch.batch_size.numel() or not has_entry(batch, _ROLLOUT_ID):
+        return []
+    held = set(value_column(batch, _ROLLOUT_ID))
+    return [rollout for rollout in played if rollout.rollout_id not in held]
+
+
+def token_rows(rollouts: Sequence[Rollout]) -> list[TensorDictBase]:
+    """Return what `TokenLog` keeps of rollouts that are not trained on."""
+    rows = [row for rollout in rollouts for row in rollout.rows or rollout_rows(rollout)]
+    return [row.select(*TOKEN_KEYS) for row in rows]
 
 
 def restore(collector: BatchMaker, collected: Collected | StateDict) -> None:

@@ -148,10 +148,23 @@ class LiveView:
             title = f"the first error: {failed['rollout_id']} at step {step}"
             self.console.print(Panel(Text(said), title=Text(printable(title)), title_align="left"))
 
+    def show_dropped(self, step: int, findings: Sequence[Finding], records: Sequence[Row]) -> None:
+        """Show why nothing of a step's rollouts is trained on: what was found of them, and some of the rollouts."""
+        lines = [_sentence(finding) for finding in findings]
+        lines += [Text(f"  or: {cause}") for finding in findings[:1] for cause in finding.causes[1:]]
+        panels = [conversation_panel(record["messages"], _title(record)) for record in records]
+        self.console.print(
+            f"step {step}: nothing can be learned from what was played; more is played in its place.",
+            *lines,
+            *panels,
+            sep="\n",
+            highlight=False,
+            soft_wrap=True,
+        )
+
     def show_sample(self, record: Row) -> None:
         """Show one conversation with its reward, from a rollout's record."""
-        title = f"{record['rollout_id']}  reward {record['reward']:.2f}"
-        self._sample = conversation_panel(record["messages"], title)
+        self._sample = conversation_panel(record["messages"], _title(record))
         if self._live is None:
             self.console.print(self._sample)
 
@@ -182,6 +195,12 @@ class LiveView:
         parts += [Text.assemble("health ", line) for line in health]
         parts.append(self._progress)
         return Group(*parts, self._sample) if self._sample is not None else Group(*parts)
+
+
+def _title(record: Row) -> str:
+    if record["is_scored"]:
+        return f"{record['rollout_id']}  reward {record['reward']:.2f}"
+    return f"{record['rollout_id']}  not scored: {record['error'] or record['reason'] or 'it has no reward'}"
 
 
 def _sentence(finding: Finding) -> Text:

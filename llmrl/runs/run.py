@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -19,9 +19,10 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.terminal import printable
 from llmrl._utils.types import Tokenizer
-from llmrl.collectors import NoSignal
+from llmrl.collectors import CollectionStalled, NoSignal
+from llmrl.data import Rollout
 from llmrl.engines import Engine
-from llmrl.runs.batch_source import BatchMaker, BatchSource, Collected, restore
+from llmrl.runs.batch_source import BatchMaker, BatchSource, Collected, played_by, restore, token_rows
 from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
 from llmrl.runs.exports import Exports, open_repository
@@ -36,6 +37,8 @@ from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
 from llmrl.runs.tracking import as_recorded, spread
 
 Entered = TypeVar("Entered")
+_NUM_SHOWN = 3
+"""Answers that are shown where nothing can be learned from any."""
 
 
 class NothingLearned(RuntimeError):
@@ -104,6 +107,7 @@ class Run:
         self._step = 0  # the last that was begun, and what it trains on, until it has ended
         self._collected: Collected | None = None
         self._is_replay = False
+        self._dropped_ids: set[str] = set()  # of rollouts that were logged before their step's batch came
         self._metrics: dict[str, float] = {}
         self._meter = StepMeter({})  # of the step
         self._view: LiveView | None = None
@@ -196,7 +200,13 @@ class Run:
             if self.cfg.resume:
                 self.console.print(f"resumed after step {self._step}, {self._step - first_step} of them replayed")
             started = time.perf_counter()
-            source = BatchSource(self._collector, in_background=in_background, needs_batch=needs_batch, last=collected)
+            source = BatchSource(
+                self._collector,
+                in_background=in_background,
+                needs_batch=needs_batch,
+                last=collected,
+                on_dropped=self._log_dropped,
+            )
             with contextlib.closing(source):
                 while not (self.why_stopped or self._is_over(num_steps, target_reward)):
                     self._view.doing(waiting)
@@ -225,7 +235,10 @@ class Run:
         step = self._step + 1
         try:
             collected = source.take()
-        except NoSignal as error:
+        except CollectionStalled as error:
+            self._log_dropped(*played_by(cast(BatchMaker, self._collector)))
+            if not isinstance(error, NoSignal):
+                raise
             self.console.print(f"step {step} has nothing to learn from: {printable(str(error))}", style="bold red")
             self.why_stopped = f"nothing was left to learn from at step {step}"
             return None
@@ -235,6 +248,27 @@ class Run:
         if collected is None:
             self.why_stopped = f"the data ended before step {step}"
         return collected
+
+    def _log_dropped(self, metrics: Mapping[str, float], played: Sequence[Rollout]) -> None:
+        """Record, judge and show what was played for the coming step so far, when nothing of it is trained on.
+
+        It is logged once: the step has it not again when its batch comes.
+        """
+        step = self._step + 1
+        new = [rollout for rollout in played if rollout.rollout_id not in self._dropped_ids]
+        is_first = not self._dropped_ids and all(row.get("is_skipped", 1.0) for row in self._logged.values())
+        rows = token_rows(played)  # of the whole step, whose tokens are one file
+        self.folder.log_rollouts(step, "train", [rollout.to_record() for rollout in new])
+        if rows:
+            self.folder.tokens.write(step, rows)
+        self.folder.log_metrics(step, only_finite(metrics))
+        self._dropped_ids.update(rollout.rollout_id for rollout in new)
+        records = [rollout.to_record() for rollout in played]
+        findings = self._health.judge(step, only_finite(metrics), records)
+        if self._view is not None and is_first:
+            self._view.show_dropped(step, findings, spread(records, _NUM_SHOWN))
+        elif self._view is not None:
+            self._view.show_health(step, findings, records)
 
     def _begin(self, collected: Collected, *, is_replay: bool = False) -> tuple[int, TensorDictBase]:
         self._writes.wait()  # the checkpoint being written must not see half an update
@@ -250,6 +284,7 @@ class Run:
         """Do what follows a step: save a checkpoint when it is time."""
         collected, self._collected = self._collected, None
         assert collected is not None
+        self._dropped_ids = set()
         if self._step % self.cfg.run.checkpoint_every == 0:
             tracked = save_tracked(self._tracked, self.folder.path, self._step)
             state = {"collector": collected["collector"], "random": random_states(), **tracked}
@@ -305,9 +340,12 @@ class Run:
         self._metrics = logged = only_finite(logged)
         logged |= self._meter.metrics(logged)
         if not is_logged(self._logged, step, "train"):
-            self.folder.log_rollouts(step, "train", collected["rollouts"])
+            new = [one for one in collected["rollouts"] if one["rollout_id"] not in self._dropped_ids]
+            self.folder.log_rollouts(step, "train", new)
             if collected["batch"].shape[0]:
-                self.folder.tokens.write(step, collected["batch"], log_probs_before(learned, collected["batch"]))
+                log_probs = log_probs_before(learned, collected["batch"])
+                dropped = collected.get("dropped_rows", [])  # a batch saved by an earlier version has none
+                self.folder.tokens.write(step, collected["batch"], log_probs, not_trained=dropped)
             self.folder.log_metrics(step, logged, spread(collected["rollouts"], self.cfg.run.traces))
             self._record(step, logged)
         findings = self._health.judge(step, logged, collected["rollouts"])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from llmrl._utils.files import write_atomically
+from llmrl._utils.files import open_file, write_atomically
 from llmrl.data.tensordicts import batch_elements, plain
 from llmrl.runs.state_file import DamagedFileError
 
@@ -25,6 +25,15 @@ _DTYPES = {
     "trainer_log_probs": np.float32,
     "versions": np.int32,
 }
+TOKEN_KEYS = (
+    ("tokens", "full"),
+    ("masks", "all_assistant_mask"),
+    ("log_probs", "full"),
+    ("policy_versions", "full"),
+    ("rollout", "rollout_id"),
+    ("rollout", "row_index"),
+)
+"""What is read of a row, besides its advantage."""
 
 
 @dataclass(slots=True)
@@ -64,6 +73,7 @@ class TokenLog:
         rows: TensorDictBase | Sequence[TensorDictBase],
         trainer_log_probs: Iterable[torch.Tensor] | None = None,
         *,
+        not_trained: Sequence[TensorDictBase] = (),
         split: str = "train",
     ) -> None:
         """Keep a batch of rows.
@@ -72,6 +82,7 @@ class TokenLog:
             step: of training.
             rows: as a collector yields them, or as `rollout_rows` gives them.
             trainer_log_probs: one `[num_tokens]` per row, NaN where there is none.
+            not_trained: further rows, of rollouts that were dropped; they have the entries `TOKEN_KEYS`.
             split: `"train"`, or the evaluation that they are of.
 
         Raises:
@@ -79,7 +90,11 @@ class TokenLog:
         """
         elements = batch_elements(rows) if isinstance(rows, TensorDictBase) else list(rows)
         columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
-        given = [None] * len(elements) if trainer_log_probs is None else list(trainer_log_probs)
+        given: list[torch.Tensor | None] = [None] * len(elements)
+        if trainer_log_probs is not None:
+            given = list(trainer_log_probs)
+        elements += not_trained
+        given += [None] * len(not_trained)
         for row, trainer in zip(elements, given, strict=True):
             token_ids = row.get(("tokens", "full"))
             if trainer is None:
@@ -137,7 +152,7 @@ class TokenLog:
 
     @staticmethod
     def _read(path: Path) -> list[TokenRow]:
-        with np.load(path) as data:
+        with open_file(path, "rb") as file, np.load(file) as data:
             ends = data["lengths"].cumsum()[:-1]
             columns = {name: [part.tolist() for part in np.split(data[name], ends)] for name in _DTYPES}
             heads = zip(data["rollout_ids"], data["row_indices"], data["advantages"], strict=True)
