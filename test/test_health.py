@@ -37,6 +37,9 @@ BOUNDS = {
     ],
     "small_sample": [[{"ESS": value}] for value in (0.51, 0.49, 0.09)],
     "clipping": [[{"clip_fraction": value}] for value in (0.19, 0.21, 0.51)],
+    "gradient_explosion": [[{"grad_norm": a} for a in (1.0, 1.2, 1.0, 9.0, last)] for last in (25.0, 90.0, 2000.0)],
+    "large_updates": [[{"weight_change": value}] for value in (0.02, 0.1, 0.5)],
+    "kl_penalty": [[{"kl_to_ref": 0.01, "loss_kl_to_ref": 0.01 * weight}] for weight in (0.1, 0.9, 50.0)],
     "skipped": [[{"is_skipped": a}, {"is_skipped": b}] for a, b in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))],
     "no_signal": [[{"groups_all_equal": value, "groups_all_wrong": value}] for value in (0.49, 0.51, 0.91)],
     "entropy_collapse": [
@@ -51,8 +54,8 @@ BOUNDS = {
     "one_answer": [
         series({"common_answer_share": 0.2}, {"common_answer_share": value}) for value in (0.49, 0.51, 0.91)
     ],
-    "errors": [[{"num_rollouts": 100.0, "num_error": value}] for value in (5.0, 6.0, 51.0)],
-    "unscored": [[{"num_rollouts": 100.0, "num_unscored": value}] for value in (5.0, 6.0, 51.0)],
+    "errors": [[{"num_rollouts": 100.0, "num_error": value}] for value in (6.0, 15.0, 51.0)],
+    "unscored": [[{"num_rollouts": 100.0, "num_unscored": value}] for value in (6.0, 15.0, 51.0)],
     "broken_tools": [[{"tool_failure_share": value, "tool_calls/failed": 3.0}] for value in (0.49, 0.51, 0.91)],
     "reward_hacking": [
         [
@@ -60,7 +63,7 @@ BOUNDS = {
             *[{"reward_mean": 0.9}] * 3,
             {"reward_mean": 0.9, "eval/a/pass@1": now, "eval/a/pass@1_low": now - 0.1, "eval/a/pass@1_high": now + 0.1},
         ]
-        for now in (0.49, 0.45, 0.25)
+        for now in (0.30, 0.22, 0.10)
     ],
 }
 
@@ -84,6 +87,7 @@ def test_staleness_is_bounded_by_what_the_collector_was_given():
 def test_every_finding_is_documented_and_every_one_documented_is_found():
     found = {finding.name for _, *cases in BOUNDS.values() for steps in cases for finding in diagnose(steps)}
     found |= set(verdicts([{"staleness_max": 1.0}]))
+    found |= set(verdicts([{"weight_change": 1e-9, "learning_rate": 1e-12}] * 3))
     found |= set(verdicts(series({"completion_tokens_mean": 9.0}, {"completion_tokens_mean": 1.0})))
     table = DOCUMENTATION.split("| finding | look | broken |")[1].split("\n\n")[0]
     cells = re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE)

@@ -13,6 +13,7 @@ from rich.console import Console
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.policies import LLMWrapperBase
+from llmrl.runs import train as train_module
 from llmrl.runs.evaluation import EvaluationReport, metrics_of_evaluation
 from llmrl.runs.findings import HealthLog
 from llmrl.runs.health import HealthJudge
@@ -20,6 +21,7 @@ from llmrl.runs.live_view import LiveView
 from llmrl.runs.rollout_metrics import rollout_metrics
 from llmrl.testing import ScriptedEngine
 from llmrl.tools import ToolTransform
+from llmrl.trainer import train_step
 
 
 class Planted:
@@ -94,10 +96,39 @@ def test_rewards_that_are_mostly_equal_carry_no_signal(planted):
     def dull(completion, place):
         return differs(completion) if place == 0 else 0.5
 
-    run = planted(dull, num_steps=1)
-    assert run.first("no_signal")[0] == 1 and "no_signal" in run.printed
+    run = planted(dull, num_steps=3)
+    assert run.first("no_signal")[0] <= 2 and "no_signal" in run.printed
     assert run.first("answers_cut") == (1, "broken") and "answers_cut" in run.printed  # a random model does not end
-    assert all(one["rollouts"] for one in run.steps[1]["findings"] if one["name"] in ("no_signal", "answers_cut"))
+    assert all(one["rollouts"] for one in run.steps[3]["findings"] if one["name"] in ("no_signal", "answers_cut"))
+
+
+def test_a_learning_rate_that_changes_nothing_is_seen_at_the_third_step(planted, takes_long):
+    run = planted(differs, num_steps=3, learning_rate=1e-2 * 1e-6)
+    assert run.first("idle_updates") == (3, "broken") and "In 3 steps no update changed the weights" in run.printed
+
+
+def test_a_learning_rate_that_is_far_too_high_is_seen_at_the_first_step(planted, takes_long):
+    run = planted(differs, num_steps=1, learning_rate=1e-2 * 100)
+    assert run.first("large_updates") == (1, "broken")
+
+
+def test_a_penalty_that_is_a_thousand_times_too_large_is_seen_at_the_second_step(planted, takes_long):
+    run = planted(differs, kl_to_ref_coeff=0.04 * 1000)
+    assert run.first("kl_penalty") == (2, "broken") and "kl_to_ref_coeff is too large" in run.printed
+
+
+def test_a_gradient_that_grows_tenfold_a_step_is_seen_at_the_third_step(planted, monkeypatch, takes_long):
+    updates = []
+
+    def growing(loss, batch, optimizer, **options):
+        updates.append(batch)
+        for row in batch.unbind(0):
+            row["advantage"] *= 10.0 ** len(updates)
+        return train_step(loss, batch, optimizer, **options)
+
+    monkeypatch.setattr(train_module, "train_step", growing)
+    run = planted(differs, num_steps=3)
+    assert run.first("gradient_explosion")[0] == 3 and "gradient_explosion" in run.printed
 
 
 @pytest.fixture
@@ -165,7 +196,7 @@ def test_a_template_that_is_not_the_models_is_all_wrong_and_cut_at_the_first_ste
     said, printed = judged(sums(right), lambda step, prompt: "user: and " * 60)
     assert said == [{"answers_cut": "broken", "no_signal": "broken"}]
     assert "the template or the prompt" in str(HealthLog(tmp_path / "health.jsonl").read())
-    assert "100 % are all wrong. Likely: " in printed
+    assert "all rewards are 0. Likely: the answers are cut" in printed
 
 
 def test_a_tool_that_always_fails_is_seen_at_the_first_step(judged):

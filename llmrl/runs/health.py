@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import TypeAlias, get_args
 
 from llmrl._utils.types import Row
@@ -12,6 +14,12 @@ from llmrl.runs.findings import Finding, HealthLog, Verdict
 Metrics: TypeAlias = Mapping[str, float]
 _NUM_SMOOTHED = 3
 """Steps that are averaged, since a batch of few prompts is noisy."""
+_SURE = 3.5
+"""Standard errors by which something differs that is not called chance; steps are many, and so are findings."""
+_SURE_OF_SHARE = 2.6
+"""The same of shares, which are bounded."""
+_LEAST_CHANGE = 1e-6
+"""Of the weights in a step, as a share of their size: at a learning rate of 1e-6 it is some 50 times as much."""
 
 
 def diagnose(steps: Sequence[Metrics], *, max_staleness: int | None = None) -> list[Finding]:
@@ -62,17 +70,18 @@ class HealthJudge:
 
 
 class _History:
-    """Metrics of the steps so far: now, smoothed, and as they began."""
+    """Metrics of the steps so far: now, smoothed, as they began, and how noisy they are."""
 
     def __init__(self, steps: Sequence[Metrics]) -> None:
         self.steps = steps
+        self.last: Metrics = steps[-1] if steps else {}
 
     def values(self, name: str) -> list[float]:
         return [step[name] for step in self.steps if name in step]
 
     def now(self, name: str) -> float | None:
         """Return a metric of the last step."""
-        return self.steps[-1].get(name) if self.steps else None
+        return self.last.get(name)
 
     def recent(self, name: str) -> float | None:
         """Return the mean of the last few steps; None where the last has no such metric."""
@@ -82,6 +91,40 @@ class _History:
         """Return the mean of the first few steps, once there are more."""
         values = self.values(name)
         return fmean(values[:_NUM_SMOOTHED]) if len(values) > _NUM_SMOOTHED else None
+
+    def share(self, name: str, counted: str) -> tuple[float, float] | None:
+        """Return a share of the last few steps, and what it is at least, chance aside; None where the last has none.
+
+        Args:
+            name: of the metric.
+            counted: the metric that says of how many it is the share; without it chance is left out.
+        """
+        if self.now(name) is None:
+            return None
+        steps = [step for step in self.steps if name in step][-_NUM_SMOOTHED:]
+        counts = [step.get(counted, math.inf) for step in steps]
+        if math.inf in counts or not sum(counts):
+            share = fmean(step[name] for step in steps)
+            return share, share
+        total = sum(counts)
+        share = sum(step[name] * count for step, count in zip(steps, counts, strict=True)) / total
+        # The lower end of Wilson's interval.
+        square = _SURE_OF_SHARE**2 / total
+        spread = _SURE_OF_SHARE * math.sqrt(max(0.0, share * (1 - share)) / total + square / (4 * total))
+        return share, (share + square / 2 - spread) / (1 + square)
+
+    def margin(self, name: str) -> float:
+        """Return by how much two means of a few steps differ by chance, at most; 0 where too few steps tell it.
+
+        The noise is what one step differs from the one before, in the steps before the last few, the largest difference
+        aside, which may be what is looked for. Of a metric that moves steadily that is too much rather than too little.
+        """
+        values = self.values(name)[:-_NUM_SMOOTHED]
+        squares = sorted((later - earlier) ** 2 for earlier, later in itertools.pairwise(values))[:-1]
+        if len(squares) < 2:
+            return 0.0
+        noise = math.sqrt(fmean(squares) / 2)
+        return _SURE * (1 + 4 / len(squares)) * noise * math.sqrt(2 / _NUM_SMOOTHED)
 
     def around(self, place: int, name: str) -> float | None:
         """Return the mean of the few steps that end at a place; of the first few, where there were none before."""
@@ -95,15 +138,35 @@ class _History:
         windows = [values[end - _NUM_SMOOTHED : end] for end in range(_NUM_SMOOTHED, len(values) + 1)]
         return max(map(fmean, windows), default=None)
 
+    def is_learning(self) -> bool:
+        """Return whether the reward is higher than it began, and not lower than it was."""
+        *earlier, now = self.values("reward_mean") or [0.0]
+        if not earlier:
+            return False
+        if now > max(earlier):
+            return True
+        recent, began = fmean([*earlier, now][-_NUM_SMOOTHED:]), self.began("reward_mean")
+        best, margin = self.best("reward_mean"), self.margin("reward_mean")
+        return began is not None and best is not None and recent > began + margin and recent >= best - margin
+
+    def is_learned(self) -> bool:
+        """Return whether most answers are right: they have the highest reward that any had, or are called right."""
+        if (self.recent("groups_all_right") or 0.0) > 0.5:
+            return True
+        tops, mean = self.values("reward_max"), self.recent("reward_mean")
+        has_differed = any(self.values("reward_std"))
+        return bool(tops) and mean is not None and has_differed and mean >= 0.8 * max(tops) > 0
+
 
 def _percent(share: float | None) -> str:
     return f"{100 * (share or 0.0):.0f} %"
 
 
-def _graded(value: float | None, *, look: float, broken: float) -> Verdict:
-    if value is None or value <= look:
+def _graded(share: tuple[float, float] | None, *, look: float, broken: float) -> Verdict:
+    """Return the verdict on a share that is beyond the first bound, chance aside."""
+    if share is None or share[1] <= look:
         return "fine"
-    return "look" if value <= broken else "broken"
+    return "look" if share[0] <= broken else "broken"
 
 
 def _skipped(history: _History) -> Iterator[Finding]:
@@ -155,7 +218,7 @@ def _mismatch(history: _History) -> Iterator[Finding]:
 
 def _weights_of_tokens(history: _History) -> Iterator[Finding]:
     size = history.recent("ESS")
-    if size is not None and size < 0.5:
+    if size is not None and size < (0.5 if size < 0.1 else 0.5 - history.margin("ESS")):
         yield Finding(
             "small_sample",
             "broken" if size < 0.1 else "look",
@@ -165,8 +228,9 @@ def _weights_of_tokens(history: _History) -> Iterator[Finding]:
                 "engine and trainer disagree: see log_prob_difference_mean",
             ),
         )
-    clipped = history.recent("clip_fraction")
-    if (verdict := _graded(clipped, look=0.2, broken=0.5)) != "fine":
+    clipped = history.recent("clip_fraction") or 0.0
+    margin = 0.0 if clipped > 0.5 else history.margin("clip_fraction")
+    if (verdict := _graded((clipped, clipped - margin), look=0.2, broken=0.5)) != "fine":
         yield Finding(
             "clipping",
             verdict,
@@ -175,17 +239,57 @@ def _weights_of_tokens(history: _History) -> Iterator[Finding]:
         )
 
 
+def _updates(history: _History) -> Iterator[Finding]:
+    """Judge the size of updates: those that change nothing, gradients that grow, a penalty beyond the reward."""
+    changes, rates = history.values("weight_change"), history.values("learning_rate")
+    is_warming_up = len(rates) > 1 and rates[-1] > rates[-2]
+    if len(changes) >= _NUM_SMOOTHED and max(changes) < _LEAST_CHANGE and not is_warming_up:
+        yield Finding(
+            "idle_updates",
+            "broken",
+            f"In {len(changes)} steps no update changed the weights by more than {max(changes):.1g} of their size.",
+            (
+                "the learning rate is too low: small models want 1e-5, large ones 1e-6",
+                "the optimizer is over other parameters than the model's, or the model is trained in bfloat16",
+            ),
+        )
+    change = history.now("weight_change") or 0.0
+    if change > 0.03:
+        yield Finding(
+            "large_updates",
+            "look" if change <= 0.3 else "broken",
+            f"The update changed the weights by {_percent(change)} of their size.",
+            ("the learning rate is too high: small models want 1e-5, large ones 1e-6, adapters ten times that",),
+        )
+    *earlier, before, now = [0.0, 0.0, *history.values("grad_norm")]
+    usual = median([value for value in earlier if value > 0] or [math.inf])
+    if history.now("grad_norm") is not None and now > 30 * usual and before > 3 * usual:
+        yield Finding(
+            "gradient_explosion",
+            "look" if now <= 1000 * usual else "broken",
+            f"The gradient's norm was {usual:.2g} until two steps ago, then {before:.2g}, and is {now:.2g}.",
+            ("the learning rate is too high", "a few tokens that the policy finds all but impossible: see ESS"),
+        )
+    kl, weighted = history.now("kl_to_ref"), history.now("loss_kl_to_ref")
+    if kl and weighted and abs(weighted / kl) > 0.5:
+        weight = abs(weighted / kl)
+        yield Finding(
+            "kl_penalty",
+            "look" if weight <= 5 else "broken",
+            f"The KL to the reference is weighted by {weight:.2g}, beside advantages of about 1.",
+            ("kl_to_ref_coeff is too large: 0.001 to 0.1 is usual",),
+        )
+
+
 def _entropy(history: _History) -> Iterator[Finding]:
     now, began = history.now("entropy"), history.began("entropy")  # a mean over tokens, which is not noisy
     if now is None or not began:
         return
-    before = history.values("entropy")[-2]
-    *earlier, reward = history.values("reward_mean") or [0.0]
-    is_learning = reward > max(earlier, default=reward)  # whoever learns becomes surer, too
-    is_falling_fast = now < 0.5 * before and before > 0.25 * began
+    before, margin = history.values("entropy")[-2], history.margin("entropy")
+    is_falling_fast = now < 0.5 * before - margin and before > 0.25 * began
     is_gone = now < 0.02 * began
-    is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not is_learning)
-    if is_low and (history.recent("groups_all_right") or 0.0) < 0.5:
+    is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not history.is_learning())  # who learns gets surer
+    if is_low and not history.is_learned():
         since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
         yield Finding(
             "entropy_collapse",
@@ -198,7 +302,7 @@ def _entropy(history: _History) -> Iterator[Finding]:
             ),
             "best",
         )
-    if now > 3 * began and now > 0.5:
+    if now > 3 * began + margin and now > 0.5:
         yield Finding(
             "entropy_explosion",
             "look" if now <= 6 * began else "broken",
@@ -209,12 +313,12 @@ def _entropy(history: _History) -> Iterator[Finding]:
 
 
 def _lengths(history: _History) -> Iterator[Finding]:
-    share = history.recent("cut_share")
-    if (verdict := _graded(share, look=0.2, broken=0.5)) != "fine":
+    share = history.share("cut_share", "num_rollouts")
+    if share is not None and (verdict := _graded(share, look=0.2, broken=0.5)) != "fine":
         yield Finding(
             "answers_cut",
             verdict,
-            f"{_percent(share)} of the answers were cut.",
+            f"{_percent(share[0])} of the answers were cut.",
             (
                 "max_new_tokens, or max_model_len, is too small for the task",
                 "the model does not end its turns: a base model, or a template that is not its own",
@@ -225,7 +329,7 @@ def _lengths(history: _History) -> Iterator[Finding]:
     now, began = history.recent("completion_tokens_mean"), history.began("completion_tokens_mean")
     if now is None or not began:
         return
-    if now > 3 * began:
+    if now > 3 * began + history.margin("completion_tokens_mean"):
         yield Finding(
             "length_explosion",
             "look" if now <= 10 * began else "broken",
@@ -247,34 +351,39 @@ def _lengths(history: _History) -> Iterator[Finding]:
 
 
 def _signal(history: _History) -> Iterator[Finding]:
-    share = history.recent("groups_all_equal")
+    share = history.share("groups_all_equal", "num_groups")
+    if history.now("groups_all_equal") == 1.0:
+        share = 1.0, 1.0  # there was nothing to train on, which is no chance
     verdict = _graded(share, look=0.5, broken=0.9)
-    if verdict == "fine" or history.now("kl_to_teacher") is not None:  # a teacher says something of every token
-        return
+    if share is None or verdict == "fine" or history.now("kl_to_teacher") is not None:
+        return  # of every token a teacher says something
     right, wrong = history.recent("groups_all_right") or 0.0, history.recent("groups_all_wrong") or 0.0
-    says = f"{_percent(share)} of the prompts have answers of one reward, from which nothing is learned"
-    if right > 0.5:
-        yield Finding(
-            "no_signal", "look", f"{says}: {_percent(right)} are all right.", ("the task is learned", "too easy")
-        )
+    says = f"{_percent(share[0])} of the prompts have answers of one reward, from which nothing is learned"
+    if history.is_learned():
+        learned = f"{_percent(right)} are all right" if right > 0.5 else "the rewards are the highest that there were"
+        yield Finding("no_signal", "look", f"{says}: {learned}.", ("the task is learned", "too easy"))
         return
-    yield Finding(
-        "no_signal",
-        verdict,
-        f"{says}: {_percent(wrong)} are all wrong." if wrong > 0.5 else f"{says}.",
-        (
-            "the reward function reads something else than the answer: score one by hand",
-            "the template or the prompt is not what the model was trained with",
-            "the task is too hard for this model: easier problems, larger groups, or supervised steps before",
-            "too few answers per prompt, or a temperature that is too low",
-        ),
-        "worst",
-    )
+    is_constant = history.now("reward_std") == 0
+    if is_constant:
+        says += f": all rewards are {history.now('reward_mean') or 0.0:g}"
+    elif wrong > 0.5:
+        says += f": {_percent(wrong)} are all wrong"
+    causes = [
+        "the reward function reads something else than the answer: score one by hand",
+        "the template or the prompt is not what the model was trained with",
+        "the task is too hard for this model: easier problems, larger groups, or supervised steps before",
+        "too few answers per prompt, or a temperature that is too low",
+    ]
+    if (history.now("cut_share") or 0.0) > 0.5:
+        causes.insert(0, "the answers are cut before they say anything: max_new_tokens, or the template")
+    if is_constant and not history.now("reward_mean") and not any(name.startswith("reward/") for name in history.last):
+        causes.insert(0, "no reward is given: train in what env.append_transform(RubricReward(...)) returns")
+    yield Finding("no_signal", verdict, f"{says}.", tuple(causes), "worst")
 
 
 def _reward(history: _History) -> Iterator[Finding]:
-    now, best = history.recent("reward_mean"), history.best("reward_mean")
-    if now is not None and best is not None and best > 0 and now < 0.5 * best:
+    now, best = history.recent("reward_mean"), history.best("reward_mean") or 0.0
+    if now is not None and best > 0 and now < min(0.5 * best, best - history.margin("reward_mean")):
         yield Finding(
             "reward_fell",
             "look" if now >= 0.2 * best else "broken",
@@ -287,7 +396,8 @@ def _reward(history: _History) -> Iterator[Finding]:
             "worst",
         )
     share, began = history.recent("common_answer_share"), history.began("common_answer_share")
-    if share is not None and began is not None and share > 0.5 and share > 2 * began:
+    least = max(0.5, 2 * (began or 0.0), (began or 0.0) + history.margin("common_answer_share"))
+    if share is not None and began is not None and share > least:
         yield Finding(
             "one_answer",
             "look" if share <= 0.9 else "broken",
@@ -316,9 +426,12 @@ def _fell(history: _History, name: str) -> Finding | None:
     best = max(earlier, key=lambda place: history.steps[place][name])
     before, after = history.around(best, "reward_mean"), history.around(last, "reward_mean")
     was, now = history.steps[best][name], history.steps[last][name]
-    if before is None or after is None or after < before + 0.02 or now >= was - 0.05 * max(abs(was), 1e-9):
+    if before is None or after is None or after < before + max(0.02, history.margin("reward_mean")):
         return None
-    is_certain = history.steps[last].get(f"{name}_high", now) < history.steps[best].get(f"{name}_low", now)
+    fall, errors = was - now, _standard_errors(history, name, (best, last))
+    if fall <= 0.05 * max(abs(was), 1e-9) or fall < _SURE * errors:
+        return None
+    is_certain = errors > 0 and fall > 1.5 * _SURE * errors
     return Finding(
         "reward_hacking",
         "broken" if is_certain else "look",
@@ -330,6 +443,17 @@ def _fell(history: _History, name: str) -> Finding | None:
         ),
         "best",
     )
+
+
+def _standard_errors(history: _History, name: str, places: tuple[int, int]) -> float:
+    """Return the standard error of the difference of two evaluations, by their intervals, or by all those before."""
+    ends = [(history.steps[place].get(f"{name}_low"), history.steps[place].get(f"{name}_high")) for place in places]
+    widths = [high - low for low, high in ends if low is not None and high is not None]
+    if len(widths) == len(places):
+        return math.hypot(*widths) / (2 * 1.96)
+    *earlier, _ = history.values(name)
+    squares = [(later - before) ** 2 for before, later in itertools.pairwise(earlier)]
+    return math.sqrt(fmean(squares)) if squares else 0.0
 
 
 def _staleness(history: _History, max_staleness: int | None) -> Iterator[Finding]:
@@ -348,7 +472,17 @@ def _environment(history: _History) -> Iterator[Finding]:
     if not played:
         return
     failed, unscored = history.now("num_error") or 0.0, history.now("num_unscored") or 0.0
-    if (verdict := _graded(failed / played, look=0.05, broken=0.5)) != "fine":
+    steps = [
+        {
+            "num_rollouts": step["num_rollouts"],
+            "failed": step.get("num_error", 0.0) / step["num_rollouts"],
+            "unscored": max(0.0, step.get("num_unscored", 0.0) - step.get("num_error", 0.0)) / step["num_rollouts"],
+        }
+        for step in history.steps[-_NUM_SMOOTHED:]
+        if step.get("num_rollouts")
+    ]
+    shares = _History(steps)
+    if failed and (verdict := _graded(shares.share("failed", "num_rollouts"), look=0.05, broken=0.5)) != "fine":
         yield Finding(
             "errors",
             verdict,
@@ -356,7 +490,8 @@ def _environment(history: _History) -> Iterator[Finding]:
             ("the environment raises: the record's traceback says where", "the engine failed: its log says why"),
             "error",
         )
-    if (verdict := _graded(max(0.0, unscored - failed) / played, look=0.05, broken=0.5)) != "fine":
+    verdict = _graded(shares.share("unscored", "num_rollouts"), look=0.05, broken=0.5)
+    if unscored > failed and verdict != "fine":
         yield Finding(
             "unscored",
             verdict,
@@ -367,15 +502,16 @@ def _environment(history: _History) -> Iterator[Finding]:
 
 
 def _tools(history: _History) -> Iterator[Finding]:
-    share = history.recent("tool_failure_share")
-    if (verdict := _graded(share, look=0.5, broken=0.9)) == "fine":
+    share = history.share("tool_failure_share", "num_tool_calls")
+    verdict = _graded(share, look=0.5, broken=0.9)
+    if share is None or verdict == "fine":
         return
     outcomes = {name: history.now(f"tool_calls/{name}") or 0.0 for name in _TOOL_CAUSES}
     causes = sorted(_TOOL_CAUSES, key=lambda name: -outcomes[name])
     yield Finding(
         "broken_tools",
         verdict,
-        f"{_percent(share)} of the tool calls were not answered.",
+        f"{_percent(share[0])} of the tool calls were not answered.",
         tuple(_TOOL_CAUSES[name] for name in causes if outcomes[name]),
         "tools",
     )
@@ -393,6 +529,7 @@ _CHECKS = (
     _skipped,
     _mismatch,
     _weights_of_tokens,
+    _updates,
     _entropy,
     _lengths,
     _signal,

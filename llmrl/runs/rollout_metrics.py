@@ -72,6 +72,7 @@ def _reward_metrics(scored: Sequence[Rollout]) -> Iterator[tuple[str, float]]:
     if not scored:
         return
     yield "reward_std", pstdev(rollout.reward for rollout in scored)
+    yield "reward_max", max(rollout.reward for rollout in scored)
     groups: dict[str, list[Rollout]] = defaultdict(list)
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in scored:
@@ -82,6 +83,7 @@ def _reward_metrics(scored: Sequence[Rollout]) -> Iterator[tuple[str, float]]:
         spreads = [pstdev(rollout.reward for rollout in group) for group in groups.values()]
         rights = [sum(map(is_right, group)) for group in groups.values()]
         sizes = [len(group) for group in groups.values()]
+        yield "num_groups", float(len(groups))
         yield "reward_group_std", fmean(spreads)
         yield "groups_all_equal", sum(spread == 0 for spread in spreads) / len(groups)
         yield "groups_all_right", sum(right == size for right, size in zip(rights, sizes, strict=True)) / len(groups)

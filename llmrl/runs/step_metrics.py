@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch.distributed.tensor import DTensor
 
 from llmrl.data.ragged import has_entry
 from llmrl.engines.load import take_load
@@ -20,6 +21,8 @@ from llmrl.trainer import TrainStepReport
 Learned = TrainStepReport | Sequence[TrainStepReport] | Mapping[str, float]
 """Of a step: the report of its update, those of its updates, or metrics."""
 
+_NUM_TENSORS, _NUM_WEIGHTS = 32, 1024
+"""Of the sample by which the change of weights is measured."""
 _OLD_LOG_PROBS = ("old_log_probs", "full")
 
 
@@ -81,6 +84,7 @@ class StepMeter:
         self._engine = engine
         # Here, for a schedule steps before the step is logged.
         self._rates = [float(group["lr"]) for one in tracked.values() for group in getattr(one, "param_groups", ())]
+        self._weights = _sample_of_weights(tracked)
         self._begun, self._parts = time.perf_counter(), dict[str, float]()
         for device in _devices():
             torch.cuda.reset_peak_memory_stats(device)
@@ -104,8 +108,31 @@ class StepMeter:
             measured["trained_tokens_per_second"] = of_step["num_trained_tokens"] / measured["seconds"]
         if self._rates:
             measured["learning_rate"] = max(self._rates)
+        if self._weights:
+            measured["weight_change"] = _change_of(self._weights)
         load = take_load(self._engine)
         return {**measured, "peak_memory_gib": _peak_memory() / 2**30, **({} if load is None else load.to_metrics())}
+
+
+def _sample_of_weights(tracked: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return some weights of some trained matrices, those of this rank: where they are, and as they are now."""
+    modules = [one for one in tracked.values() if isinstance(one, torch.nn.Module)]
+    trained = [one.detach() for module in modules for one in module.parameters() if one.requires_grad and one.ndim > 1]
+    sample = []
+    for parameter in trained[:: math.ceil(len(trained) / _NUM_TENSORS) or 1]:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.is_contiguous():
+            weights = local.view(-1)[:_NUM_WEIGHTS]
+            sample.append((weights, weights.clone()))
+    return sample
+
+
+def _change_of(sample: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return by how much of their size the weights of a sample have changed."""
+    changes = [(now.float() - before.float()).norm().cpu() for now, before in sample]
+    sizes = [before.float().norm().cpu() for _, before in sample]
+    size = float(torch.stack(sizes).norm()) if sizes else 0.0
+    return float(torch.stack(changes).norm()) / size if size else 0.0
 
 
 def _devices() -> range:
