@@ -96,8 +96,8 @@ def test_rewards_that_are_mostly_equal_carry_no_signal(planted):
     def dull(completion, place):
         return differs(completion) if place == 0 else 0.5
 
-    run = planted(dull, num_steps=3)
-    assert run.first("no_signal")[0] <= 2 and "no_signal" in run.printed
+    run = planted(dull, num_steps=3, groups_per_batch=6)  # 15 of 18 prompts, which is more than chance
+    assert run.first("no_signal")[0] == 3 and "no_signal" in run.printed
     assert run.first("answers_cut") == (1, "broken") and "answers_cut" in run.printed  # a random model does not end
     assert all(one["rollouts"] for one in run.steps[3]["findings"] if one["name"] in ("no_signal", "answers_cut"))
 
