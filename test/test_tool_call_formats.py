@@ -118,3 +118,19 @@ def test_values_that_a_template_writes_as_python_does_have_their_schema_s_type()
     text = f"<seed:tool_call><function=f>{body}</function></seed:tool_call>"
     (call,) = TOOL_CALL_PARSERS["seed_oss"](text, [tool]).tool_calls
     assert call["function"]["arguments"] == {"a": {"x": None}, "b": ["y", True], "c": "{'x': None}", "d": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "closing"),
+    [
+        ("glm", "<tool_call>f<arg_key>", "</tool_call>"),
+        ("glm4", "", "f"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>", "<|tool_calls_section_end|>"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json", "<｜tool▁call▁end｜>"),
+        ("lfm2_raw", "<|tool_call_start|>[f(a='", ")]<|tool_call_end|>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f">', "</minimax:tool_call>"),
+    ],
+)
+def test_much_white_space_is_read_in_one_pass(name, opening, closing):
+    parsed = TOOL_CALL_PARSERS[name](opening + " " * 30_000 + closing)  # its square is minutes
+    assert not parsed.tool_calls

@@ -64,7 +64,7 @@ def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
         {'name': 'add', 'arguments': {'a': 1}}
     """
     calls: list[ToolCall] = []
-    position, start = 0, re.compile(r"\s*(?:<\|assistant\|>)?\s*([A-Za-z_][\w.-]*)[^\S\n]*\n\s*(?=\{)")
+    position, start = 0, re.compile(r"\s*(?:<\|assistant\|>\s*)?([A-Za-z_][\w.-]*)[^\S\n]*\n\s*(?=\{)")
     while begun := start.match(text, position):
         try:
             arguments, position = json.JSONDecoder().raw_decode(text, begun.end())
@@ -272,13 +272,14 @@ def parse_kimi_k2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 def _read_kimi_section(body: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
     position = 0
-    begin = re.compile(r"\s*<\|tool_call_begin\|>\s*(?P<id>[^<]+?)\s*<\|tool_call_argument_begin\|>\s*")
+    begin = re.compile(r"\s*<\|tool_call_begin\|>(?P<id>[^<]+)<\|tool_call_argument_begin\|>\s*")
     while begun := begin.match(body, position):
-        name = re.fullmatch(r"(?:functions\.)?(.+):\d+", begun["id"])
+        call_id = begun["id"].strip()
+        name = re.fullmatch(r"(?:functions\.)?(.+):\d+", call_id)
         if name is None:
-            raise ValueError(f"functions.NAME:INDEX is expected, not {begun['id']!r:.60}")
+            raise ValueError(f"functions.NAME:INDEX is expected, not {call_id!r:.60}")
         arguments, position = json.JSONDecoder().raw_decode(body, begun.end())
-        calls.append(check_call({"name": name[1], "arguments": arguments, "id": begun["id"]}))
+        calls.append(check_call({"name": name[1], "arguments": arguments, "id": call_id}))
         ended = re.compile(r"\s*<\|tool_call_end\|>").match(body, position)
         if ended is None:
             raise ValueError(f"<|tool_call_end|> is expected at {body[position:]!r:.60}")
@@ -408,7 +409,7 @@ def _read_deepseek_call(body: str) -> ToolCall:
     name, separator, written = body.partition("<｜tool▁sep｜>")
     if not separator:
         raise ValueError("<｜tool▁sep｜> is expected after the name")
-    fenced = re.fullmatch(r"\s*([\w.-]+)\s*```json\s*(.*?)\s*```\s*", written, re.DOTALL)
+    fenced = re.fullmatch(r"([\w.-]+)\s*```json(.*)```", written.strip(), re.DOTALL)
     if fenced is not None:
         name, written = fenced[1], fenced[2]
     return check_call({"name": name.strip(), "arguments": json.loads(written)})

@@ -48,7 +48,7 @@ class _Tags:
         while begun := self._begin.match(text, position):
             position, arguments = begun.end(), {}
             while written := self._argument.match(text, position):
-                position, key = written.end(), written["key"]
+                position, key = written.end(), written["key"].strip()
                 if key in arguments:
                     raise ValueError(f"the argument {key!r} is written twice")
                 arguments[key] = self._value(written, begun["name"], tools)
@@ -64,7 +64,7 @@ class _Tags:
     def _value(self, written: re.Match[str], name: str, tools: Sequence[ToolSchema]) -> Json:
         kind = written.groupdict().get("kind")
         if kind is None:
-            return read_value(written["value"], name, written["key"], tools)
+            return read_value(written["value"], name, written["key"].strip(), tools)
         return written["value"] if kind in ("string", "true") else json.loads(written["value"])
 
 
@@ -85,7 +85,7 @@ def _invocations(prefix: str = "") -> _Tags:
 
 _PAIRS = _Tags(
     r"(?P<name>[\w.-]+)(?=\s*(?:<arg_key>|$))",
-    r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
     r"$",
 )
 
