@@ -43,7 +43,7 @@ def test_every_process_of_an_engine_ends_with_a_trainer_that_is_killed_while_it_
         for reached in MOMENTS[: MOMENTS.index(moment) + 1]:
             if reached.endswith("registered"):
                 Path(tmp_path, reached.replace("is registered", "may register")).touch()
-            wait_until(Path(tmp_path, reached).exists, timeout_s=60)
+            wait_until(Path(tmp_path, reached).exists)
     finally:
         trainer.send_signal(signal.SIGKILL)
     trainer.wait()
@@ -51,7 +51,7 @@ def test_every_process_of_an_engine_ends_with_a_trainer_that_is_killed_while_it_
         Path(tmp_path, f"{name} may register").touch()
     processes = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     try:
-        wait_until(lambda: not any(map(is_running, processes)), timeout_s=20)
+        wait_until(lambda: not any(map(is_running, processes)), timeout_s=120)
     finally:
         for process in filter(is_running, processes):
             os.kill(process, signal.SIGKILL)

@@ -72,7 +72,7 @@ class VLLMServer:
         return self._control(path, body, request.query)
 
     async def _answer_late(self, path, body, query):
-        """Do what was asked when the engine goes on, also where nobody waits for it any more."""
+        """Do what was asked when the engine goes on, also after the client hung up."""
         while self.is_stalled:
             await asyncio.sleep(0.01)
         return await self._generate(body) if path == "inference/v1/generate" else self._control(path, body, query)

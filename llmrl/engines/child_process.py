@@ -11,6 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
+from llmrl.engines.engine_folder import FOLDER_VARIABLE
+from llmrl.engines.vllm_private import put_files_into
+
 PARENT_VARIABLE = "LLMRL_ENGINE_PARENT"
 """Set while an engine starts: the process id of whoever starts it."""
 
@@ -35,6 +38,8 @@ def register() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return  # another process's, which was started at the same time
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # of the workers that this process starts
+    if FOLDER_VARIABLE in os.environ:
+        put_files_into(os.environ[FOLDER_VARIABLE])
     with contextlib.suppress(PermissionError):
         os.setpgid(0, 0)
     atexit.register(_end_quickly)

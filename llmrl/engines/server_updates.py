@@ -281,7 +281,7 @@ class ServerUpdates(ABC):
         self._is_left = self._is_loading = False
 
     def _lose_weights(self) -> None:
-        """Note that the server has its first weights, or such as nobody knows."""
+        """Note that the server has its first weights, or those of no known version."""
         self.num_restarts += 1
         self._version, self.lacks_weights, self._is_paused = self._first_version, True, False
 

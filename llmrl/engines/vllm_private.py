@@ -7,9 +7,14 @@ only what it uses. What reaches into vLLM's objects, or mends them, is a functio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Coroutine, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from llmrl.engines.base import PauseMode
@@ -33,6 +38,8 @@ PLUGIN_GROUP = "vllm.general_plugins"
 """Entry points that vLLM calls in each of its processes."""
 EXECUTOR = f"{__name__}.InStepExecutor"
 """As vLLM is told which executor to use."""
+_SHARED_MEMORY = "/dev/shm/"
+_SEGMENTS = "llmrl_segments"
 RELOAD_METHOD = "reload_weights"
 """Of vLLM's workers: reads the weights of a folder."""
 
@@ -114,7 +121,31 @@ def num_unfinished_tokens(llm: AsyncLLM) -> int:
 
 async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM:
     """Start the engine; `stat_logger` is told of its steps."""
-    return _find("AsyncLLM").from_engine_args(arguments, stat_loggers=[lambda config, index: stat_logger])
+    llm = _find("AsyncLLM").from_engine_args(arguments, stat_loggers=[lambda config, index: stat_logger])
+    vars(llm)[_SEGMENTS] = _segments_of(llm)
+    return llm
+
+
+def _segments_of(llm: AsyncLLM) -> set[str]:
+    """Return the names of the shared memory through which the engine's processes talk; none of one process."""
+    import psutil
+
+    names: set[str] = set()
+    for process in processes_of(llm):
+        with contextlib.suppress(psutil.Error, OSError):  # it ended, or this is no Linux
+            engine = psutil.Process(process.pid)
+            for one in (engine, *engine.children(recursive=True)):
+                lines = Path(f"/proc/{one.pid}/maps").read_text(errors="replace").splitlines()
+                names |= {line.rpartition(_SHARED_MEMORY)[2] for line in lines if f"{_SHARED_MEMORY}psm_" in line}
+    return names
+
+
+def _remove_segments(names: set[str]) -> None:
+    """Remove the shared memory of an engine that was killed; one that ended by itself has removed its own."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            Path(_SHARED_MEMORY, name).unlink()
+            resource_tracker.unregister(f"/{name}", "shared_memory")  # else it warns of a leak at this process's end
 
 
 def processes_of(llm: AsyncLLM) -> list[BaseProcess]:
@@ -133,6 +164,7 @@ def close_llm(llm: AsyncLLM, background: BackgroundLoop) -> None:
         background.close()
         for process in processes:  # vLLM kills one that does not end by itself, and leaves a zombie
             process.join(10)
+        _remove_segments(vars(llm).get(_SEGMENTS, set()))
         # Its finalizer would shut it down once more, perhaps when the interpreter has lost half its modules.
         llm.shutdown = lambda timeout=None: None
 
@@ -145,6 +177,16 @@ async def _shut_down(llm: AsyncLLM) -> None:
 
 
 # -- inside the engine's processes -------------------------------------------------------------------------------
+
+
+def put_files_into(folder: str) -> None:
+    """Make vLLM put the file at which an engine's workers meet into a folder, for a killed engine cannot remove it.
+
+    Only that file: others that vLLM keeps among temporary files, such as locks of downloads, are for all engines.
+    """
+    if "vllm" in sys.modules:
+        network_utils = importlib.import_module("vllm.utils.network_utils")
+        vars(network_utils)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
 
 
 def register_weight_transfer(backend: str, module: str, class_name: str) -> None:

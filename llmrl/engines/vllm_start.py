@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import EngineError
+from llmrl.engines.engine_folder import FOLDER_VARIABLE, engine_folder
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.load import LoadMeter
 from llmrl.engines.quantized import checkpoint_for
@@ -57,9 +57,9 @@ def start_vllm(
     takes_adapters = weight_transfer == ADAPTER_BACKEND
     with checkpoint_for(model, quantization, is_cpu=is_cpu, takes_adapters=takes_adapters) as folder:
         background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
-        sockets = tempfile.TemporaryDirectory(prefix="llmrl-", dir=os.environ.get("VLLM_RPC_BASE_PATH"))
-        background.submit(_hold(sockets))
-        variables |= transfer_variables(weight_transfer) | {"VLLM_RPC_BASE_PATH": sockets.name}
+        stack = contextlib.ExitStack()
+        variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
+        background.submit(_hold(stack))
         try:
             with starting_environment(variables):
                 arguments = build_engine_args(
@@ -80,8 +80,8 @@ def start_vllm(
             raise EngineError(f"vLLM did not start with model {model!r}: {error}") from error
 
 
-async def _hold(sockets: tempfile.TemporaryDirectory[str]) -> None:
+async def _hold(stack: contextlib.ExitStack) -> None:
     """Keep the folder of an engine's sockets until its loop ends; vLLM would leave three behind with each engine."""
-    with sockets:
+    with stack:
         while True:
             await asyncio.sleep(3600)
