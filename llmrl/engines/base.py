@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,7 @@ class SamplingConfig:
     applied), so that on-policy importance ratios are 1.
 
     Raises:
+        TypeError: for a value of another type, naming the field.
         ValueError: for a value out of range, naming the field.
 
     Example:
@@ -37,7 +40,7 @@ class SamplingConfig:
     max_new_tokens: int = 256
     """Completion budget in tokens; clipped by the engine to the context that remains."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy; otherwise 0.01 or more, since vLLM samples at 0.01 where less is asked."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
@@ -58,17 +61,38 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._require("a whole number", numbers.Integral, "max_new_tokens", "top_k")
+        self._require("a number", numbers.Real, "temperature", "top_p", "min_p", "repetition_penalty")
+        if self.seed is not None:
+            self._require("a whole number or None", numbers.Integral, "seed")
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "non-negative"),
+            (
+                "temperature",
+                self.temperature == 0 or 0.01 <= self.temperature < math.inf,
+                "0 (greedy), or 0.01 or more",
+            ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, "non-negative (0 keeps all)"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("repetition_penalty", self.repetition_penalty > 0, "positive"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive"),
+            ("seed", self.seed is None or 0 <= self.seed < 1 << 63, "in [0, 2**63)"),
+            ("stop", all(isinstance(one, str) and one for one in self.stop), "strings that are not empty"),
+            (
+                "stop_token_ids",
+                all(isinstance(one, numbers.Integral) and one >= 0 for one in self.stop_token_ids),
+                "ids of tokens",
+            ),
         )
         for name, is_valid, expected in checks:
             if not is_valid:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}.")
+
+    def _require(self, expected: str, kind: type, *names: str) -> None:
+        for name in names:
+            if not isinstance(value := getattr(self, name), kind) or isinstance(value, bool):
+                raise TypeError(f"{name} must be {expected}, got {value!r}.")
 
     @property
     def is_truncated(self) -> bool:
