@@ -180,6 +180,28 @@ def test_new_weights_hold_from_the_next_token_on_and_each_token_says_which(engin
     assert engine.policy_version == 1
 
 
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "type"])
+def test_weights_that_are_refused_leave_those_of_before(fault):
+    """torch copies what fits and says afterwards what did not: a mixture, under the version of before."""
+    engine, other = TransformersEngine(make_model(0)), make_model(1)
+    before = {name: weight.clone() for name, weight in engine._model.state_dict().items()}
+    weights = dict(other.state_dict())
+    if fault == "missing":
+        del weights["model.norm.weight"]
+    elif fault == "unknown":
+        weights["model.extra.weight"] = torch.zeros(3)
+    elif fault == "shape":
+        weights["model.norm.weight"] = torch.zeros(3)
+    else:
+        weights["model.norm.weight"] = [0.0] * 32
+    with pytest.raises(RuntimeError, match=r"model\.(norm|extra)\.weight"):
+        engine.load_weights(weights)
+    assert engine.policy_version == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in engine._model.state_dict().items())
+    assert engine.load_weights(other.state_dict()) == 1
+    assert torch.equal(engine._model.lm_head.weight, other.lm_head.weight)
+
+
 def test_requests_are_aborted_and_cancelled_alone():
     model = make_model()
     forward = model.forward
@@ -261,6 +283,9 @@ def test_prompts_that_cannot_be_served_are_refused(engine, prompt_ids, message):
 def test_arguments_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="max_num_seqs"):
         TransformersEngine(make_model(), max_num_seqs=0)
+    for limit in (0, 1, 65, 12.5, "16"):
+        with pytest.raises(ValueError, match=f"max_model_len must be .* 2 to the model's 64 positions, got {limit!r}"):
+            TransformersEngine(make_model(), max_model_len=limit)
     with TransformersEngine(make_model()) as engine, pytest.raises(ValueError, match="tokenizer="):
         generate_all(engine, [[1]], SAMPLING.with_changes(stop=("x",)))
 

@@ -71,11 +71,16 @@ def start(monkeypatch, tmp_path):
         replicas = EngineReplicas(engines, restart=restart, max_restarts=10**6, hang_timeout_seconds=20)
         replicas.policy_version = version
         ended.append(replicas)
-        rate, labels.rate = labels.rate, 0.0
-        sender = make_sender(scheme, model, replicas)
-        labels.rate = rate
-        ended.append(sender)
-        return replicas, sender, model
+
+        def renew():
+            """Another sender in place of the one before, if there was one."""
+            rate, labels.rate = labels.rate, 0.0
+            sender = make_sender(scheme, model, replicas)
+            labels.rate = rate
+            ended.append(sender)
+            return sender
+
+        return replicas, renew, model
 
     yield begin
     for one in reversed(ended):
@@ -91,7 +96,8 @@ def set_to(model, number):
 def test_engines_that_all_died_before_an_update_come_back_with_its_weights_or_those_before(start, way):
     """The weights of the update that met no engine are not those of the version before."""
     labels = Labels(0, 0.0)
-    replicas, sender, model = start(way, labels)
+    replicas, renew, model = start(way, labels)
+    sender = renew()
     set_to(model, 1)
     assert sender.update_weights() == 1
     labels.kill_all()
@@ -112,8 +118,12 @@ def test_a_version_is_that_of_the_same_weights_whichever_engines_die_when(start,
         chance = random.Random(seed)
         labels = Labels(seed, chance.choice([0.0, 0.02, 0.1, 0.3]))
         num_engines, version = chance.choice([1, 2, 3]), chance.choice([0, 5])
-        replicas, sender, model = start(way, labels, num_engines=num_engines, version=version)
+        replicas, renew, model = start(way, labels, num_engines=num_engines, version=version)
+        sender = renew()
         for number in range(1, chance.randrange(2, 9)):
+            if chance.random() < 0.1:
+                sender.shutdown()
+                sender = renew()
             update_at_random(chance, labels, replicas, sender, model, number)
         labels.rate = 0.0
         replicas.refresh()

@@ -445,3 +445,22 @@ class TestUpdatesBesideTraining:
         assert update.done() or seen, "training would change weights that are still to be read"
         assert update.result(20) == 1
         sender.shutdown()
+
+
+def test_another_sender_does_not_resume_an_engine_that_holds_a_mixture():
+    """It was left by the sender before; an update that is refused before it loads changes nothing of that."""
+    engine, model = TakingEngine(), torch.nn.Linear(3, 2)
+    first = make_sender(VLLMWeightSyncScheme(), model, engine)
+    engine.fails_at = "finish"
+    with pytest.raises(WeightSyncError, match="a mixture"):
+        first.update_weights()
+    first.shutdown()
+    engine.fails_at, engine.is_full = None, True
+    second = make_sender(VLLMWeightSyncScheme(), model, engine)
+    with pytest.raises(WeightSyncError, match="hold no whole weights and stay paused"):
+        second.update_weights()
+    assert "resume" not in engine.names
+    engine.is_full = False
+    assert second.update_weights() == engine.policy_version
+    assert engine.names[-1] == "resume"
+    second.shutdown()

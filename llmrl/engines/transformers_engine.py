@@ -40,7 +40,8 @@ class TransformersEngine:
         seed: of the sampler, for requests without their own.
 
     Raises:
-        ValueError: for a `max_num_seqs` below 1, or where the model does not say its limit.
+        ValueError: for a `max_num_seqs` below 1, a `max_model_len` that is not a whole number from 2 to the model's own
+            limit, or where the model does not say its limit.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,9 +69,13 @@ class TransformersEngine:
 
             tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
             model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        limit = getattr(model.config, "max_position_embeddings", None) if max_model_len is None else max_model_len
+        own_limit = getattr(model.config, "max_position_embeddings", None)
+        limit = own_limit if max_model_len is None else max_model_len
         if limit is None:
             raise ValueError("max_model_len must be given: the model's config has no max_position_embeddings.")
+        if type(limit) is not int or not 2 <= limit <= (own_limit or limit):
+            most = "" if own_limit is None else f" to the model's {own_limit} positions"
+            raise ValueError(f"max_model_len must be a whole number from 2{most}, got {limit!r}.")
         self.max_model_len: int = limit
         """Prompt and completion together, in tokens."""
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -122,13 +127,23 @@ class TransformersEngine:
         is told to keep them; each token carries the version that it was sampled from.
 
         Raises:
-            RuntimeError: when names or shapes are not the model's.
+            RuntimeError: when names or shapes are not the model's, which keeps its weights then.
         """
         with self._weights_lock:
+            own = self._model.state_dict()
             # What has no name of its own in `named_parameters` is tied to what has.
-            lacking = {name for name, _ in self._model.named_parameters()} - weights.keys()
-            unknown = weights.keys() - self._model.state_dict().keys()
-            self._model.load_state_dict(dict(weights), strict=bool(lacking or unknown))
+            wrong = ({name for name, _ in self._model.named_parameters()} - weights.keys()) | (
+                weights.keys() - own.keys()
+            )
+            for name, weight in weights.items():
+                if not isinstance(weight, torch.Tensor) or (name in own and weight.shape != own[name].shape):
+                    wrong.add(name)
+            if wrong:  # `load_state_dict` would copy the others before it says so
+                raise RuntimeError(
+                    f"the weights are not those of the engine's model: {len(wrong)} are missing, unknown or of another "
+                    f"shape, among them {sorted(wrong)[:3]}."
+                )
+            self._model.load_state_dict(dict(weights), strict=False)
             self._policy_version = self._policy_version + 1 if version is None else version
             return self._policy_version
 

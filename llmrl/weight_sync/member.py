@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,19 +18,33 @@ _PROGRESS_SECONDS = 5.0
 """For an engine to say how far it is."""
 
 
+_MIXED: weakref.WeakSet[UpdatableEngine] = weakref.WeakSet()
+"""Engines whose weights may be neither those of before an update nor its own."""
+
+
 class Member:
     """One engine of a group, and how far it is with an update."""
 
     def __init__(self, engine: UpdatableEngine) -> None:
         self.engine = engine
         self.connection: Connection | None = None
-        self.is_mixed = False
-        """Whether its weights may be neither the old nor the new ones."""
         self.is_left_out = False
         """Whether it could not be reached in an update: a server that is back takes part in the next one anew."""
         self._is_updating = False
         self.num_restarts: int = getattr(engine, "num_restarts", 0)
         """Of a server: one that was started again knows nothing of what was opened and begun before."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its weights may be neither the old nor the new ones, whichever sender left them so."""
+        return self.engine in _MIXED
+
+    @is_mixed.setter
+    def is_mixed(self, is_mixed: bool) -> None:
+        if is_mixed:
+            _MIXED.add(self.engine)
+        else:
+            _MIXED.discard(self.engine)
 
     @property
     def is_whole(self) -> bool:
