@@ -158,6 +158,10 @@ def test_a_template_that_reasons_between_unknown_marks_is_refused(model_path, re
     assert written_renderer(model_path, template, "<|eot|>", reasoning_parser="none").thought_marks is None
 
 
+def test_a_variable_for_reasoning_in_a_comment_of_a_template_is_none(model_path):
+    assert real_renderer(model_path, "qwen3_instruct_2507_training").thought_marks is None
+
+
 def test_whether_an_answer_begins_within_reasoning_is_said_by_its_own_prompt(model_path):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"

@@ -77,7 +77,8 @@ def _find_thoughts(renderer: ProbedRenderer, probe: TemplateProbe) -> tuple[str,
     if usual.closing in renderer.chat_template:
         return "reasoning_content", usual
     renderer._answer_format = NO_MARKS
-    if is_written or _THINKING_VARIABLE.search(renderer.chat_template):
+    code = re.sub(r"\{#.*?#\}", "", renderer.chat_template, flags=re.DOTALL)
+    if is_written or _THINKING_VARIABLE.search(code):
         dropped = _find_dropped(renderer, probe)
         if dropped is not None:
             return "reasoning_content", dropped
