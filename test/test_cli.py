@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -25,6 +26,7 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder
 from llmrl.testing import ScriptedEngine
 
+ROOT = Path(__file__).resolve().parent.parent
 runner = CliRunner()
 
 
@@ -268,3 +270,15 @@ def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tin
     assert evaluation["num_problems"] == 4 and 0 <= evaluation["pass@1"]["interval"][0] <= 1
     assert len((tmp_path / "out/rollouts.jsonl").read_text().splitlines()) == 8
     assert (tmp_path / "out/tokenizer/tokenizer.json").exists()  # with which the page names tokens
+
+
+def test_the_demo_of_an_installed_package_runs_no_other_packages_script(tmp_path, own_programs):
+    shutil.copytree(ROOT / "llmrl", tmp_path / "llmrl", ignore=shutil.ignore_patterns("__pycache__"))
+    foreign = tmp_path / "sota-implementations/grpo/grpo-sync.py"  # as TorchRL's wheel brings one
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("print('not ours')")
+    command = [sys.executable, "-c", "from llmrl.cli.app import app; app(['demo', 'dry_run=true'])"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 2 and "get a checkout of llmrl" in " ".join(result.stderr.split())
+    assert "not ours" not in result.stdout

@@ -291,7 +291,12 @@ def serve(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
     """Post-train the embedded model on one-digit sums. Further arguments go to the script, for example `seed=1`."""
-    script = Path(__file__).parents[2] / "sota-implementations/grpo/grpo-sync.py"
-    if not script.exists():
-        raise _fail("the demo's script is not beside this package; get a checkout of llmrl, and run `make demo` in it.")
+    checkout = Path(__file__).parents[2]
+    script, project = checkout / "sota-implementations/grpo/grpo-sync.py", checkout / "pyproject.toml"
+    # Where packages are installed another one may have put a script of this name.
+    if not project.is_file() or 'name = "llmrl"' not in project.read_text(encoding="utf-8") or not script.is_file():
+        raise _fail(
+            "llmrl demo runs a script of the checkout, and this llmrl is installed without one: get a checkout of "
+            "llmrl and run `make demo` in it, or train in Python, `from llmrl import train`."
+        )
     raise typer.Exit(subprocess.call([sys.executable, str(script), *context.args]))
