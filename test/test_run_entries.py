@@ -26,6 +26,7 @@ ODD = {
     "run.checkpoint_every": COUNT,
     "run.sample_every": COUNT,
     "model.path": NAME,
+    "model.chat_template": NAME,
     "model.max_model_len": (0, -1, 1),
     "model.dtype": ("float16", ""),
     "model.lora.rank": COUNT,

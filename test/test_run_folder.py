@@ -225,7 +225,7 @@ def test_traces_are_spread_and_need_a_tracker():
     assert [record["group"] for record in spread(records, 4)] == [0, 1, 2, 3] and spread(records, 0) == []
     assert spread(records, 20) == records and spread([], 3) == []
     for traces, trackers in ((8, []), (-1, ["tensorboard"])):
-        with pytest.raises(ValueError, match=r"run.traces must be 0 or more, and some need run.trackers"):
+        with pytest.raises(ValueError, match=r"run\.traces(=8 needs run\.trackers| must be at least 0, got -1)"):
             RunConfig(path="run", trackers=trackers, traces=traces)
 
 

@@ -6,6 +6,8 @@ import ast
 import inspect
 import io
 import json
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -118,7 +120,8 @@ def test_adapters_are_trained_and_the_model_is_saved_whole(takes_long, train_tin
     assert "eval/" not in json.dumps(RunFolder(path, read_only=True).read_metrics())
 
 
-def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path):
+def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "start_engine", lambda cfg: pytest.fail("an engine was started"))
     for env, options, named in (
         (ChatEnv(), {}, "no dataset"),
         (make_env(repeats=1), {}, "repeats=1"),
@@ -126,6 +129,17 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path):
         (make_env(), {"eval_every": 5}, "need eval_envs"),
         (make_env(), {"schedule": "cosin"}, "schedule"),
         (make_env(), {"patience": 2}, "eval.metric"),
+        (DatasetChatEnv(["1 + 1 ="], repeats=2), {}, "'train' gives no reward.*append_transform"),
+        (make_env(), {"eval_envs": {"sums": DatasetChatEnv(["1 ="], name="sums")}}, "'sums' gives no reward"),
+        (make_env(), {"learning_rate": "1e-5"}, "^learning_rate must be a number, above 0; got '1e-5', a str"),
+        (make_env(), {"learning_rate": -1.0}, "^learning_rate must be above 0, got -1.0"),
+        (make_env(), {"trackers": "wandb"}, r"^trackers must be a list.* write \['wandb'\]"),
+        (make_env(), {"trackers": ["wnadb"]}, r"^trackers\[0\] must be one of .*Did you mean 'wandb'"),
+        (make_env(), {"lora_rank": 0}, "^lora_rank must be at least 1, got 0"),
+        (make_env(), {"best_by": "pass@1", "eval_envs": make_env(1, "eval")}, "^best_by must be a metric"),
+        (make_env(), {"num_epochs": 0}, "^num_epochs must be at least 1, got 0"),
+        (make_env(), {"temperature": 0}, "^temperature must be at least 0.01, got 0"),
+        (make_env(), {"chat_template": "no-such.jinja"}, "chat_template='no-such.jinja' is no file here"),
     ):
         with pytest.raises(ValueError, match=named):
             train("no-such-model", env, path=tmp_path / "run", **options)
@@ -156,3 +170,55 @@ def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, tmp_path
     for section in ("model", "engine", "sync", "train"):
         for entry, value in file[section].items():
             assert getattr(getattr(seen[0], section), entry) == value, f"{section}.{entry}"
+
+
+@pytest.fixture
+def base_model_path(tiny_model_path, tmp_path):
+    """A model without a chat template, and the template that it lacks."""
+    from transformers import AutoTokenizer
+
+    path = shutil.copytree(tiny_model_path, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(path)
+    return path, template
+
+
+def test_a_base_model_is_trained_with_a_chat_template_that_is_given(base_model_path, tmp_path, takes_long):
+    from transformers import AutoTokenizer
+
+    path, template = base_model_path
+    with pytest.raises(ValueError, match=r"base has no chat template.*chat_template of train"):
+        train(path, make_env(), path=tmp_path / "run")
+    (tmp_path / "own.jinja").write_text(template)
+    engine = TransformersEngine(path)
+    options = {"engine": engine, "num_steps": 1, "groups_per_batch": 2, "max_new_tokens": 6, "learning_rate": 1e-2}
+    run = train(path, make_env(), path=tmp_path / "run", chat_template=tmp_path / "own.jinja", **options)
+    engine.shutdown()
+    assert AutoTokenizer.from_pretrained(run / "model").chat_template == template
+
+
+def test_an_engine_that_trained_before_begins_with_the_models_weights_and_its_run_is_continued(
+    tiny_model_path, tmp_path, takes_long
+):
+    engine, options = TransformersEngine(tiny_model_path), {"groups_per_batch": 2, "max_new_tokens": 6, "num_steps": 1}
+    options |= {
+        "learning_rate": 1e-1,
+        "engine": engine,
+        "eval_envs": make_env(2, "eval"),
+        "best_by": "eval/eval/reward",
+    }
+    rows = []
+    for name in ("first", "second"):
+        out = io.StringIO()
+        options |= {"path": tmp_path / name, "console": Console(file=out, width=100)}
+        train(tiny_model_path, make_env(), **options)
+        rows.append({int(row["step"]): row for row in RunFolder(tmp_path / name, read_only=True).read_metrics()})
+    assert rows[1][1]["log_prob_difference_mean"] < 1e-3 and rows[1][1]["policy_version"] == 1
+    (line,) = re.findall("the same call with (.*)", out.getvalue())
+    changed = eval(f"dict({line})")
+    assert changed == {"path": str(tmp_path / "second"), "resume": True, "num_steps": 21}
+    train(tiny_model_path, make_env(), **{**options, **changed, "num_steps": 2})
+    assert {row["step"] for row in RunFolder(tmp_path / "second", read_only=True).read_metrics()} == {0, 1, 2}
+    engine.shutdown()

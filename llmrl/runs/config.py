@@ -70,6 +70,8 @@ class ModelConfig(Section):
     """A Hugging Face name or folder; `embedded` is SmolLM2-135M-Instruct from the package."""
     max_model_len: int | None = field(default=None, metadata=at_least(2))
     """Tokens of a whole conversation; null is the model's own limit."""
+    chat_template: str | None = field(default=None, metadata=NAMED)
+    """In place of the model's own, as base models have none: a file, or Jinja text."""
     dtype: ComputeDtype = field(default="float32", metadata=one_of("float32", "bfloat16"))
     """That engine and trainer compute in, both, since an update below the engine's rounding never reaches it."""
     lora: LoRAEntries = field(default_factory=LoRAEntries)

@@ -22,6 +22,7 @@ from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.exports import take_part
 from llmrl.runs.ranks import handed_on, join_ranks
+from llmrl.runs.report import ContinuedBy, resume_command
 from llmrl.runs.run import Run
 from llmrl.runs.run_folder import RunFolder, restore_random_states, seed_all
 from llmrl.runs.step_metrics import Learned
@@ -33,20 +34,22 @@ if TYPE_CHECKING:
 Entered = TypeVar("Entered")
 
 
-def open_run(cfg: ScriptConfig, *, console: Console | None = None) -> Run | FollowingRun:
+def open_run(
+    cfg: ScriptConfig, *, console: Console | None = None, continued_by: ContinuedBy = resume_command
+) -> Run | FollowingRun:
     """Return a `Run`; in a trainer of several ranks, on all but the first, what follows it.
 
     Every rank goes through the same loop. The first has engines, collector and folder; the others are handed its
     batches, and take part in what all do to the model: training on them, sending and saving it.
 
     Args:
-        cfg, console: see `Run`.
+        cfg, console, continued_by: see `Run`.
     """
     if join_ranks(cfg):
         return FollowingRun(cfg)
     if cfg.run.spans:
         trace_spans()
-    return Run(cfg, console=console)
+    return Run(cfg, console=console, continued_by=continued_by)
 
 
 class FollowingRun:
@@ -69,6 +72,10 @@ class FollowingRun:
     def enter(self, part: contextlib.AbstractContextManager[Entered]) -> Entered:
         """Enter a context manager that is left at the end of the run."""
         return self._exit.enter_context(part)
+
+    def lend(self, engine: Engine) -> Engine:
+        """Take an engine of the caller's: the first rank gives it the weights."""
+        return engine
 
     def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Name what a checkpoint holds; of a resumed run, restore it, and take part in sending the weights."""

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -98,15 +98,20 @@ def _number(result: Any) -> str:
     return "–" if result is None else f"{result:.3f}"
 
 
-def resume_command(run_path: str, num_steps: int, argv: Sequence[str] | None = None) -> str:
+ContinuedBy: TypeAlias = Callable[[str, Mapping[str, object]], str]
+"""What continues a run, of its path and the entries to change."""
+
+
+def resume_command(run_path: str, changes: Mapping[str, object], argv: Sequence[str] | None = None) -> str:
     """Return the command that continues a run: its configuration is in its folder.
 
     Example:
-        >>> resume_command("runs/mine", 40, ["grpo-sync.py", "task=gsm8k", "train.num_steps=20"])
+        >>> resume_command("runs/mine", {"train.num_steps": 40}, ["grpo-sync.py", "task=gsm8k", "train.num_steps=20"])
         'python grpo-sync.py run.path=runs/mine resume=true train.num_steps=40'
     """
     script = (sys.argv if argv is None else argv)[0]
-    return shlex.join(["python", script, f"run.path={run_path}", "resume=true", f"train.num_steps={num_steps}"])
+    changed = [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
+    return shlex.join(["python", script, f"run.path={run_path}", "resume=true", *changed])
 
 
 def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str) -> None:

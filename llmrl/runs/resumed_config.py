@@ -26,6 +26,7 @@ _FIXED = (
     "algorithm",
     "seed",
     "model.path",
+    "model.chat_template",
     "model.lora",
     "env.name",
     "env.data",

@@ -29,7 +29,14 @@ from llmrl.runs.exports import Exports, open_repository
 from llmrl.runs.health import HealthJudge
 from llmrl.runs.live_view import LiveView
 from llmrl.runs.ranks import handed_on
-from llmrl.runs.report import Results, before_after_table, plot_curve, print_how_to_go_on, resume_command
+from llmrl.runs.report import (
+    ContinuedBy,
+    Results,
+    before_after_table,
+    plot_curve,
+    print_how_to_go_on,
+    resume_command,
+)
 from llmrl.runs.resumed_config import resumed_config, save_config
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
 from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
@@ -71,6 +78,7 @@ class Run:
     Args:
         cfg: its sections `run`, `seed`, `resume` and `dry_run` say what to do; all of it is saved as `config.yaml`.
         console: where it reports.
+        continued_by: returns what continues the run, of its path and the entries to change; a command by default.
 
     Raises:
         FileExistsError, FileNotFoundError: when the folder holds a run, or none to resume.
@@ -79,10 +87,12 @@ class Run:
         OSError: when the hub gives no repository `export.push_to_hub`.
     """
 
-    def __init__(self, cfg: ScriptConfig, *, console: Console | None = None) -> None:
+    def __init__(
+        self, cfg: ScriptConfig, *, console: Console | None = None, continued_by: ContinuedBy = resume_command
+    ) -> None:
         from transformers.utils.logging import disable_progress_bar
 
-        self.cfg, self.console = cfg, console or Console()
+        self.cfg, self.console, self._continued_by = cfg, console or Console(), continued_by
         self._warn = functools.partial(self.console.print, style="bold red", highlight=False, markup=False)
         if cfg.export.push_to_hub is not None:  # before anything is trained, since the hub may refuse it
             open_repository(cfg.export.push_to_hub)
@@ -103,6 +113,8 @@ class Run:
         self._tracked: dict[str, Any] = {}
         self._collector: BatchMaker | None = None
         self._engine: Engine | None = None
+        self._lent: Engine | None = None
+        self._ended_by: str | None = None  # the entry that ended the loop before its last step
         self._num_steps = 0
         self._step = 0  # the last that was begun, and what it trains on, until it has ended
         self._collected: Collected | None = None
@@ -122,8 +134,13 @@ class Run:
         """Enter a context manager that is left at the end of the run, those entered last first."""
         return self._exit.enter_context(part)
 
+    def lend(self, engine: Engine) -> Engine:
+        """Take an engine of the caller's, which stays open: `track` gives it the model's weights, whatever it has."""
+        self._lent = engine
+        return engine
+
     def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
-        """Name what a checkpoint holds; of a resumed run, restore it, and give the engine the weights.
+        """Name what a checkpoint holds; of a resumed run, restore it, and give the engine the weights, as one lent.
 
         Args:
             collector: an `LLMCollector` or `Demonstrations`; its place in the data is saved with every batch.
@@ -144,6 +161,7 @@ class Run:
             restore_tracked(self._tracked, checkpoint, self.folder.checkpoint_path)
             restore(collector, checkpoint)
             self._step = checkpoint["step"]
+        if checkpoint is not None or engine is self._lent:
             engine.policy_version = self._step - 1  # versions count on from where they were
             collector.update_policy_weights_(self._tracked["model"])
         save_config(self.cfg, self.folder.path)  # not before: a run that cannot be resumed keeps its own
@@ -225,8 +243,10 @@ class Run:
         reward = self._logged.get(self._step, {}).get("reward_mean", -math.inf)
         if target_reward is not None and reward >= target_reward:
             self.why_stopped = f"the mean reward reached train.target_reward={target_reward:g} at step {self._step}"
+            self._ended_by = "train.target_reward"
         elif self._best is not None and self._best.is_over and self._step:
             self.why_stopped = f"{self._best.metric} was best at step {self._best.step}, and eval.patience is over"
+            self._ended_by = "eval.patience"
         elif self._step >= num_steps:
             self.why_stopped = f"all {num_steps} steps are done"
         return bool(self.why_stopped)
@@ -436,7 +456,10 @@ class Run:
         if self.cfg.dry_run:
             self.console.print("dry run: two steps done")
         else:
-            print_how_to_go_on(self.console, self.folder, resume_command(self.cfg.run.path, self._num_steps + 20))
+            changes: dict[str, object] = {"train.num_steps": self._num_steps + 20}
+            if self._ended_by is not None:  # else it would end at once
+                changes[self._ended_by] = None
+            print_how_to_go_on(self.console, self.folder, self._continued_by(self.cfg.run.path, changes))
 
     def __enter__(self) -> Run:
         if threading.current_thread() is threading.main_thread():

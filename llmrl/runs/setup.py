@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase
+from torchrl.envs import Compose, EnvBase
 
 from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector, RayLLMCollector
 from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig, ServerEngine
+from llmrl.engines.base import HasTokenizer
 from llmrl.engines.vllm_args import ADAPTER_BACKEND
-from llmrl.envs import make_task_env
+from llmrl.envs import ChatEnv, make_task_env
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Renderer
 from llmrl.runs.config import EvalEnvConfig, GRPOConfig, ScriptConfig
@@ -28,8 +30,13 @@ from llmrl.runs.ranks import this_rank
 from llmrl.testing import ensure_embedded_model
 from llmrl.trainer import EngineTeacher, LoRAConfig, TransformersWrapper, load_teacher
 from llmrl.trainer.optimizer import ScheduleName
+from llmrl.transforms import KLRewardTransform, RubricReward, environment_parts
+from llmrl.transforms.parts import is_ours
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 from llmrl.weight_sync.gloo import own_address
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 
@@ -43,10 +50,13 @@ def make_env(cfg: ScriptConfig) -> EnvBase:
     """Make the task environment that is trained on: a group of answers to each problem.
 
     Raises:
-        ValueError, TypeError: see `make_task_env`.
+        ValueError, TypeError: see `make_task_env`; when it gives no reward, and the algorithm learns from one.
     """
     group = {"repeats": cfg.collect.group_size, "seed": cfg.seed}
-    return make_task_env(cfg.env.name, cfg.env.train_split, data=cfg.env.data, **group, **cfg.env.options)
+    env = make_task_env(cfg.env.name, cfg.env.train_split, data=cfg.env.data, **group, **cfg.env.options)
+    if not isinstance(cfg, DistillationConfig) or cfg.teacher.use_reward:
+        check_reward(env, f"env.name={cfg.env.name}")
+    return env
 
 
 def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
@@ -65,6 +75,83 @@ def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
     return {
         name: make_task_env(env.name, env.split, data=env.data, **samples, **env.options) for name, env in envs.items()
     }
+
+
+def check_reward(env: EnvBase, name: str) -> None:
+    """Refuse an environment where no part gives a reward, so that nothing could be learned from it.
+
+    Args:
+        env: transformed.
+        name: of it, for the message.
+
+    Raises:
+        ValueError: saying how to add a reward.
+    """
+    base, *transforms = environment_parts(env)
+    is_silent = isinstance(base, ChatEnv) and (type(base)._step, type(base)._stepped) == (
+        ChatEnv._step,
+        ChatEnv._stepped,
+    )
+    rewarding = (RubricReward.__module__, KLRewardTransform.__module__)
+    may_reward = [
+        part
+        for part in transforms
+        if type(part) is not Compose and (type(part).__module__ in rewarding or not is_ours(part))
+    ]
+    if is_silent and not may_reward:
+        raise ValueError(
+            f"{name} gives no reward, so that nothing can be learned from it or measured in it: add one, "
+            "env.append_transform(RubricReward(...))."
+        )
+
+
+def check_template(cfg: ScriptConfig, engine: HasTokenizer | None = None) -> None:
+    """Refuse a model without a chat template, before an engine is started.
+
+    Args:
+        cfg: of the run.
+        engine: that is there already. A model that is not on this machine is left to the engine that loads it.
+
+    Raises:
+        ValueError: naming the entry that gives one.
+    """
+    if cfg.model.chat_template is not None:
+        chat_template(cfg)
+        return
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(cfg)) if engine is None else engine.get_tokenizer()
+    except (OSError, ValueError):
+        return
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"the model {cfg.model.path} has no chat template, as base models have none: give the one to train it with "
+            "as model.chat_template (chat_template of train), a file or Jinja text, or take a model that has one."
+        )
+
+
+def chat_template(cfg: ScriptConfig) -> str | None:
+    """Return the text of `model.chat_template`; None where the model's own is taken.
+
+    Raises:
+        ValueError: when it is neither a file nor Jinja text.
+    """
+    given = cfg.model.chat_template
+    if given is None or "{" in given:
+        return given
+    if not Path(given).is_file():
+        raise ValueError(f"model.chat_template={given!r} is no file here and no Jinja text.")
+    return Path(given).read_text(encoding="utf-8")
+
+
+def tokenizer_of(cfg: ScriptConfig, engine: HasTokenizer) -> PreTrainedTokenizerBase:
+    """Return the engine's tokenizer, with the chat template that `model` gives it."""
+    tokenizer, template = engine.get_tokenizer(), chat_template(cfg)
+    if template is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def model_folder(cfg: ScriptConfig) -> str:
@@ -142,10 +229,12 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
     On ranks of a trainer above 0, which are handed batches, what stands for it.
 
     Raises:
+        ValueError: when the model has no chat template.
         EngineError: when an engine does not start.
     """
     if this_rank() > 0:
         return nullcontext(AbsentEngine(model_folder(cfg)))
+    check_template(cfg)
     options: dict[str, Any] = {
         "max_model_len": cfg.model.max_model_len,
         "dtype": cfg.model.dtype,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Never
 
@@ -33,9 +34,20 @@ from llmrl.runs.config import (
     Schedule,
 )
 from llmrl.runs.engine_config import EngineConfig, SyncConfig
+from llmrl.runs.entries import EntryError
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
-from llmrl.runs.setup import clip_bounds, lora_config, model_folder, optimizer_options, scoring_options, start_engine
+from llmrl.runs.setup import (
+    check_reward,
+    check_template,
+    clip_bounds,
+    lora_config,
+    model_folder,
+    optimizer_options,
+    scoring_options,
+    start_engine,
+    tokenizer_of,
+)
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_reference, minibatches, train_step
 
@@ -49,6 +61,15 @@ _EXPLAINED = {
     **dict.fromkeys(("train_dataset", "dataset"), "the environment has the data, DatasetChatEnv(rows, ...)"),
 }
 """Where arguments of TRL and verl are, that are none here."""
+
+_ARGUMENTS = {
+    "eval.every": "eval_every",
+    "eval.metric": "best_by",
+    "export.every": "export_every",
+    "model.lora.rank": "lora_rank",
+    "model.path": "model",
+}
+"""Of entries that are not called as the argument that gives them."""
 
 
 def train(
@@ -70,6 +91,7 @@ def train(
     max_new_tokens: int = 256,
     max_turns: int = 1,
     max_model_len: int | None = None,
+    chat_template: str | Path | None = None,
     temperature: float = 1.0,
     max_staleness: int | None = None,
     learning_rate: float = 1e-6,
@@ -112,6 +134,7 @@ def train(
         max_new_tokens: of a turn.
         max_turns: answers of one conversation.
         max_model_len: tokens of a whole conversation; by default the model's own limit.
+        chat_template: in place of the model's own, as base models have none: a file, or Jinja text.
         temperature: of sampling.
         max_staleness: versions that a group may be old; None generates and trains in turn, 1 at once.
         learning_rate: the highest; small models bear ten times the default.
@@ -120,7 +143,8 @@ def train(
         kl_to_ref_coeff: weight of the KL to the model as it was; None has no reference.
         lora_rank: train adapters of this rank in place of the weights.
         seed: of sampling and torch.
-        engine: generates in place of vLLM, such as a `TransformersEngine` of the same model; it is not shut down.
+        engine: generates in place of vLLM, such as a `TransformersEngine` of the same model. It is given the model's
+            weights before the first step, and is not shut down.
         console: where it reports.
 
     Returns:
@@ -128,8 +152,9 @@ def train(
 
     Raises:
         TypeError: for an argument that there is none of, with the nearest one; those of TRL and verl are known.
-        ValueError: for an environment without a dataset or with one answer a prompt, for environments of one name, and
-            for numbers that do not fit.
+        ValueError: for an environment without a dataset or a reward, or with one answer a prompt, for environments of
+            one name, for arguments of other types or out of range, and for a model without a chat template; before
+            anything is started.
         MissingExtraError: without the extra `scripts`, before anything is started.
         NothingLearned: when no step changed the weights.
         OSError: when the hub gives no repository `push_to_hub`.
@@ -145,45 +170,70 @@ def train(
     if engine is not None and not isinstance(engine, HasTokenizer):
         raise TypeError(f"engine must know its tokenizer (get_tokenizer), and {type(engine).__name__} does not.")
     on_gpu = torch.cuda.is_available()
-    cfg = GRPOConfig(
-        run=RunConfig(path=str(path or time.strftime("runs/train-%Y%m%d-%H%M%S")), trackers=list(trackers)),
-        env=EnvConfig(name=_dataset_of(env).prompts.name),
-        collect=CollectConfig(
-            groups_per_batch=groups_per_batch,
-            group_size=group_size,
-            max_new_tokens=max_new_tokens,
-            max_turns=max_turns,
-            temperature=temperature,
-            max_staleness=max_staleness,
-        ),
-        eval=EvalConfig(every=eval_every, metric=best_by, patience=patience),
-        export=ExportConfig(every=export_every, save_total_limit=save_total_limit, push_to_hub=push_to_hub),
-        seed=seed,
-        resume=resume,
-        model=ModelConfig(
-            path=str(model),
-            max_model_len=max_model_len,
-            dtype="bfloat16" if on_gpu else "float32",
-            lora=LoRAEntries(rank=lora_rank),
-        ),
-        train=GRPOTrainConfig(
-            num_steps=num_steps,
-            learning_rate=learning_rate,
-            schedule=schedule,
-            warmup_steps=warmup_steps,
-            num_epochs=num_epochs,
-            num_minibatches=num_minibatches,
-            kl_to_ref_coeff=kl_to_ref_coeff,
-            # Engine and trainer share the GPU, as in `hardware/gpu1.yaml`.
-            device="cuda" if on_gpu else "cpu",
-            token_budget=16384 if on_gpu else 8192,
-            gradient_checkpointing=on_gpu,
-        ),
-        engine=EngineConfig(gpu_memory_utilization=0.4, enforce_eager=False) if on_gpu else EngineConfig(),
-        sync=SyncConfig(transport="ipc" if on_gpu else "direct"),
-    )
+    own_template = None if chat_template is None else str(chat_template)
+    names: Any = trackers if isinstance(trackers, str) else list(trackers)
+    with _by_arguments():
+        cfg = GRPOConfig(
+            run=RunConfig(path=str(path or time.strftime("runs/train-%Y%m%d-%H%M%S")), trackers=names),
+            env=EnvConfig(name=_dataset_of(env).prompts.name),
+            collect=CollectConfig(
+                groups_per_batch=groups_per_batch,
+                group_size=group_size,
+                max_new_tokens=max_new_tokens,
+                max_turns=max_turns,
+                temperature=temperature,
+                max_staleness=max_staleness,
+            ),
+            eval=EvalConfig(every=eval_every, metric=best_by, patience=patience),
+            export=ExportConfig(every=export_every, save_total_limit=save_total_limit, push_to_hub=push_to_hub),
+            seed=seed,
+            resume=resume,
+            model=ModelConfig(
+                path=str(model),
+                max_model_len=max_model_len,
+                dtype="bfloat16" if on_gpu else "float32",
+                lora=LoRAEntries(rank=lora_rank),
+                chat_template=own_template,
+            ),
+            train=GRPOTrainConfig(
+                num_steps=num_steps,
+                learning_rate=learning_rate,
+                schedule=schedule,
+                warmup_steps=warmup_steps,
+                num_epochs=num_epochs,
+                num_minibatches=num_minibatches,
+                kl_to_ref_coeff=kl_to_ref_coeff,
+                # Engine and trainer share the GPU, as in `hardware/gpu1.yaml`.
+                device="cuda" if on_gpu else "cpu",
+                token_budget=16384 if on_gpu else 8192,
+                gradient_checkpointing=on_gpu,
+            ),
+            engine=EngineConfig(gpu_memory_utilization=0.4, enforce_eager=False) if on_gpu else EngineConfig(),
+            sync=SyncConfig(transport="ipc" if on_gpu else "direct"),
+        )
+    check_template(cfg, engine)
     _train(cfg, env, evaluated, engine, console)
     return Path(cfg.run.path)
+
+
+@contextmanager
+def _by_arguments() -> Iterator[None]:
+    """Name entries of the configuration as the arguments of `train` are called."""
+    try:
+        yield
+    except EntryError as error:
+        entry, place, rest = error.entry.partition("[")
+        raise EntryError(f"{_argument_of(entry)}{place}{rest}", error.problem) from None
+
+
+def _argument_of(entry: str) -> str:
+    return _ARGUMENTS.get(entry, entry.rpartition(".")[2])
+
+
+def _how_to_continue(path: str, changes: Mapping[str, object]) -> str:
+    """Return how a call of `train` is continued: what is changed of it."""
+    changed = {"path": path, "resume": True, **{_argument_of(name): value for name, value in changes.items()}}
+    return "the same call with " + ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
 
 def _dataset_of(env: EnvBase | MixedEnv) -> DatasetChatEnv | DataLoadingPrimer | MixedEnv:
@@ -202,7 +252,10 @@ def _check_envs(env: EnvBase | MixedEnv, eval_envs: Mapping[str, EnvBase]) -> in
         raise ValueError(
             f"env has repeats={prompts.num_samples}: GRPO compares the answers to one prompt; build it with repeats=8."
         )
-    names = [name for name, _ in env.items()] if isinstance(env, MixedEnv) else [prompts.name]
+    trained = dict(env.items()) if isinstance(env, MixedEnv) else {prompts.name: env}
+    for key, one in {**trained, **eval_envs}.items():
+        check_reward(one, f"the environment {key!r}")
+    names = list(trained)
     for key, eval_env in eval_envs.items():
         name = _dataset_of(eval_env).prompts.name
         if name in names:
@@ -222,10 +275,10 @@ def _train(
     console: Console | None,
 ) -> None:
     """Do what `main` of the script does, with environments and an engine that are there; a test compares them."""
-    with open_run(cfg, console=console) as run:
+    with open_run(cfg, console=console, continued_by=_how_to_continue) as run:
         device = TrainerDevice(cfg)
-        engine: Any = run.enter(start_engine(cfg)) if own_engine is None else own_engine
-        tokenizer = engine.get_tokenizer()
+        engine: Any = run.enter(start_engine(cfg)) if own_engine is None else run.lend(own_engine)
+        tokenizer = tokenizer_of(cfg, engine)
         sampling = cfg.collect.generate_kwargs
         policy = LLMWrapperBase(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 

@@ -41,6 +41,7 @@ from llmrl.runs.setup import (
     start_engine,
     start_teacher,
     sync_scheme,
+    tokenizer_of,
 )
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import (
@@ -62,7 +63,7 @@ def main(cfg: DistillationConfig) -> None:
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
-        tokenizer, sampling = engine.get_tokenizer(), cfg.collect.generate_kwargs
+        tokenizer, sampling = tokenizer_of(cfg, engine), cfg.collect.generate_kwargs
         renderer = make_renderer(tokenizer)
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
         model = load_model(

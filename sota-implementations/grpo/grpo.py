@@ -35,6 +35,7 @@ from llmrl.runs.setup import (
     scoring_options,
     start_engine,
     sync_scheme,
+    tokenizer_of,
 )
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_reference, minibatches, train_step
@@ -49,7 +50,7 @@ def main(cfg: GRPOConfig) -> None:
         # What answers: vLLM, or several, on what the trainer's device leaves.
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
-        tokenizer = engine.get_tokenizer()
+        tokenizer = tokenizer_of(cfg, engine)
         sampling = cfg.collect.generate_kwargs
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 

@@ -15,7 +15,6 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
-from transformers import AutoTokenizer
 
 from llmrl.collectors import Demonstrations, RolloutLimits
 from llmrl.objectives import SFTLoss
@@ -33,6 +32,7 @@ from llmrl.runs.setup import (
     scoring_options,
     start_engine,
     sync_scheme,
+    tokenizer_of,
 )
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, train_step, write_log_probs
@@ -42,7 +42,7 @@ def main(cfg: SFTConfig) -> None:
     """Train by supervised fine-tuning."""
     with open_run(cfg) as run:
         # What is learned: rendered as it would be sampled, what the assistant says is trained.
-        tokenizer = AutoTokenizer.from_pretrained(model_folder(cfg))
+        tokenizer = tokenizer_of(cfg, AbsentEngine(model_folder(cfg)))
         renderer = make_renderer(tokenizer)
         conversations = run.enter(
             Demonstrations(
