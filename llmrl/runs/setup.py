@@ -121,7 +121,10 @@ def check_template(cfg: ScriptConfig, engine: HasTokenizer | None = None) -> Non
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model_folder(cfg)) if engine is None else engine.get_tokenizer()
+        if engine is not None:
+            tokenizer = engine.get_tokenizer()
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(model_folder(cfg), local_files_only=True)
     except (OSError, ValueError):
         return
     if not getattr(tokenizer, "chat_template", None):
