@@ -99,6 +99,26 @@ def test_requests_go_to_the_hosts_that_are_named_alone(site):
             HttpTool(allowed_hosts=hosts)
 
 
+def test_no_header_or_url_leads_a_request_elsewhere(site):
+    seen = []
+    site.answer = lambda path, headers: seen.append(dict(headers)) or (200, "fine", {})
+    tools = ToolTransform([HttpTool(allowed_hosts=[site.address], timeout=5)])
+    url = f"http://{site.address}/"
+    for name in ("Host", "hOST", "Transfer-Encoding", "Content-Length", "Connection", "X-Forwarded-Host", "Expect"):
+        text, outcomes = ask(tools, "http", url=url, method="POST", headers={name: "chunked"}, body="x")
+        assert outcomes == {"failed": 1} and "headers may be accept" in text and name in text
+    for method in ("CONNECT", "TRACE", "get x HTTP/1.1\r\nHost: a"):
+        assert ask(tools, "http", url=url, method=method)[1] == {"failed": 1}
+    for elsewhere in (f"http://example.org\\@{site.address}/", f"http://{site.address}\\@example.org/"):
+        assert ask(tools, "http", url=elsewhere)[1] == {"failed": 1} or seen.pop()["Host"] == site.address
+    assert ask(tools, "http", url=url, headers={"Accept": "a\r\nHost: b"})[1] == {"failed": 1}
+    assert seen == []
+    told = {"Authorization": "Bearer k", "content-type": "text/x"}
+    assert ask(tools, "http", url=url, method="get", headers=told)[1] == {"answered": 1}
+    assert seen[0]["Host"] == site.address and seen[0]["Authorization"] == "Bearer k"
+    tools.close()
+
+
 def test_calls_wait_for_their_rate_in_virtual_time():
     from llmrl.testing import run_in_virtual_time
 

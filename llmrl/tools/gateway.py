@@ -13,6 +13,9 @@ from urllib.parse import urlsplit
 REFUSED_HEADER = "x-llmrl-refused"
 _MAX_HEAD_BYTES = 64 << 10
 _CONNECT_SECONDS = 20.0
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Whose packets a router of this network unwraps, or that are of a site: 6to4, Teredo, local NAT64, IPv4-compatible.
+_TUNNELS = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "64:ff9b:1::/48", "::/96", "fec0::/10")))
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 
@@ -72,7 +75,9 @@ def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> boo
     """Return whether the gateway connects to an address that a host's name stands for.
 
     A name may stand for any address on the internet. One of this machine or its network is reached only where the
-    address itself, or the name `localhost`, is among the domains: whoever owns a name decides what it stands for.
+    address itself, or the name `localhost`, is among the domains: whoever owns a name decides what it stands for. An
+    IPv6 address that stands for an IPv4 one (mapped, NAT64) is that; of tunnels that hold one (6to4, Teredo) none is
+    reached.
 
     Example:
         >>> is_reachable("93.184.216.34", "example.org", ["example.org"]), is_reachable("10.0.0.1", "a.org", ["a.org"])
@@ -83,7 +88,9 @@ def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> boo
     parsed = ipaddress.ip_address(address.partition("%")[0])
     mapped = getattr(parsed, "ipv4_mapped", None)
     parsed = parsed if mapped is None else mapped
-    if parsed.is_global and not parsed.is_multicast:
+    if parsed in _NAT64:
+        parsed = ipaddress.ip_address(parsed.packed[-4:])
+    if parsed.is_global and not parsed.is_multicast and not any(parsed in network for network in _TUNNELS):
         return True
     named = {domain.partition(":")[0].lower().rstrip(".") for domain in allowed_domains}
     return str(parsed) in named or (

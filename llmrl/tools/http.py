@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from urllib.parse import urlsplit
 
 from llmrl._utils.imports import require
 from llmrl.tools.output import ToolResult
 from llmrl.tools.tool import StopSignal, Tool, ToolError, function_tool
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+# None that says where a request goes, where it ends, or who sent it.
+_HEADERS = frozenset(
+    (
+        "accept", "accept-language", "authorization", "cache-control", "content-language", "content-type", "cookie",
+        "if-match", "if-modified-since", "if-none-match", "if-unmodified-since", "prefer", "range", "user-agent",
+        "x-api-key",
+    )
+)  # fmt: skip
 
 
 def HttpTool(
     *, allowed_hosts: Sequence[str], timeout: float = 10.0, max_response_bytes: int = 1 << 20, name: str = "http"
 ) -> Tool:
     """Return a tool that makes HTTP requests; redirects are shown, and not followed.
+
+    Headers are those of a list, such as `Accept`, `Authorization` and `Content-Type`: not `Host`, which names another
+    site of the same server, nor those that say where a body ends.
 
     Args:
         allowed_hosts: names, such as `api.example.org`, or with a port; to others nothing is sent. The browser's
@@ -32,7 +44,7 @@ def HttpTool(
     """
     if isinstance(allowed_hosts, str) or not allowed_hosts:
         raise ValueError(f"allowed_hosts must name the hosts that requests may go to, got {allowed_hosts!r}.")
-    aiohttp = require("aiohttp", extra="server")
+    aiohttp, yarl = require("aiohttp", extra="server"), require("yarl", extra="server")
 
     async def http(
         url: str, method: str = "GET", headers: Mapping[str, str] | None = None, body: str | None = None
@@ -46,17 +58,21 @@ def HttpTool(
             body: text that is sent.
         """
         try:
-            parts = urlsplit(url)
-            hosts = {parts.hostname, f"{parts.hostname}:{parts.port}"}
+            parsed = yarl.URL(url)  # by which it is sent, too
         except ValueError as error:
             raise ToolError(f"{url!r:.200} is no URL: {error}.") from None
-        if parts.scheme not in ("http", "https") or hosts.isdisjoint(allowed_hosts):
+        hosts = {parsed.host, f"{parsed.host}:{parsed.port}"}
+        if parsed.scheme not in ("http", "https") or hosts.isdisjoint(allowed_hosts):
             raise ToolError(f"requests go to {', '.join(allowed_hosts)} by http or https alone, got {url!r:.200}.")
+        if method.upper() not in _METHODS:
+            raise ToolError(f"method must be one of {', '.join(_METHODS)}, got {method!r:.40}.")
+        if refused := [header for header in headers or () if header.lower() not in _HEADERS]:
+            raise ToolError(f"headers may be {', '.join(sorted(_HEADERS))}, got {', '.join(refused)!r:.200}.")
         try:
             limits = aiohttp.ClientTimeout(total=timeout)
             async with (
                 aiohttp.ClientSession(timeout=limits) as session,
-                session.request(method, url, headers=headers, data=body, allow_redirects=False) as response,
+                session.request(method.upper(), parsed, headers=headers, data=body, allow_redirects=False) as response,
             ):
                 data = b""
                 async for part in response.content.iter_any():

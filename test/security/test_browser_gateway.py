@@ -36,11 +36,36 @@ def test_an_accepted_domain_allows_itself_and_what_is_below(domains):
         assert is_allowed(domain, 443, domains) and is_allowed(f"www.{domain}", 80, domains)
 
 
+_INNER = ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.0.1", "0.0.0.0", "100.64.0.1"]
+
+
+def embedded(inner):
+    """The forms of IPv6 that stand for an IPv4 address, or hold one."""
+    high, low = (f"{int.from_bytes(ipaddress.ip_address(inner).packed[i : i + 2]):x}" for i in (0, 2))
+    return [
+        f"::ffff:{inner}", f"64:ff9b::{inner}", f"64:ff9b:1::{inner}", f"64:ff9b:1:7f00::{high}:{low}", f"::{inner}",
+        f"2002:{high}:{low}::1", f"2002:{high}:{low}::", f"2001:0:{high}:{low}::1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", _INNER)
+def test_no_form_of_a_refused_address_is_the_internet(inner):
+    for address in [*embedded(inner), "fec0::1", "feff::1", "fe80::1%eth0"]:
+        assert not is_reachable(address, "a.com", ["a.com"]), address
+
+
+def test_a_public_address_behind_nat64_is_the_internet():
+    assert is_reachable("64:ff9b::8.8.8.8", "a.com", ["a.com"])
+    assert is_reachable("64:ff9b::10.0.0.1", "a.com", ["a.com", "10.0.0.1"])
+
+
 @given(st.ip_addresses())
 def test_addresses_off_the_internet_need_to_be_named(address):
     is_public = address.is_global and not address.is_multicast
     if (mapped := getattr(address, "ipv4_mapped", None)) is not None:
         is_public = mapped.is_global and not mapped.is_multicast
+    elif str(address).startswith(("2002:", "64:ff9b:", "2001:", "fe", "::")):
+        return  # see the forms above
     assert is_reachable(str(address), "a.com", ["a.com"]) == is_public
     if isinstance(address, ipaddress.IPv4Address):
         assert is_reachable(str(address), "a.com", ["a.com", str(address)])
