@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 
 import aiohttp
 import anthropic
@@ -126,6 +128,75 @@ def test_nobody_asks_without_the_key_and_metrics_count(renderer):
     assert lines["llmrl_sessions"] == "1" and lines['llmrl_tokens_total{kind="completion"}'] == "5"
     assert lines['llmrl_requests_total{path="/chat/completions",status="200"}'] == "2"
     assert lines['llmrl_requests_total{path="/chat/completions",status="401"}'] == "2"
+
+
+def raw(url, *lines, body=b""):
+    """The answer to a request of these lines, which may hold any bytes; its body is sent as far as it is given."""
+    port = int(url.split(":")[2].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(b"\r\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+        client.sendall(b"\r\n\r\n" + body)
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+            if b"\r\n\r\n" in answer:
+                return answer
+    return answer
+
+
+def test_the_key_is_looked_at_before_a_body_is_read(renderer):
+    """A body that never comes whole is answered at once."""
+
+    async def act(url):
+        statuses = []
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"):
+            for key in (b"", b"Authorization: Bearer wrong", b"Authorization: Bearer \xff\xfe", b"x-api-key: \xe9"):
+                lines = [
+                    f"POST {path} HTTP/1.1",
+                    "Host: localhost",
+                    "Content-Length: 60000000",
+                    *([key] if key else []),
+                ]
+                statuses.append((await asyncio.to_thread(raw, url, *lines, body=b"{")).split(b"\r\n")[0])
+        named = ["GET /v1/models HTTP/1.1", "Host: localhost", "Authorization: Bearer secret"]
+        answer = await asyncio.to_thread(raw, url, *named, b"X-Session-ID: \xff")
+        return statuses, answer
+
+    (statuses, answer), _ = served(renderer, act)
+    assert set(statuses) == {b"HTTP/1.1 401 Unauthorized"}
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
+def test_without_a_key_no_page_of_a_browser_may_ask(renderer):
+    question = json.dumps({"model": "small", "messages": [USER]}).encode()
+
+    async def act(url):
+        own = url.removeprefix("http://").removesuffix("/v1")
+        port, statuses = own.split(":")[1], {}
+        for host, origin in (
+            (own, None),
+            (f"localhost:{port}", None),
+            (f"[::1]:{port}", None),
+            (own, f"http://{own}"),
+            (f"evil.org:{port}", None),
+            (f"evil.org:{port}", f"http://evil.org:{port}"),
+            (own, "https://evil.org"),
+            (own, "null"),
+            (own, f"http://{own}.evil.org"),
+            (f"127.0.0.1.evil.org:{port}", None),
+            ("", None),
+        ):
+            origins = [] if origin is None else [f"Origin: {origin}"]
+            # What a page may send without asking first.
+            lines = ["POST /v1/chat/completions HTTP/1.1", f"Host: {host}", *origins, "Content-Type: text/plain"]
+            answer = await asyncio.to_thread(raw, url, *lines, f"Content-Length: {len(question)}", body=question)
+            assert b"access-control" not in answer.lower()
+            statuses[host.replace(port, "PORT"), origin and origin.replace(port, "PORT")] = answer.split()[1]
+        return statuses
+
+    statuses, engine = served(renderer, act, api_key=None)
+    assert list(statuses.values()) == [b"200"] * 4 + [b"403"] * 7, statuses
+    assert len(engine.log) == 4
 
 
 def test_an_address_that_others_reach_wants_a_key(tmp_path):

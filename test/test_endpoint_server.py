@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import socket
+import threading
 from collections import Counter
 
 import aiohttp
@@ -326,17 +327,19 @@ def test_bad_requests_are_refused_in_the_dialect(renderer, path):
 
 def test_large_and_half_sent_requests_hold_nobody_up(renderer, monkeypatch):
     monkeypatch.setattr(server_module, "_READ_SECONDS", 0.5)
+    monkeypatch.setattr(server_module, "_HEAD_SECONDS", 0.5)
     monkeypatch.setattr(server_module, "_MAX_BYTES", 11 << 20)
 
     async def act(served):
         host, port = served.server.url.removeprefix("http://").split(":")
         halves = []
-        begun = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+        key = f"x-api-key: {served.key}".encode()
+        begun = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\n" + key + b"\r\nContent-Length: 99\r\n\r\n{"
         for half in (begun[:20], begun):
             halves.append(socket.create_connection((host, int(port))))
             halves[-1].sendall(half)
         create = served.openai().chat.completions.create
-        with pytest.raises(openai.BadRequestError, match="prompt is too long: 10000000 characters"):
+        with pytest.raises(openai.BadRequestError, match=r"prompt is too long: 1000\d{4} characters"):
             await create(model="policy", messages=[{"role": "user", "content": "x" * 10_000_000}])
         with pytest.raises(openai.APIStatusError, match="longer than") as too_large:
             await create(model="policy", messages=[{"role": "user", "content": "x" * (12 << 20)}])
@@ -344,11 +347,55 @@ def test_large_and_half_sent_requests_hold_nobody_up(renderer, monkeypatch):
         answer = await create(model="policy", messages=[USER])
         late = await asyncio.to_thread(halves[1].recv, 4096)
         assert b"408" in late.split(b"\r\n")[0]
+        assert await asyncio.to_thread(halves[0].recv, 4096) == b""  # half a head has a deadline, too
         for half in halves:
             half.close()
         return answer.choices[0].message.content
 
     assert serve(renderer, act) == "15"
+
+
+def test_what_cannot_fit_is_refused_unread_or_measured_beside_the_others(renderer, monkeypatch):
+    """Tools, calls and many small messages make a prompt long, too."""
+    loop_thread, encoded_in = threading.get_ident(), []
+    whole = renderer.render
+
+    def render(messages, **options):
+        encoded_in.append(threading.get_ident())
+        return whole(messages, **options)
+
+    def words(num):
+        return "word " * num
+
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": words(40_000)})}}
+    called = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "?"}]
+    tool = {"type": "function", "function": {"name": "f", "description": words(40_000), "parameters": {}}}
+    unread = {
+        "300 messages": {"messages": [USER] * 300},
+        "characters": {"messages": [USER], "tools": [tool]},
+        "characters ": {"messages": called},
+    }
+
+    async def act(served):
+        create = served.openai().chat.completions.create
+        for length, asked in unread.items():
+            with pytest.raises(openai.BadRequestError, match=f"prompt is too long: .*{length.strip()}"):
+                await create(model="policy", **asked)
+        assert not encoded_in
+        with pytest.raises(openai.BadRequestError, match=r"prompt is too long: 4\d\d\d tokens"):
+            await create(model="policy", messages=[{"role": "user", "content": words(4000)}])
+        assert encoded_in and loop_thread not in encoded_in
+        count = served.anthropic().messages.count_tokens
+        long = await count(model="policy", messages=[{"role": "user", "content": words(4000)}])
+        assert long.input_tokens > 4000 and loop_thread not in encoded_in
+        answer = await create(model="policy", messages=[USER])
+        monkeypatch.setattr(session_module, "_USUAL_CHARACTERS", 0)
+        await create(model="policy", messages=[{"role": "user", "content": "What is long and fits?"}])
+        return answer.choices[0].message.content, len(served.session.tree.turns)
+
+    monkeypatch.setattr(renderer, "render", render)
+    content, num_turns = serve(renderer, act, max_prompt_tokens=250, max_turns=2)
+    assert (content, num_turns) == ("15", 2), "what was refused is no turn"
 
 
 def test_each_request_has_one_answer_among_bad_ones_and_clients_that_vanish(renderer, caplog):

@@ -15,12 +15,12 @@ from llmrl.collectors.completing import Completer
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.endpoint import EndpointServer, Session, SessionLimits, TurnTree
 from llmrl.endpoint.open_sessions import OpenSessions
+from llmrl.endpoint.server import LOOPBACK
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder, holds_run
 
 _LOOK_SECONDS = 10.0
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ServeSettings:
     out: Path | None
 
     def __post_init__(self) -> None:
-        if self.api_key is None and self.host not in _LOOPBACK:
+        if self.api_key is None and self.host not in LOOPBACK:
             raise ValueError(
                 f"--host {self.host} is reached from other machines: give a key that they need by --api-key."
             )

@@ -40,6 +40,11 @@ class KeyedSessions:
         """Forget a key."""
         del self._open[key]
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether those who ask must have a key."""
+        return True
+
     def check(self, api_key: str | None, session_id: str | None) -> None:
         """Refuse whoever has no key of an open session.
 

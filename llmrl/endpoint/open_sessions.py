@@ -39,6 +39,11 @@ class OpenSessions:
         self._by_prompt: dict[ChainKey, str] = {}  # of those without a name of their client's
         self._numbers = itertools.count()
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether those who ask must have a key."""
+        return self._api_key is not None
+
     def __len__(self) -> int:
         return len(self._sessions)
 
@@ -48,7 +53,10 @@ class OpenSessions:
         Raises:
             RefusedRequest: then.
         """
-        if self._api_key is not None and not hmac.compare_digest((api_key or "").encode(), self._api_key.encode()):
+        if self._api_key is None:
+            return
+        given = (api_key or "").encode(errors="surrogateescape")  # a header may hold any bytes
+        if not hmac.compare_digest(given, self._api_key.encode()):
             raise RefusedRequest("the key is wrong.", status=401, code="invalid_api_key")
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:

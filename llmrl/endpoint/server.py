@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("llmrl")
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_BYTES = 64 << 20
 _READ_SECONDS = 60.0
 """For a request's body to come in whole."""
+_HEAD_SECONDS = 75.0
+"""For the head of a request to come in whole, and of idle connections."""
 _CLIENT_HUNG_UP = 499  # as web servers count it
 _PING_SECONDS = 10.0
 """How long a streaming client hears nothing, at most."""
@@ -39,6 +43,11 @@ class Sessions(Protocol):
 
     def __len__(self) -> int:
         """Return how many are open."""
+        ...
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether those who ask must have a key."""
         ...
 
     def check(self, api_key: str | None, session_id: str | None) -> None:
@@ -92,6 +101,7 @@ class EndpointServer:
         self.counts: Counter[str] = Counter()
         """What was served, by names and labels of Prometheus."""
         self._runner: web.AppRunner | None = None
+        self._host = ""
         self.url = ""
         """Where it listens, without a path; empty until it does."""
 
@@ -117,11 +127,17 @@ class EndpointServer:
             for prefix in ("", "/v1", "/v1/v1", "/s/{session}", "/s/{session}/v1", "/s/{session}/v1/v1"):
                 app.router.add_route(method, f"{prefix}{path}", handler)
         app.router.add_route("*", "/{path:.*}", self._handler("elsewhere", CHAT, self._nowhere))
-        self._runner = self.web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+        self._runner = self.web.AppRunner(
+            app,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+            access_log=None,
+            keepalive_timeout=_HEAD_SECONDS,  # which counts from the connection's beginning, too
+        )
         await self._runner.setup()
         site = self.web.TCPSite(self._runner, host, port, backlog=4096)
         await site.start()
-        address = self._runner.addresses[0]
+        self._host, address = host.lower(), self._runner.addresses[0]
         self.url = f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}"
 
     async def close(self) -> None:
@@ -136,6 +152,7 @@ class EndpointServer:
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
+                self._check_page(request)
                 response = await answer(dialect, request)
             except RefusedRequest as refused:
                 response = self._refusal(dialect, refused)
@@ -152,11 +169,31 @@ class EndpointServer:
     def _refusal(self, dialect: Dialect, refused: RefusedRequest) -> web.Response:
         return self.web.json_response(dialect.error(refused), status=refused.status, headers=_NO_RETRY)
 
+    def _check_page(self, request: web.Request) -> None:
+        """Refuse pages of a browser where no key is needed: one of any site may send requests to this machine.
+
+        A name that a page had resolved to this machine (DNS rebinding) is in `Host`, another page's in `Origin`.
+        """
+        if self.sessions.needs_key:
+            return
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+        if name.strip("[]").lower() not in (*LOOPBACK, self._host) or origin not in (None, f"http://{host}"):
+            raise RefusedRequest(
+                f"requests of web pages are refused without a key (Host {host!r:.80}, Origin {origin!r:.80}): ask "
+                f"{self.url}, or serve with a key.",
+                status=403,
+                code="forbidden",
+            )
+
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        self.sessions.check(*self._asker(request))  # before anything is read
         text = await self._read(request)
         asked = dialect.read(parse_body(text))
         session = self._session(request, asked)
-        digest = hashlib.blake2b(request.path.encode() + b"\0" + text, digest_size=16).digest()
+        digest = hashlib.blake2b(
+            request.raw_path.encode(errors="surrogateescape") + b"\0" + text, digest_size=16
+        ).digest()
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         exchange = session.begin(asked, digest, is_repeated=is_repeated)
         try:
@@ -185,8 +222,9 @@ class EndpointServer:
             exchange.leave()
 
     async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        self.sessions.check(*self._asker(request))
         asked = dialect.read(parse_body(await self._read(request)))
-        return self.web.json_response({"input_tokens": self._session(request, asked).count_tokens(asked)})
+        return self.web.json_response({"input_tokens": await self._session(request, asked).count_tokens(asked)})
 
     async def _wait_streaming(self, request: web.Request, exchange: Exchange) -> web.StreamResponse | None:
         """Wait for an answer; a client that waits long hears now and then that it is still being made."""
@@ -220,7 +258,10 @@ class EndpointServer:
         """Return the key of whoever asks, and the session that is named."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         api_key = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
-        return api_key, request.match_info.get("session") or request.headers.get("X-Session-ID")
+        session_id = request.match_info.get("session") or request.headers.get("X-Session-ID")
+        if session_id is not None and not session_id.isprintable():  # bytes that are no UTF-8 are not, either
+            raise RefusedRequest(f"the session's name must be printable text, got {session_id!a:.80}.")
+        return api_key, session_id
 
     def _session(self, request: web.Request, asked: ModelRequest) -> Session:
         session = self.sessions.find(*self._asker(request), asked)

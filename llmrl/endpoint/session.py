@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmrl._utils.failure import as_exception, describe
@@ -24,6 +24,8 @@ RETRY_SECONDS = 10.0
 """How long an answer is kept, and sampled on, for a client that hung up: theirs repeat a request within 8 s."""
 _TOKEN_CHARACTERS = 512
 """More than any token of a known tokenizer stands for: what is longer than a prompt of such tokens is not looked at."""
+_USUAL_CHARACTERS = 8
+"""More than tokens stand for on average: what is longer than a prompt of such tokens is measured in a thread first."""
 ASIDE = ":aside"
 """What follows a model's name in requests that are answered and not recorded: titles, summaries for a screen."""
 
@@ -52,6 +54,7 @@ class Exchange:
 
     request: ModelRequest
     task: asyncio.Task[_Sampled]
+    """Raises `RefusedRequest` for what cannot be answered."""
     num_clients: int = 1
     """That wait for it."""
     reply: ModelReply | None = None
@@ -140,7 +143,9 @@ class Session:
             self.counts["num_repeated"] += 1
             before[-1].num_clients += 1
             return before[-1]
-        prompted, prompt_key = self._prompt(request)
+        self._check_budgets(request)
+        is_long = self._check_length(request)
+        prompt = None if is_long else self._prompt(request)
         sampling = self._sampling_of(request)
         self.overridden.update(request.overridden)
         if not self._does_client_sample:
@@ -149,19 +154,21 @@ class Session:
             self.counts["num_aside"] += 1
         else:
             self._num_begun += request.num_answers
-        task = asyncio.create_task(self._sample(request, prompted, prompt_key, sampling))
+        task = asyncio.create_task(self._sample(request, prompt, sampling))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits for it is told
         exchange = Exchange(request, task)
         self._exchanges[digest] = [*same, exchange]
         return exchange
 
-    def count_tokens(self, request: ModelRequest) -> int:
+    async def count_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens of a prompt, which is not recorded.
 
         Raises:
-            RefusedRequest: when the chat template refuses it.
+            RefusedRequest: when the chat template refuses it, or it is longer than any prompt.
         """
         self.check_open()
+        if self._check_length(request):
+            return await self._measured(request)
         return self._render(request)[0].num_tokens
 
     @property
@@ -182,20 +189,48 @@ class Session:
         if self.is_ended:
             raise RefusedRequest("this session has ended; its key is good no more.", status=403, code="session_ended")
 
-    def _prompt(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
+    def _check_budgets(self, request: ModelRequest) -> None:
         limits, spent = self.limits, self.num_completion_tokens
         is_aside = self._is_aside(request)
         if limits.max_turns is not None and not is_aside and self._num_begun + request.num_answers > limits.max_turns:
             raise self._over(StopReason.MAX_TURNS, f"its {limits.max_turns} answers")
         if limits.max_completion_tokens is not None and spent >= limits.max_completion_tokens:
             raise self._over(StopReason.LENGTH, f"the {limits.max_completion_tokens} tokens of its answers")
-        num_characters = sum(len(text_of(message.get("content"))) for message in request.messages)
-        if num_characters > _TOKEN_CHARACTERS * limits.max_prompt_tokens:
+
+    def _check_length(self, request: ModelRequest) -> bool:
+        """Return whether a request may be too long; one that is for certain is refused before it is looked at."""
+        most, messages = self.limits.max_prompt_tokens, self._with_earlier(request)
+        if len(messages) > most:  # each has a token at least
+            raise self._too_long(f"{len(messages)} messages")
+        num_characters = sum(map(_num_characters, (*messages, *request.tools)))
+        if num_characters > _TOKEN_CHARACTERS * most:
             raise self._too_long(f"{num_characters} characters")
+        return num_characters > _USUAL_CHARACTERS * most
+
+    async def _measured(self, request: ModelRequest) -> int:
+        """Return the number of tokens of a long prompt, counted in a thread: meanwhile others are answered."""
+        self._check_last(request)
+        try:
+            messages = self._with_earlier(request)
+            return await asyncio.to_thread(self.tree.count_tokens, messages, request.tools)
+        except RenderingError as error:
+            raise RefusedRequest(str(error)) from error
+
+    def _prompt(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
         prompted, prompt_key = self._render(request)
-        if prompted.num_tokens > limits.max_prompt_tokens:
+        if prompted.num_tokens > self.limits.max_prompt_tokens:
             raise self._too_long(f"{prompted.num_tokens} tokens")
         return prompted, prompt_key
+
+    async def _measured_prompt(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
+        try:
+            if (num_tokens := await self._measured(request)) > self.limits.max_prompt_tokens:
+                raise self._too_long(f"{num_tokens} tokens")
+            return self._prompt(request)
+        except RefusedRequest:
+            if not self._is_aside(request):
+                self._num_begun -= request.num_answers
+            raise
 
     def _over(self, reason: str, budget: str) -> RefusedRequest:
         self.reason = self.last_refusal = reason
@@ -210,9 +245,13 @@ class Session:
             code="context_length_exceeded",
         )
 
-    def _render(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
+    @staticmethod
+    def _check_last(request: ModelRequest) -> None:
         if request.messages[-1]["role"] == "assistant":
             raise RefusedRequest("the last message is the assistant's: an answer that is begun is not continued.")
+
+    def _render(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
+        self._check_last(request)
         try:
             return self.tree.prompt(self._with_earlier(request), request.tools)
         except RenderingError as error:
@@ -245,8 +284,9 @@ class Session:
             raise RefusedRequest(str(error)) from error
 
     async def _sample(
-        self, request: ModelRequest, prompted: Conversation, prompt_key: ChainKey, sampling: SamplingConfig
+        self, request: ModelRequest, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
     ) -> _Sampled:
+        prompted, prompt_key = await self._measured_prompt(request) if prompt is None else prompt
         asked = [
             asyncio.ensure_future(self._complete(prompted.prompt_ids, sampling)) for _ in range(request.num_answers)
         ]
@@ -340,3 +380,14 @@ class Session:
                 self.counts["num_lost"] += exchange.request.num_answers
                 exchange.task.cancel()
         self._exchanges.clear()
+
+
+def _num_characters(value: Json) -> int:
+    """Return how many characters a message or a schema has, the names of its entries included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _num_characters(entry) for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_num_characters, value))
+    return len(str(value))

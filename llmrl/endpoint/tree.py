@@ -76,6 +76,16 @@ class TurnTree:
             return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
         return self._compared(messages, tools), keys[-1]
 
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
+        """Return the number of tokens of a prompt, rendered whole; in any thread.
+
+        Raises:
+            RenderingError: when the template refuses the messages.
+        """
+        assert self._root.renderer is not None
+        messages = [self._own(message) for message in messages]
+        return len(self._root.renderer.render(messages, tools=tools, add_generation_prompt=True))
+
     def _compared(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Conversation:
         prompted = self._root.with_prompt(messages, tools=tools)
         shown = prompted.prompt_ids
