@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,6 +15,7 @@ from llmrl._utils.types import Nested, Tokenizer
 from llmrl.data.chats import map_chats
 from llmrl.data.content_marks import ContentMarks, with_plain_marks
 from llmrl.data.message import Message, ToolSchema
+from llmrl.data.template_limit import written_in_time
 from llmrl.data.templated_text import assistant_spans, template_of_model
 
 
@@ -52,8 +54,9 @@ class ChatRendering:
     def text(self, chat: Sequence[Message], *, add_generation_prompt: bool | None = None) -> str:
         """Write a conversation."""
         options = {} if self.chat_template is None else {"chat_template": self.chat_template}
-        return str(
-            self.tokenizer.apply_chat_template(
+        return written_in_time(
+            partial(
+                self.tokenizer.apply_chat_template,
                 [dict(message) for message in chat],
                 add_generation_prompt=self.add_generation_prompt
                 if add_generation_prompt is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import ChatHistory, History, Message, Text, Tokens, check_messages
 from llmrl.data.chats import flatten
+from llmrl.data.template_limit import written_in_time
 from llmrl.data.tensordicts import container_of, non_tensor, plain, tensordict_of
 from llmrl.transforms import IncrementalTokenizer, environment_parts
 
@@ -164,7 +166,7 @@ class ChatEnv(KnownArguments, EnvBase):
     def _opening(self, tokenizer: Tokenizer, query: object) -> str:
         messages = [dict(message) for message in self.opening_messages(query)]
         options = {"add_generation_prompt": True, "tokenize": False, **self._template_kwargs}
-        return str(tokenizer.apply_chat_template(messages, **options))  # type: ignore[arg-type]
+        return written_in_time(partial(tokenizer.apply_chat_template, messages, **options))  # type: ignore[arg-type]
 
     def opening_messages(self, query: object) -> tuple[Message, ...]:
         """Return the messages that open a conversation: the system prompt, then the query.

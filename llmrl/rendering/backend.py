@@ -10,6 +10,7 @@ from llmrl._utils.imports import require
 from llmrl._utils.types import Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.data.content_marks import ContentMarks, RenderingError
+from llmrl.data.template_limit import SlowTemplateError
 from llmrl.rendering.base import Renderer
 from llmrl.rendering.reasoning import ThoughtMarks
 from llmrl.rendering.results import name_results
@@ -42,7 +43,7 @@ def make_renderer(
     try:
         renderer = TemplateRenderer(tokenizer, **template_arguments)
     except RenderingError as error:
-        if backend == "template" or template_arguments:
+        if backend == "template" or template_arguments or isinstance(error, SlowTemplateError):
             raise
         try:
             return PackageRenderer(tokenizer)

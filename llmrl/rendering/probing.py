@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from llmrl.data import Message, ToolSchema, text_of
 from llmrl.data.content_marks import RenderingError
+from llmrl.data.template_limit import SlowTemplateError
 from llmrl.rendering.base import Ending, ProbedRenderer
 from llmrl.rendering.reasoning import ThoughtMarks
 from llmrl.rendering.results import TOOL_ROLES
@@ -94,6 +95,8 @@ class TemplateProbe:
         """Return what the template writes; None when it refuses."""
         try:
             return self.renderer.render_text(messages, tools=tools, add_generation_prompt=is_prompt)
+        except SlowTemplateError:
+            raise
         except RenderingError:
             return None
 

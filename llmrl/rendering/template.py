@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, Literal
 
 from llmrl._utils.types import StateDict, Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema, text_of
 from llmrl.data.content_marks import ContentMarks, RenderingError
+from llmrl.data.template_limit import SlowTemplateError, written_in_time
 from llmrl.rendering.answer_format import find_answer_format
 from llmrl.rendering.base import Ending
 from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, USER, TemplateProbe, calling, chat_features
@@ -168,6 +170,8 @@ class TemplateRenderer:
         if not self.tool_fault:
             try:
                 probe.check_tool_bridge()
+            except SlowTemplateError:
+                raise
             except RenderingError as error:
                 self.tool_fault = str(error).rstrip(".") + _CARRY_RESULTS
 
@@ -233,15 +237,19 @@ class TemplateRenderer:
         if tools and self.is_tool_prompt_added:
             chat, tools = with_tool_prompt(chat, tools, self._tool_example, self._is_system_known), None
         try:
-            text = self.tokenizer.apply_chat_template(
-                chat,
-                tools=[dict(tool) for tool in tools] if tools else None,
-                chat_template=self.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self.template_kwargs,
+            return written_in_time(
+                partial(
+                    self.tokenizer.apply_chat_template,
+                    chat,
+                    tools=[dict(tool) for tool in tools] if tools else None,
+                    chat_template=self.chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **self.template_kwargs,
+                )
             )
-            return str(text)
+        except SlowTemplateError:
+            raise
         except Exception as error:  # whatever a template's own code raises
             roles = [message["role"] for message in messages]
             raise RenderingError(

@@ -1,0 +1,100 @@
+"""A bound of what other people's Python code computes, in whichever thread it is called."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+_LOOK_SECONDS = 0.1
+
+
+class CpuLimitError(Exception):
+    """Code that was called computed for longer than it may."""
+
+
+class _Expired(BaseException):
+    """Raised within the code that is called, which must not catch it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    seconds: Callable[[], float]
+    """How long its thread has computed; where that is not known (macOS), the time."""
+    end_s: float
+    is_expired: bool = False
+
+
+_calls: dict[int, _Call] = {}  # by thread
+_lock = threading.Lock()
+_is_called = threading.Event()
+_watches: list[threading.Thread] = []
+
+
+def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
+    """Call a function, and end it when it has computed for so long; waiting and other threads do not count.
+
+    It ends between two instructions of Python, so one that computes within an extension ends when it returns from
+    that. Calls do not nest.
+
+    Args:
+        function: of code that may not end.
+        cpu_seconds: of this thread's processor time.
+
+    Raises:
+        CpuLimitError: when it is ended.
+
+    Example:
+        >>> call_within(lambda: sum(range(4)), 10.0)
+        6
+    """
+    thread = threading.get_ident()
+    seconds: Callable[[], float] = time.monotonic
+    if hasattr(time, "pthread_getcpuclockid"):
+        seconds = partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
+    call = _Call(seconds, seconds() + cpu_seconds)
+    try:
+        try:
+            _begin(thread, call)
+            return function()
+        finally:
+            with _lock:
+                _calls.pop(thread, None)
+            if call.is_expired:  # and perhaps not raised yet
+                _set_exception(thread, None)
+    except _Expired:
+        with _lock:
+            _calls.pop(thread, None)
+        raise CpuLimitError(f"it computed for more than {cpu_seconds:g} s") from None
+
+
+def _begin(thread: int, call: _Call) -> None:
+    with _lock:
+        _calls[thread] = call
+        if not _watches or not _watches[0].is_alive():  # also after a fork, which has no threads
+            _watches[:] = [threading.Thread(target=_watch, name="llmrl-cpu-limit", daemon=True)]
+            _watches[0].start()
+    _is_called.set()
+
+
+def _watch() -> None:
+    while True:
+        _is_called.wait()
+        _is_called.clear()
+        while _calls:
+            time.sleep(_LOOK_SECONDS)
+            with _lock:
+                for thread, call in _calls.items():
+                    if not call.is_expired and call.seconds() > call.end_s:
+                        call.is_expired = True
+                        _set_exception(thread, _Expired)
+
+
+def _set_exception(thread: int, kind: type[BaseException] | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind and ctypes.py_object(kind))
