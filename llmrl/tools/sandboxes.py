@@ -31,6 +31,8 @@ class ConversationSandbox:
             command: what `sh` reads.
             timeout: seconds after which it is ended.
         """
+        if not timeout > 0:  # nor is it NaN, which Python's JSON has
+            raise ToolError(f"timeout must be a positive number of seconds, got {timeout:g}.")
         told = await self.sandbox.run(["sh", "-c", command], timeout=min(timeout, _MOST_SECONDS))
         ending = f"[ended after {timeout:g} s]" if told.timed_out else f"[exit {told.exit_code}]"
         lines = (told.stdout.rstrip("\n"), told.stderr and f"[stderr]\n{told.stderr.rstrip()}", ending)

@@ -121,7 +121,7 @@ def test_files_without_an_end_or_outside_are_refused_at_once(ask):
     assert ask("get", "inner") == b"1"
 
 
-def test_the_tool_that_shows_files_says_why_not(service):
+def test_the_tools_say_what_they_do_not_take(service):
     conversation = ConversationSandbox(ConfinedSandbox(service))
     with asyncio.Runner() as runner:
         runner.run(conversation.reset())
@@ -131,4 +131,8 @@ def test_the_tool_that_shows_files_says_why_not(service):
         runner.run(conversation.shell("mkfifo pipe"))
         with pytest.raises(ToolError, match="not a regular file"):
             runner.run(conversation.file_read("pipe"))
+        for timeout in (float("nan"), -1.0, 0.0):
+            with pytest.raises(ToolError, match="positive number of seconds, got"):
+                runner.run(conversation.shell("true", timeout))
+        assert "pipe" in runner.run(conversation.shell("ls", float("inf"))).text
         runner.run(conversation.close())
