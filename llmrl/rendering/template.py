@@ -152,7 +152,7 @@ class TemplateRenderer:
         try:
             tool_format = choose_tool_format(self, tool_parser)
         except RenderingError as error:
-            if tool_parser != "auto":
+            if tool_parser != "auto" or isinstance(error, SlowTemplateError):
                 raise
             self.tool_fault = str(error)
             tool_format = choose_tool_format(self, "none")
