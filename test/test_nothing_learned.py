@@ -37,8 +37,7 @@ def ended(tiny_model_path, tmp_path, monkeypatch):
         for module in ("base", "scheduler"):
             monkeypatch.setattr(f"llmrl.collectors.{module}.SIGNAL_PATIENCE", patience)
         env = DatasetChatEnv([{"query": f"{a} + 1 =", "place": a} for a in range(6)], repeats=repeats, name="train")
-        if reward is not None:
-            env = env.append_transform(RubricReward(reward))
+        env = env.append_transform(RubricReward(reward))
         out = io.StringIO()
         engine = TransformersEngine(tiny_model_path)
         settings = {"path": tmp_path / "run", "groups_per_batch": 3, "max_new_tokens": 5, "learning_rate": 1e-2}
@@ -73,12 +72,6 @@ def test_a_reward_that_is_always_zero_is_recorded_judged_and_shown(ended, tmp_pa
     assert first.count("reward 0.00") == 3 and "all rewards are 0" in first and "Likely: " in first
     shown = CliRunner().invoke(app, ["view", "--terminal", str(tmp_path / "run")])
     assert shown.exit_code == 0 and "reward 0.00" in shown.output
-
-
-def test_an_environment_without_a_reward_says_so(ended, takes_long):
-    run, printed, error = ended(None)
-    assert isinstance(error, NothingLearned) and names(run)["no_signal"]["verdict"] == "broken"
-    assert "append_transform" in names(run)["no_signal"]["causes"][0] and "append_transform" in printed
 
 
 def test_a_reward_that_fails_says_where(ended, takes_long):
