@@ -92,7 +92,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self._recovering: dict[int, threading.Thread] = {}
         self._unproven: set[int] = set()  # restarted, and not seen with the weights of the others yet
         self._first_version: int | None = None  # of the weights that they start with, where it was given
-        self._version = max(engine.policy_version for engine in engines)
+        self._version = self.last_version = max(engine.policy_version for engine in engines)
         self._are_all_open, self._looked_s = True, -LOOK_AGAIN_S
         self._pending: dict[str, PendingRequest] = {}
         self._waiters, self._ids = Waiters(), itertools.count()
@@ -151,7 +151,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         """Count on from `version`: for a resumed run, before its weights are sent."""
-        self._first_version = version
+        self._first_version = self.last_version = version  # the highest that any of them was seen with
         for engine in self:
             engine.policy_version = version
         self.refresh()
@@ -187,6 +187,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
                     self._mark_dead(index)
                 elif index in self._dead and index not in self._recovering and engine.is_alive:
                     self._recover_by(self._bring_back, index, engine)  # a server that is back
+            self.last_version = max(self.last_version, *(engine.policy_version for engine in self._engines))
             versions = {i: e.policy_version for i, e in enumerate(self._engines) if i not in self._dead}
             proven = [version for index, version in versions.items() if index not in self._unproven]
             version = max(proven, default=self._version)

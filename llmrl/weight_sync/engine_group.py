@@ -80,8 +80,9 @@ class EngineGroup:
 
     @property
     def next_version(self) -> int:
-        """Version of the next update: the one after the engines' highest."""
-        return max(engine.policy_version for engine in self.engines or self._engines) + 1
+        """Version of the next update: the one after the engines' highest, those that died included."""
+        last = 0 if self._replicas is None else self._replicas.last_version
+        return max(last, *(engine.policy_version for engine in self.engines or self._engines)) + 1
 
     @property
     def model_dtype(self) -> torch.dtype:
