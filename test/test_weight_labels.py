@@ -92,9 +92,12 @@ def set_to(model, number):
         tensor.fill_(number)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "stream"])
 def test_engines_that_all_died_before_an_update_come_back_with_its_weights_or_those_before(start, way):
-    """The weights of the update that met no engine are not those of the version before."""
+    """The weights of the update that met no engine are not those of the version before.
+
+    What is streamed is not held for an engine that starts later than another: it serves after the next update.
+    """
     labels = Labels(0, 0.0)
     replicas, renew, model = start(way, labels)
     sender = renew()
