@@ -10,7 +10,7 @@ from _pytest.doctest import DoctestModule
 
 PACKAGE = Path(__file__).parent / "llmrl"
 # The set-up leaves reasoning-gym out where nothing can compile what it requires.
-NEEDS = {"reasoning_gym": ["llmrl/envs/reasoning_gym.py", "llmrl/rewards/adapters.py"]}
+NEEDS = {"reasoning_gym": ["llmrl/envs/tasks/reasoning_gym.py", "llmrl/rewards/adapters.py"]}
 collect_ignore = [path for package, paths in NEEDS.items() if not importlib.util.find_spec(package) for path in paths]
 
 

@@ -43,7 +43,7 @@ Contexts = list[list[list[int]]]
 def bare(engine: Any, contexts: Contexts) -> float:
     """Tokens a second of vLLM's own `AsyncLLM`."""
     from llmrl.engines import SamplingConfig
-    from llmrl.engines.vllm_requests import sampling_params
+    from llmrl.engines.vllm.requests import sampling_params
 
     params = sampling_params(SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True), MAX_NEW_TOKENS)
     run = time.perf_counter_ns()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llmrl.envs.addition import AdditionEnv, is_last_number_right
+from llmrl.envs.tasks.addition import AdditionEnv, is_last_number_right
 
 
 def run_plain_loop(

@@ -27,8 +27,8 @@ import torch
 from benchmarks.soak import by_quarter, settled
 from llmrl.engines import AsyncVLLM, EngineReplicas
 from llmrl.engines.base import EngineError, TransferInfo
-from llmrl.engines.ray_engine import RayEngine
-from llmrl.engines.transformers_engine import TransformersEngine
+from llmrl.engines.ray.engine import RayEngine
+from llmrl.engines.transformers.engine import TransformersEngine
 from llmrl.testing.tiny_model import make_tiny_model
 from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from llmrl import AgentEnv, AsyncVLLM, train
 from llmrl.endpoint.agent import AgentModel
-from llmrl.envs.addition import addition_problems, is_last_number_right
+from llmrl.envs.tasks.addition import addition_problems, is_last_number_right
 
 
 async def play(row: Mapping[str, str], model: AgentModel) -> float:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
 # Public name -> the module that defines it. The imports above are for type checkers and editors only;
-# `test/test_structure.py` checks that both list the same.
+# `test/project/test_structure.py` checks that both list the same.
 _EXPORTS = {
     "AgentEnv": "llmrl.envs",
     "AsyncVLLM": "llmrl.engines",

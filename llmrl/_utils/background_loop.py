@@ -25,7 +25,7 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._queue: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._woken_s: float | None = None
 
     @property
@@ -40,7 +40,7 @@ class Mailbox:
         Raises:
             RuntimeError: when the loop is closed.
         """
-        self._letters.append((function, arguments))
+        self._queue.append((function, arguments))
         # Between the append and the flag a drain may run: it then finds the letter. A spurious wake-up is harmless.
         if self._woken_s is None:
             self._woken_s = time.monotonic()
@@ -52,15 +52,15 @@ class Mailbox:
 
     def _drain(self) -> None:
         self._woken_s = None
-        while self._letters:
-            function, arguments = self._letters.popleft()
+        while self._queue:
+            function, arguments = self._queue.popleft()
             function(*arguments)
 
 
-class Errand(Generic[Result]):
+class CrossLoopTask(Generic[Result]):
     """A coroutine on its way to a background loop, and what came of it on its way back."""
 
-    __slots__ = ("_background", "_context", "_coroutine", "_ended", "_here", "_outbox", "_task", "_tickets", "future")
+    __slots__ = ("_background", "_claims", "_context", "_coroutine", "_ended", "_here", "_outbox", "_task", "future")
 
     def __init__(self, coroutine: Coroutine[None, None, Result]) -> None:
         self._coroutine, self._here = coroutine, asyncio.get_running_loop()
@@ -76,18 +76,18 @@ class Errand(Generic[Result]):
         Raises:
             RuntimeError: when the loop is closed; the coroutine is, too.
         """
-        self._background, self._tickets = background, [None]  # the side that takes the ticket owns the coroutine
+        self._background, self._claims = background, [None]  # the side that takes the ticket owns the coroutine
         try:
             background.check_open()
             self._outbox = background.outbox(self._here)
-            background.post(self._start, background, self._tickets)
+            background.post(self._start, background, self._claims)
         except RuntimeError:
             self._coroutine.close()
             raise
 
     def withdraw(self) -> bool:
         """Take it back, if it has not begun."""
-        return _take(self._tickets)
+        return _take(self._claims)
 
     def cancel(self) -> asyncio.Future[None]:
         """Cancel it where it runs and return a future that is done when it has ended."""
@@ -205,13 +205,13 @@ class BackgroundLoop:
         if self.is_closed:
             raise RuntimeError(f"The background loop {self._thread.name!r} is closed: its owner was shut down.")
 
-    def begin(self, coroutine: Coroutine[None, None, Result]) -> Errand[Result]:
+    def begin(self, coroutine: Coroutine[None, None, Result]) -> CrossLoopTask[Result]:
         """Have a coroutine run on the loop, for the running loop of the caller.
 
         Raises:
             RuntimeError: after `close`.
         """
-        errand = Errand(coroutine)
+        errand = CrossLoopTask(coroutine)
         errand.go_to(self)
         return errand
 

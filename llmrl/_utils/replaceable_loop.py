@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from llmrl._utils.background_loop import BackgroundLoop, Errand
+from llmrl._utils.background_loop import BackgroundLoop, CrossLoopTask
 
 logger = logging.getLogger("llmrl")
 
@@ -27,7 +27,7 @@ class _Visit:
 
     __slots__ = ("errand", "is_movable", "place")
 
-    def __init__(self, errand: Errand[Any], place: BackgroundLoop, is_movable: bool) -> None:
+    def __init__(self, errand: CrossLoopTask[Any], place: BackgroundLoop, is_movable: bool) -> None:
         self.errand, self.place, self.is_movable = errand, place, is_movable
 
 

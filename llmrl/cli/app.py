@@ -102,7 +102,7 @@ def view(
 
     While a run goes on the page is kept up to date, until Ctrl-C.
     """
-    from llmrl.runs.viewer import follow, last_run, print_run, read_run
+    from llmrl.viewer import follow, last_run, print_run, read_run
 
     try:
         paths = runs or [last_run()]

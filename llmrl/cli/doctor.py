@@ -201,8 +201,8 @@ def _isolation() -> Finding:
 def examine_server(url: str) -> list[Finding]:
     """Ask a server what it can do as a `ServerEngine`: be reached, sample exactly, take weights, and by which ways."""
     from llmrl.engines import EngineError, ServerEngine
-    from llmrl.engines.server_updates import WAYS
-    from llmrl.engines.vllm_private import VLLM_VERSION
+    from llmrl.engines.server.updates import WAYS
+    from llmrl.engines.vllm.private import VLLM_VERSION
 
     try:
         with ServerEngine(url) as engine:
@@ -241,9 +241,9 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
     """
     from omegaconf import OmegaConf
 
-    from llmrl.runs.config import CollectConfig, EnvConfig, GRPOConfig, GRPOTrainConfig, ModelConfig, RunConfig
-    from llmrl.runs.fit import GIB, lines_of, training_shape
-    from llmrl.runs.launch import typed
+    from llmrl.config.fit import GIB, lines_of, training_shape
+    from llmrl.config.launch import typed
+    from llmrl.config.sections import CollectConfig, EnvConfig, GRPOConfig, GRPOTrainConfig, ModelConfig, RunConfig
     from llmrl.trainer.memory_plan import ModelShape, plan_memory, what_fits
 
     base = GRPOConfig(
@@ -275,7 +275,7 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
 
 def _hardware(name: str) -> list[Any]:
     """Return the entries of a hardware."""
-    from llmrl.runs.resumed_config import entries_of
+    from llmrl.config.resumed import entries_of
 
     path = Path(name) if name.endswith(".yaml") else Path("sota-implementations/config/hardware", f"{name}.yaml")
     if not path.exists():

@@ -359,7 +359,7 @@ class BatchCollector:
             return self._run(self._state_dict())
 
     async def _state_dict(self) -> StateDict:
-        async with self._scheduler.holding_still() as unfinished:
+        async with self._scheduler.frozen() as unfinished:
             left_over = [portable_turn(step) for step in self._left_over]
             state: StateDict = {"num_turns": self._frames, "left_over": left_over, "kind": self._shape.kind}
             dataset_env = self._source.dataset_env

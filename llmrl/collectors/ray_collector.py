@@ -13,7 +13,7 @@ from llmrl.collectors.collector import LLMCollector
 from llmrl.collectors.ray_source import RaySource
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.shape import BatchShape
-from llmrl.engines.ray_cluster import connect
+from llmrl.engines.ray.cluster import connect
 from llmrl.envs import MixedEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion

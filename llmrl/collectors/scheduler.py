@@ -214,7 +214,7 @@ class RolloutScheduler:
         self.notify()
 
     @contextlib.asynccontextmanager
-    async def holding_still(self) -> AsyncIterator[list[int]]:
+    async def frozen(self) -> AsyncIterator[list[int]]:
         """Give, while nothing is drawn, the places in the dataset of groups that were drawn and not handed on yet."""
         async with self._opening:
             yield self._undelivered + self._unreported + _positions(self._groups.values())

@@ -40,7 +40,7 @@ class ModelRequest:
     is_streamed: bool = False
     may_call: bool = True
     """False where calls are to be read as text (`tool_choice` none)."""
-    are_log_probs_wanted: bool = False
+    wants_log_probs: bool = False
     is_usage_streamed: bool = False
     previous_id: str | None = None
     """Of the reply that these messages go on from, where a client sends only what is new."""

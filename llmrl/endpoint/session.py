@@ -358,10 +358,8 @@ class Session:
             tool_calls=tuple({**call, "id": f"call_{uuid.uuid4().hex[:24]}"} for call in calls),
             finish_reason="tool_calls" if calls else finish,
             stop_string=completion.stop_string,
-            token_texts=[self.tree.decode([one]) for one in completion.token_ids]
-            if request.are_log_probs_wanted
-            else (),
-            log_probs=completion.log_probs if request.are_log_probs_wanted else (),
+            token_texts=[self.tree.decode([one]) for one in completion.token_ids] if request.wants_log_probs else (),
+            log_probs=completion.log_probs if request.wants_log_probs else (),
             num_tokens=len(completion.token_ids),
         )
 

@@ -12,14 +12,14 @@ from llmrl.engines.base import (
     completion_budget,
 )
 from llmrl.engines.load import EngineLoad
-from llmrl.engines.ray_engine import RayEngine
-from llmrl.engines.ray_registry import EngineRegistry
+from llmrl.engines.ray.engine import RayEngine
+from llmrl.engines.ray.registry import EngineRegistry
 from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.router import NoReplicaError, Router
 from llmrl.engines.scores import ScoresTokens, TokenScores
-from llmrl.engines.server import ServerEngine
-from llmrl.engines.transformers_engine import TransformersEngine
-from llmrl.engines.vllm import AsyncVLLM
+from llmrl.engines.server.engine import ServerEngine
+from llmrl.engines.transformers.engine import TransformersEngine
+from llmrl.engines.vllm.engine import AsyncVLLM
 
 __all__ = [
     "AsyncVLLM",

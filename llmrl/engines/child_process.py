@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from llmrl.engines.engine_folder import FOLDER_VARIABLE
-from llmrl.engines.vllm_private import put_files_into
+from llmrl.engines.vllm.private import put_files_into
 
 PARENT_VARIABLE = "LLMRL_ENGINE_PARENT"
 """Set while an engine starts: the process id of whoever starts it."""

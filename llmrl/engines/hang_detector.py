@@ -21,7 +21,7 @@ _NUM_LOOKS = 4
 
 
 @dataclass(slots=True)
-class _Sight:
+class _Observation:
     engine: Engine
     progress: int | None
     num_looks: int = 0
@@ -48,7 +48,7 @@ class HangDetector:
         self.timeout_seconds = timeout_seconds
         self.interval_seconds = timeout_seconds / _NUM_LOOKS
         """Between two looks."""
-        self._sights: dict[int, _Sight] = {}
+        self._sights: dict[int, _Observation] = {}
 
     def forget(self) -> None:
         """Start anew, after a time without requests."""
@@ -61,7 +61,7 @@ class HangDetector:
         for index, (engine, progress) in enumerate(zip(engines, progresses, strict=True)):
             sight = self._sights.get(index)
             if sight is None or progress is None or (sight.engine, sight.progress) != (engine, progress):
-                self._sights[index] = _Sight(engine, progress)
+                self._sights[index] = _Observation(engine, progress)
                 continue
             sight.num_looks += 1
             if sight.num_looks >= _NUM_LOOKS:

@@ -12,9 +12,9 @@ from typing import Any
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl.engines.base import UpdatableEngine
 from llmrl.engines.environment import available_cores
-from llmrl.engines.ray_cluster import connect
-from llmrl.engines.ray_engine import RayEngine
-from llmrl.engines.vllm import AsyncVLLM
+from llmrl.engines.ray.cluster import connect
+from llmrl.engines.ray.engine import RayEngine
+from llmrl.engines.vllm.engine import AsyncVLLM
 
 
 def start_engines(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from llmrl.engines.vllm_private import IterationStats, SchedulerStats
+    from llmrl.engines.vllm.private import IterationStats, SchedulerStats
 
 METRICS = "metrics"
 """The reader that logs what the load was; others read for themselves, and each is told everything."""

@@ -18,7 +18,7 @@ from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
 from llmrl.engines.replica_requests import LOOK_AGAIN_S, EngineT, ReplicaRequests
 from llmrl.engines.router import Router
-from llmrl.engines.vllm import AsyncVLLM
+from llmrl.engines.vllm.engine import AsyncVLLM
 
 _LOGGER = logging.getLogger(__name__)
 

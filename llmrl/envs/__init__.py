@@ -1,31 +1,31 @@
 """Environments: conversations with a policy."""
 
-from llmrl.envs.addition import AdditionEnv, addition_problems, make_addition_env
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.agent_command import CommandResult, command
 from llmrl.envs.chat import ChatEnv
-from llmrl.envs.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.game import Game, GameEnv
-from llmrl.envs.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
-from llmrl.envs.guess import GuessEnv, guess_problems, make_guess_env
-from llmrl.envs.gymnasium import GymnasiumTextEnv
 from llmrl.envs.hashing import LLMHashingEnv
-from llmrl.envs.ifeval import IFEvalEnv, IfEvalScorer, make_ifeval_env
+from llmrl.envs.hubs.gymnasium import GymnasiumTextEnv
+from llmrl.envs.hubs.mlgym import MLGymWrapper, make_mlgym
+from llmrl.envs.hubs.openenv import OpenEnvChatEnv
+from llmrl.envs.hubs.textarena import make_textarena_env
 from llmrl.envs.llm import LLMEnv
-from llmrl.envs.math import MATHEnv, MATHRewardParser, make_math_env
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.mixed import EnvProgress, MixedEnv
-from llmrl.envs.mlgym import MLGymWrapper, make_mlgym
-from llmrl.envs.openenv import OpenEnvChatEnv
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
-from llmrl.envs.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems, make_reasoning_gym_env
-from llmrl.envs.registry import make_task_env, task_environments
 from llmrl.envs.sampler import EndOfData, PromptSampler
-from llmrl.envs.search import SearchEnv, make_search_env, search_corpus
-from llmrl.envs.sum_of_digits import SumOfDigitsEnv, make_sum_of_digits_env, sum_of_digits_problems
-from llmrl.envs.task import TaskEnv, TaskOptions
-from llmrl.envs.textarena import make_textarena_env
+from llmrl.envs.tasks.addition import AdditionEnv, addition_problems, make_addition_env
+from llmrl.envs.tasks.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
+from llmrl.envs.tasks.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
+from llmrl.envs.tasks.guess import GuessEnv, guess_problems, make_guess_env
+from llmrl.envs.tasks.ifeval import IFEvalEnv, IfEvalScorer, make_ifeval_env
+from llmrl.envs.tasks.math import MATHEnv, MATHRewardParser, make_math_env
+from llmrl.envs.tasks.reasoning_gym import ReasoningGymEnv, ReasoningGymProblems, make_reasoning_gym_env
+from llmrl.envs.tasks.registry import make_task_env, task_environments
+from llmrl.envs.tasks.search import SearchEnv, make_search_env, search_corpus
+from llmrl.envs.tasks.sum_of_digits import SumOfDigitsEnv, make_sum_of_digits_env, sum_of_digits_problems
+from llmrl.envs.tasks.task import TaskEnv, TaskOptions
 from llmrl.envs.tool_env import ToolEnv
 from llmrl.rewards import IFEvalScoreData
 

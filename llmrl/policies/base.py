@@ -23,7 +23,7 @@ from llmrl.data.templated_text import template_named
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
 from llmrl.engines.base import ChecksSampling
-from llmrl.engines.border import check_completion, check_routed_experts
+from llmrl.engines.completion_checks import check_completion, check_routed_experts
 from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 

@@ -16,9 +16,9 @@ from llmrl.collectors.rows import rollout_rows
 from llmrl.data import Rollout
 from llmrl.data.ragged import has_entry, value_column
 from llmrl.runs.read_ahead import ReadAhead
-from llmrl.runs.rollout_metrics import metrics_by_env, rollout_metrics
 from llmrl.runs.run_folder import random_states, restore_random_states
-from llmrl.runs.token_log import TOKEN_KEYS
+from llmrl.watch.rollout_metrics import metrics_by_env, rollout_metrics
+from llmrl.watch.token_log import TOKEN_KEYS
 
 _ROLLOUT_ID = ("rollout", "rollout_id")
 

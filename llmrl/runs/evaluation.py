@@ -18,8 +18,8 @@ from llmrl.data import Rollout
 from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.estimates import Estimate, estimate_of_mean, pass_at_k
-from llmrl.runs.rollout_metrics import is_right, rollout_metrics
-from llmrl.runs.tracking import as_recorded
+from llmrl.watch.rollout_metrics import is_right, rollout_metrics
+from llmrl.watch.tracking import as_recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

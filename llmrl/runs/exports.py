@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmrl._utils.files import check_entries, write_folder_atomically
-from llmrl.runs.config import ScriptConfig
-from llmrl.runs.ranks import handed_on, this_rank
+from llmrl.config.ranks import broadcast_from_rank0, this_rank
+from llmrl.config.sections import ScriptConfig
 from llmrl.runs.report import RunResults
 from llmrl.runs.run_card import run_card
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder
@@ -163,7 +163,7 @@ def take_part(model: PreTrainedModel) -> PreTrainedModel | None:
 
     Where it is sharded every rank calls this, and the first one gets the copy: the others help to gather, and get None.
     """
-    handed_on(None)  # the others wait here for however long the first one writes
+    broadcast_from_rank0(None)  # the others wait here for however long the first one writes
     dtype = trained_model(model).compute_dtype or torch.float32
     base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
     weights = {}

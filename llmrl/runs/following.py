@@ -16,17 +16,17 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.types import Tokenizer
+from llmrl.config.ranks import broadcast_from_rank0, join_ranks
+from llmrl.config.sections import ScriptConfig
 from llmrl.engines import Completion, Engine, EngineError, SamplingConfig
 from llmrl.runs.batch_source import BatchMaker
-from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.exports import take_part
-from llmrl.runs.ranks import handed_on, join_ranks
 from llmrl.runs.report import ContinuedBy, resume_command
 from llmrl.runs.run import Run
 from llmrl.runs.run_folder import RunFolder, restore_random_states, seed_all
-from llmrl.runs.step_metrics import Learned
 from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
+from llmrl.watch.step_metrics import Learned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ Entered = TypeVar("Entered")
 
 def open_run(
     cfg: ScriptConfig, *, console: Console | None = None, continued_by: ContinuedBy = resume_command
-) -> Run | FollowingRun:
+) -> Run | WorkerRun:
     """Return a `Run`; in a trainer of several ranks, on all but the first, what follows it.
 
     Every rank goes through the same loop. The first has engines, collector and folder; the others are handed its
@@ -46,13 +46,13 @@ def open_run(
         cfg, console, continued_by: see `Run`.
     """
     if join_ranks(cfg):
-        return FollowingRun(cfg)
+        return WorkerRun(cfg)
     if cfg.run.spans:
         trace_spans()
     return Run(cfg, console=console, continued_by=continued_by)
 
 
-class FollowingRun:
+class WorkerRun:
     """A training loop's run on the ranks above 0: it does what concerns all ranks, when the first one does it.
 
     Args:
@@ -97,7 +97,7 @@ class FollowingRun:
         needs_batch: Callable[[], bool] = lambda: True,
     ) -> Iterator[tuple[int, TensorDictBase]]:
         """Return the steps that the first rank makes, with its batches and its random numbers."""
-        while (given := handed_on(None)) is not None:
+        while (given := broadcast_from_rank0(None)) is not None:
             self._step, batch, states = given
             restore_random_states(states)
             self._is_in_step = True
@@ -127,7 +127,7 @@ class FollowingRun:
 
     def evaluate(self, step: int, evaluator: Evaluator, **measured: float) -> dict[str, float]:
         """Take part in saving the best model, where the first rank finds that it is one."""
-        if (evaluator.num_rollouts or measured) and self.cfg.eval.metric is not None and handed_on(False):
+        if (evaluator.num_rollouts or measured) and self.cfg.eval.metric is not None and broadcast_from_rank0(False):
             take_part(self._tracked["model"])
         return {}
 
@@ -139,14 +139,14 @@ class FollowingRun:
             self.evaluate(self._step, evaluator, **measured)
         take_part(self._tracked["model"])
 
-    def __enter__(self) -> FollowingRun:
+    def __enter__(self) -> WorkerRun:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._exit.close()
 
 
-class AbsentEngine:
+class NullEngine:
     """Stands for the engine on a rank that has none: it knows the tokenizer.
 
     Args:

@@ -114,7 +114,7 @@ def resume_command(run_path: str, changes: Mapping[str, object], argv: Sequence[
     return shlex.join(["python", script, f"run.path={run_path}", "resume=true", *changed])
 
 
-def print_how_to_go_on(console: Console, folder: RunFolder, resume_command: str) -> None:
+def print_next_steps(console: Console, folder: RunFolder, resume_command: str) -> None:
     """Print a line per file: where it is and how to look at it or continue."""
     tensorboard = folder.path / "tensorboard"
     lines = (

@@ -20,28 +20,28 @@ from tensordict import TensorDictBase
 from llmrl._utils.terminal import printable
 from llmrl._utils.types import Tokenizer
 from llmrl.collectors import CollectionStalled, NoSignal
+from llmrl.config.ranks import broadcast_from_rank0
+from llmrl.config.resumed import resumed_config, save_config
+from llmrl.config.sections import ScriptConfig
 from llmrl.data import Rollout
 from llmrl.engines import Engine
 from llmrl.runs.batch_source import BatchMaker, BatchSource, Collected, played_by, restore, token_rows
-from llmrl.runs.config import ScriptConfig
 from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
 from llmrl.runs.exports import Exports, open_repository
-from llmrl.runs.health import HealthJudge
-from llmrl.runs.live_view import LiveView
-from llmrl.runs.ranks import handed_on
 from llmrl.runs.report import (
     ContinuedBy,
     Results,
     before_after_table,
     plot_curve,
-    print_how_to_go_on,
+    print_next_steps,
     resume_command,
 )
-from llmrl.runs.resumed_config import resumed_config, save_config
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
-from llmrl.runs.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
 from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
-from llmrl.runs.tracking import as_recorded, spread
+from llmrl.watch.health import HealthJudge
+from llmrl.watch.live_view import LiveView
+from llmrl.watch.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
+from llmrl.watch.tracking import as_recorded, spread
 
 Entered = TypeVar("Entered")
 _NUM_SHOWN = 3
@@ -234,7 +234,7 @@ class Run:
                     self._view.doing(training)
                     yield self._begin(collected)
                     self._end()
-        handed_on(None)
+        broadcast_from_rank0(None)
         self._wait_for_engines()
         self.console.print(f"trained for {time.perf_counter() - started:.0f} s; {self.why_stopped}", highlight=False)
 
@@ -297,7 +297,7 @@ class Run:
             self._logged.pop(self._step, None)  # of a batch that somebody took away
         self._metrics, self._meter = {}, StepMeter(self._tracked, self._engine)
         if self.cfg.train.num_ranks > 1:
-            handed_on((self._step, collected["batch"], random_states()))
+            broadcast_from_rank0((self._step, collected["batch"], random_states()))
         return self._step, collected["batch"]
 
     def _end(self) -> None:
@@ -419,7 +419,7 @@ class Run:
         if self._best is not None:  # after it is recorded: a kill in between saves it when the step is replayed
             is_measured = is_new or self._best.metric in metrics  # one that a resumed run asks for first was not
             is_best = is_measured and self._best.see(step, metrics) and step > 0
-            if handed_on(is_best and step != self._best_saved):
+            if broadcast_from_rank0(is_best and step != self._best_saved):
                 self._exports.save(self.folder.path / "model-best", step, self._tracked["model"], self.summary)
                 self._best_saved = step
         return metrics
@@ -459,7 +459,7 @@ class Run:
             changes: dict[str, object] = {"train.num_steps": self._num_steps + 20}
             if self._ended_by is not None:  # else it would end at once
                 changes[self._ended_by] = None
-            print_how_to_go_on(self.console, self.folder, self._continued_by(self.cfg.run.path, changes))
+            print_next_steps(self.console, self.folder, self._continued_by(self.cfg.run.path, changes))
 
     def __enter__(self) -> Run:
         if threading.current_thread() is threading.main_thread():

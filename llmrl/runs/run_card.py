@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from llmrl.runs.config import ScriptConfig
+from llmrl.config.sections import ScriptConfig
 from llmrl.runs.report import RunResults, shown_results
 
 _EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"

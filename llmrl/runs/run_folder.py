@@ -27,13 +27,13 @@ from llmrl._utils.files import (
 from llmrl._utils.types import JSON, Row, StateDict, Tokenizer
 from llmrl.collectors.rows import rollout_rows
 from llmrl.data import Rollout
+from llmrl.data.state_file import DamagedFileError, load_state, save_state
 from llmrl.engines import EngineError
-from llmrl.runs.findings import HealthLog
 from llmrl.runs.folder_lock import FolderLock
-from llmrl.runs.state_file import DamagedFileError, load_state, save_state
-from llmrl.runs.step_metrics import is_logged, only_finite
-from llmrl.runs.token_log import TokenLog
-from llmrl.runs.tracking import CSVTracker, Tracker, grouped_name, open_trackers
+from llmrl.watch.findings import HealthLog
+from llmrl.watch.step_metrics import is_logged, only_finite
+from llmrl.watch.token_log import TokenLog
+from llmrl.watch.tracking import CSVTracker, Tracker, grouped_name, open_trackers
 
 Parameters = ParamSpec("Parameters")
 
@@ -98,7 +98,7 @@ class RunFolder:
         resume: continue what is there; otherwise the folder must not hold a run.
         read_only: only read what is there, also while a run writes it.
         trackers: where metrics go besides `metrics.csv`: any of `"tensorboard"`, `"wandb"`, `"trackio"`,
-            `"mlflow"`. See `llmrl.runs.tracking`.
+            `"mlflow"`. See `llmrl.watch.tracking`.
 
     Raises:
         FileExistsError: when the folder holds a run and `resume` is false.

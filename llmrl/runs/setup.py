@@ -16,17 +16,17 @@ from torchrl.envs import Compose, EnvBase
 
 from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector, RayLLMCollector
+from llmrl.config.dry_run import with_differing_rewards
+from llmrl.config.imitation import DistillationConfig
+from llmrl.config.ranks import this_rank
+from llmrl.config.sections import EvalEnvConfig, GRPOConfig, ScriptConfig
 from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig, ServerEngine
 from llmrl.engines.base import HasTokenizer
-from llmrl.engines.vllm_args import ADAPTER_BACKEND
+from llmrl.engines.vllm.arguments import ADAPTER_BACKEND
 from llmrl.envs import ChatEnv, make_task_env
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Renderer
-from llmrl.runs.config import EvalEnvConfig, GRPOConfig, ScriptConfig
-from llmrl.runs.dry_run import with_differing_rewards
-from llmrl.runs.following import AbsentEngine
-from llmrl.runs.imitation_config import DistillationConfig
-from llmrl.runs.ranks import this_rank
+from llmrl.runs.following import NullEngine
 from llmrl.testing import ensure_embedded_model
 from llmrl.trainer import EngineTeacher, LoRAConfig, TransformersWrapper, load_teacher
 from llmrl.trainer.optimizer import ScheduleName
@@ -226,7 +226,7 @@ def lora_config(cfg: ScriptConfig) -> LoRAConfig | None:
     return LoRAConfig(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
 
 
-def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | EngineReplicas | AbsentEngine]:
+def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | EngineReplicas | NullEngine]:
     """Start vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
 
     On ranks of a trainer above 0, which are handed batches, what stands for it.
@@ -236,7 +236,7 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         EngineError: when an engine does not start.
     """
     if this_rank() > 0:
-        return nullcontext(AbsentEngine(model_folder(cfg)))
+        return nullcontext(NullEngine(model_folder(cfg)))
     check_template(cfg)
     options: dict[str, Any] = {
         "max_model_len": cfg.model.max_model_len,

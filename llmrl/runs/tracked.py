@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from llmrl._utils.files import open_file
 from llmrl._utils.ranks import rank_and_size
 from llmrl._utils.types import StateDict
-from llmrl.runs.state_file import DamagedFileError
+from llmrl.data.state_file import DamagedFileError
 
 Place = tuple[str | int, ...]
 """Keys from the outermost dict to a tensor."""
@@ -32,7 +32,7 @@ class Stateful(Protocol):
     """What a checkpoint can hold."""
 
     def state_dict(self) -> StateDict:
-        """Return everything needed to go on, as `llmrl.runs.state_file` can write it, and sharded tensors."""
+        """Return everything needed to go on, as `llmrl.data.state_file` can write it, and sharded tensors."""
         ...
 
     def load_state_dict(self, state_dict: StateDict) -> object:

@@ -15,13 +15,9 @@ from torchrl.envs import EnvBase
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.engines import Engine
-from llmrl.engines.base import HasTokenizer
-from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
-from llmrl.envs.primer import dataset_env_of
-from llmrl.objectives import GRPOLoss, MCAdvantage
-from llmrl.policies import LLMWrapperBase
-from llmrl.runs.config import (
+from llmrl.config.engine import EngineConfig, SyncConfig
+from llmrl.config.entries import EntryError
+from llmrl.config.sections import (
     CollectConfig,
     EnvConfig,
     EvalConfig,
@@ -33,8 +29,12 @@ from llmrl.runs.config import (
     RunConfig,
     Schedule,
 )
-from llmrl.runs.engine_config import EngineConfig, SyncConfig
-from llmrl.runs.entries import EntryError
+from llmrl.engines import Engine
+from llmrl.engines.base import HasTokenizer
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
+from llmrl.envs.primer import dataset_env_of
+from llmrl.objectives import GRPOLoss, MCAdvantage
+from llmrl.policies import LLMWrapperBase
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
 from llmrl.runs.setup import (

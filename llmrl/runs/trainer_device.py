@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmrl.config.ranks import this_rank
+from llmrl.config.sections import ScriptConfig
 from llmrl.engines import AsyncVLLM, Engine
-from llmrl.engines.ray_cluster import connect
-from llmrl.runs.config import ScriptConfig
-from llmrl.runs.ranks import this_rank
+from llmrl.engines.ray.cluster import connect
 from llmrl.runs.setup import autocast_dtype, ray_config
 from llmrl.trainer import shard_model
 

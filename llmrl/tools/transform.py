@@ -259,8 +259,8 @@ class ToolTransform(KnownArguments, Transform):
         queues: dict[object, list[tuple[int, Mapping[str, Any]]]] = {}
         for index, call in enumerate(calls):
             name = call["function"]["name"]
-            is_somebodys = name in session.tool_names and name not in self.tools
-            if not is_somebodys and session.claim(turn, index):
+            belongs_to_other = name in session.tool_names and name not in self.tools
+            if not belongs_to_other and session.claim(turn, index):
                 state_name = self.tools[name].state_name if name in self.tools else ""
                 queues.setdefault(state_name or index, []).append((index, call))
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from llmrl._utils.model_parts import decoder_of, text_config
-from llmrl.engines.expert_routers import Routers
+from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.trainer.attention import register_packed_attention
 from llmrl.trainer.checkpointing import set_scoring_mode
 from llmrl.trainer.decoder import decoder_hidden_states

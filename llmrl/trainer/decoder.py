@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmrl._utils.model_parts import decoder_of, text_config
-from llmrl.engines.expert_routers import ROUTED_EXPERTS
+from llmrl.engines.transformers.expert_routers import ROUTED_EXPERTS
 from llmrl.trainer.masks import IMPLEMENTATION, Mask, packed_mask
 from llmrl.trainer.packing import PackedRows
 

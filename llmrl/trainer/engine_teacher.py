@@ -18,7 +18,7 @@ from llmrl.data.sampling_mask import read_sampling_masks
 from llmrl.engines.base import HasTokenizer
 from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.scores import ScoresTokens, TokenScores
-from llmrl.engines.server_scores import ServerScores
+from llmrl.engines.server.scores import ServerScores
 from llmrl.trainer.trained_model import trained_model
 
 if TYPE_CHECKING:

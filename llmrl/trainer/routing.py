@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmrl.engines.expert_routers import Choices
+from llmrl.engines.transformers.expert_routers import Choices
 
 
 @dataclass(slots=True)

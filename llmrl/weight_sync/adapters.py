@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from llmrl.engines.base import TransferInfo
-from llmrl.engines.vllm_updates import shape_of_model
+from llmrl.engines.vllm.updates import shape_of_model
 from llmrl.weight_sync.channels import Channel, Client, Connection
 from llmrl.weight_sync.source import (
     LazyWeight,

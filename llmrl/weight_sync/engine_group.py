@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS
-from llmrl.engines.quantized import INT8
 from llmrl.engines.replicas import EngineReplicas, end_hanging
-from llmrl.engines.vllm_args import ADAPTER_BACKEND, LLMRL_BACKEND
+from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
+from llmrl.engines.vllm.quantized import INT8
 from llmrl.weight_sync.deadline import TRANSFER_SECONDS
 from llmrl.weight_sync.member import AllWorkers, Member
 

@@ -134,7 +134,7 @@ def free_port() -> int:
 
 def own_address() -> str:
     """Return where other hosts reach this one; the loopback's address without a network."""
-    from llmrl.engines.vllm_private import get_ip
+    from llmrl.engines.vllm.private import get_ip
 
     address = get_ip()
     return "127.0.0.1" if address == "0.0.0.0" else address

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from llmrl.engines.quantized import int8_layers, to_int8
+from llmrl.engines.vllm.quantized import int8_layers, to_int8
 from llmrl.weight_sync.source import ModelWeights, WeightMeta, checkpoint_name
 
 

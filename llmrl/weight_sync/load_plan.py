@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmrl.engines.vllm_private import (
+from llmrl.engines.vllm.private import (
     QuantizeMethodBase,
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,

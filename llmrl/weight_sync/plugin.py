@@ -5,8 +5,8 @@ from __future__ import annotations
 
 def register() -> None:
     """Register the workers' ends. May be called again."""
-    from llmrl.engines.vllm_args import LLMRL_BACKEND, NCCL_BACKEND
-    from llmrl.engines.vllm_private import register_weight_transfer
+    from llmrl.engines.vllm.arguments import LLMRL_BACKEND, NCCL_BACKEND
+    from llmrl.engines.vllm.private import register_weight_transfer
 
     register_weight_transfer(LLMRL_BACKEND, "llmrl.weight_sync.worker", "WorkerEngine")
     register_weight_transfer(NCCL_BACKEND, "llmrl.weight_sync.nccl_worker", "TimedNCCLEngine")

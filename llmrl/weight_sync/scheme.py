@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl.engines.base import PauseMode, UpdatableEngine
-from llmrl.engines.server_updates import FILES_BACKEND
-from llmrl.engines.vllm_args import ADAPTER_BACKEND, LLMRL_BACKEND
+from llmrl.engines.server.updates import FILES_BACKEND
+from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.weight_sync.adapters import AdapterChannel, AdapterWeights
 from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, take_file
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer

@@ -12,7 +12,7 @@ import torch
 
 from llmrl._utils.threads import start_in_thread
 from llmrl.engines.base import TransferInfo
-from llmrl.engines.vllm_args import LLMRL_BACKEND
+from llmrl.engines.vllm.arguments import LLMRL_BACKEND
 from llmrl.weight_sync.channels import Channel, Client, Connection
 from llmrl.weight_sync.deadline import TimedCommunicator, TransferStalledError
 from llmrl.weight_sync.source import ModelWeights
@@ -83,7 +83,7 @@ class StreamChannel(Channel):
             return _OnDevice(device, self._open_ipc(client))
 
     def _open_ipc(self, client: Client) -> Connection:
-        from llmrl.engines.vllm_private import (
+        from llmrl.engines.vllm.private import (
             DEFAULT_PACKED_BUFFER_SIZE_BYTES,
             IPCTrainerInitInfo,
             IPCTrainerWeightTransferEngine,
@@ -114,7 +114,7 @@ class _TimedNCCL:
     """vLLM's trainer-side NCCL engine, whose transfers end although a worker died or stands still."""
 
     def __init__(self, client: Client, source: ModelWeights, address: str, port: int) -> None:
-        from llmrl.engines.vllm_private import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+        from llmrl.engines.vllm.private import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         self._client, self._device = client, source.device
         info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)

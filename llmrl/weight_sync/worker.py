@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from llmrl.engines.base import TransferInfo
-from llmrl.engines.vllm_private import (
+from llmrl.engines.vllm.private import (
     LinearBase,
     ParallelLMHead,
     VllmConfig,

@@ -21,14 +21,14 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.collectors import RolloutLimits
+from llmrl.config.imitation import DistillationConfig
+from llmrl.config.launch import launch
 from llmrl.envs.primer import dataset_env_of
 from llmrl.objectives import DistillationLoss, GRPOLoss, MCAdvantage, TeacherAdvantage
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import make_renderer
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
-from llmrl.runs.imitation_config import DistillationConfig
-from llmrl.runs.launch import launch
 from llmrl.runs.setup import (
     clip_bounds,
     lora_config,

@@ -19,12 +19,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 from best_answers import BestAnswers
 
 from llmrl.collectors import RolloutLimits
+from llmrl.config.imitation import ExpertIterationConfig
+from llmrl.config.launch import launch
 from llmrl.objectives import SFTLoss, TopKRewardSelector
 from llmrl.policies import vLLMWrapper
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
-from llmrl.runs.imitation_config import ExpertIterationConfig
-from llmrl.runs.launch import launch
 from llmrl.runs.setup import (
     lora_config,
     make_collector,
@@ -37,9 +37,9 @@ from llmrl.runs.setup import (
     sync_scheme,
     tokenizer_of,
 )
-from llmrl.runs.step_metrics import metrics_of
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, train_step
+from llmrl.watch.step_metrics import metrics_of
 
 
 def main(cfg: ExpertIterationConfig) -> None:

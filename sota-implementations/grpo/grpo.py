@@ -18,12 +18,12 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from llmrl.collectors import RolloutLimits
+from llmrl.config.launch import launch
+from llmrl.config.sections import GRPOConfig
 from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.policies import vLLMWrapper
-from llmrl.runs.config import GRPOConfig
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.following import open_run
-from llmrl.runs.launch import launch
 from llmrl.runs.setup import (
     clip_bounds,
     lora_config,

@@ -17,13 +17,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 import torch
 
 from llmrl.collectors import Demonstrations, RolloutLimits
+from llmrl.config.imitation import SFTConfig
+from llmrl.config.launch import launch
 from llmrl.objectives import SFTLoss
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import make_renderer
 from llmrl.runs.evaluation import Evaluator
-from llmrl.runs.following import AbsentEngine, open_run
-from llmrl.runs.imitation_config import SFTConfig
-from llmrl.runs.launch import launch
+from llmrl.runs.following import NullEngine, open_run
 from llmrl.runs.setup import (
     lora_config,
     make_eval_envs,
@@ -42,7 +42,7 @@ def main(cfg: SFTConfig) -> None:
     """Train by supervised fine-tuning."""
     with open_run(cfg) as run:
         # What is learned: rendered as it would be sampled, what the assistant says is trained.
-        tokenizer = tokenizer_of(cfg, AbsentEngine(model_folder(cfg)))
+        tokenizer = tokenizer_of(cfg, NullEngine(model_folder(cfg)))
         renderer = make_renderer(tokenizer)
         conversations = run.enter(
             Demonstrations(
@@ -63,7 +63,7 @@ def main(cfg: SFTConfig) -> None:
         # What answers the task's held-out problems, if they are to be evaluated.
         eval_envs = make_eval_envs(cfg)
         device = TrainerDevice(cfg)
-        engine = run.enter(start_engine(cfg)) if eval_envs else AbsentEngine(model_folder(cfg))
+        engine = run.enter(start_engine(cfg)) if eval_envs else NullEngine(model_folder(cfg))
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=cfg.collect.generate_kwargs)
         if eval_envs:
             conversations.connect(engine, {"policy": sync_scheme(cfg)})

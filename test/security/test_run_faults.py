@@ -24,18 +24,18 @@ from rich.console import Console
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from transformers import AutoTokenizer
 
+from llmrl.config.resumed import resumed_config
 from llmrl.data import History, Rollout, RolloutStatus, Tokens
+from llmrl.data.state_file import DamagedFileError, load_state, save_state
 from llmrl.envs.sampler import PromptSampler
 from llmrl.rendering import TemplateRenderer
 from llmrl.runs import run_folder
 from llmrl.runs.evaluation import BestEvaluation
 from llmrl.runs.folder_lock import FolderInUseError
-from llmrl.runs.live_view import LiveView
 from llmrl.runs.report import plot_curve
-from llmrl.runs.resumed_config import resumed_config
 from llmrl.runs.run_folder import RunFolder, random_states
-from llmrl.runs.state_file import DamagedFileError, load_state, save_state
-from llmrl.runs.viewer import print_run, read_run, write_page
+from llmrl.viewer import print_run, read_run, write_page
+from llmrl.watch.live_view import LiveView
 from llmrl.weight_sync.double_buffer import DoubleBuffer
 
 SURROGATE = '<tool_call>\n{"name": "look", "arguments": {"q": "\\ud800"}}\n</tool_call><|im_end|>'

@@ -20,7 +20,7 @@ from llmrl.cli.app import app
 from llmrl.rendering import TemplateRenderer
 from llmrl.runs.exports import push_folder
 from llmrl.runs.folder_lock import is_in_use
-from llmrl.runs.viewer import read_run, write_page
+from llmrl.viewer import read_run, write_page
 
 KINDS = ("link to a file", "link to a folder", "dangling link", "pipe", "socket", "device")
 NAMES = (

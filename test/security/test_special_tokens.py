@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from rendering_families import FAMILIES, PECULIAR_FAMILIES, family_renderer, family_tokenizer, template_text
-from test_rendering_families import SENTENCEPIECE_TEMPLATES, sentencepiece_tokenizer
+from sentencepiece_tokenizers import SENTENCEPIECE_TEMPLATES, sentencepiece_tokenizer
 
 from llmrl import LLMCollector
 from llmrl.data import History, RolloutStatus

@@ -301,7 +301,7 @@ def sharded(sizes: Sizes, device: str) -> Result:
 
 def resume(sizes: Sizes, device: str) -> Result:
     """Peak memory of reading a checkpoint of model and optimizer, beside what the two hold."""
-    from llmrl.runs.state_file import load_state, save_state
+    from llmrl.data.state_file import load_state, save_state
     from llmrl.trainer import make_optimizer
 
     model = make_model(sizes.models[-1], device)

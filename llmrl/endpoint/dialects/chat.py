@@ -62,7 +62,7 @@ def read(body: Body) -> ModelRequest:
         num_answers=num_answers,
         is_streamed=entry_of(body, "stream", bool, default=False),
         may_call=body.get("tool_choice") != "none",
-        are_log_probs_wanted=entry_of(body, "logprobs", bool, default=False),
+        wants_log_probs=entry_of(body, "logprobs", bool, default=False),
         is_usage_streamed=bool(stream_options.get("include_usage")),
         sampling=sampling_of(body),
         overridden=overridden(body, *_WITHOUT),

@@ -1,0 +1,127 @@
+"""A dry run: a configuration's own task and algorithm, with nothing that costs time or a network."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import json
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from tensordict import TensorDictBase
+
+from llmrl._utils.types import Row
+from llmrl.config.engine import EngineConfig, RayConfig
+from llmrl.config.fit import GIB, lines_of, shape_of, training_shape
+from llmrl.config.imitation import SFTConfig
+from llmrl.config.sections import RunConfig, ScriptConfig
+from llmrl.trainer.memory_plan import plan_memory
+
+Config = TypeVar("Config", bound=ScriptConfig)
+
+NUM_STEPS = 2
+
+# A problem for each task whose problems come from a hub.
+_ROWS: dict[str, list[Row]] = {
+    "gsm8k": [{"question": f"Tom has {n} boxes of 6 eggs. How many?", "answer": f"#### {6 * n}"} for n in (2, 3)],
+    "math": [{"problem": f"Half of {n}?", "solution": f"It is $\\boxed{{{n // 2}}}$."} for n in (4, 6)],
+    "ifeval": [
+        {"prompt": f"Name a {what}.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+        for what in ("colour", "river")
+    ],
+}
+
+
+def as_dry_run(cfg: Config) -> Config:
+    """Return the configuration for two steps on CPU: a tiny model, two groups, built-in problems, a temporary folder.
+
+    What was asked of hardware is replaced, of the task and the algorithm nothing but how much of it there is.
+    """
+    cfg = copy.deepcopy(cfg)
+    cfg.resume = False
+    cfg.run = RunConfig(path=str(_temporary_folder()), trackers=[], checkpoint_every=NUM_STEPS, sample_every=1)
+    cfg.export = replace(cfg.export, push_to_hub=None)
+    cfg.model = replace(cfg.model, path=_tiny_model(), max_model_len=2048, dtype="float32")
+    cfg.env = replace(cfg.env, data=_ROWS.get(cfg.env.name))
+    cfg.eval = replace(cfg.eval, num_problems=2, num_samples=1)
+    for env in cfg.eval.envs.values():
+        env.data = _ROWS.get(env.name)
+    cfg.engine, cfg.ray = EngineConfig(cpu_threads=1), RayConfig()
+    cfg.sync = replace(cfg.sync, transport="direct")
+    if isinstance(cfg, SFTConfig):
+        cfg.conversations = replace(cfg.conversations, path=_conversations(), held_out=_conversations())
+    cfg.collect = replace(cfg.collect, groups_per_batch=2, max_new_tokens=8, num_collectors=None)
+    warmup_steps = min(cfg.train.warmup_steps, 1)
+    cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
+    cfg.train = replace(cfg.train, device="cpu", num_ranks=1, cpu_threads=None, head_kernel="torch")
+    return cfg
+
+
+def plan_of(cfg: ScriptConfig) -> list[str]:
+    """Return what a configuration asks for, as its dry run prints it: engines, trainer, memory, batch."""
+    engine, train, collect = cfg.engine, cfg.train, cfg.collect
+    count = engine.num_replicas or 1
+    where = "in Ray actors" if engine.use_ray else "here"
+    shards = f", each over {engine.tensor_parallel_size} GPUs" if engine.tensor_parallel_size > 1 else ""
+    share = f", {engine.gpu_memory_utilization:.0%} of a GPU's memory" if engine.gpu_memory_utilization else ""
+    collectors = "in this process" if collect.num_collectors is None else f"by {collect.num_collectors} Ray actors"
+    staleness = "in turn" if collect.max_staleness is None else f"at once, up to {collect.max_staleness} versions old"
+    return [
+        "dry run: this is what the configuration asks for, and what two tiny steps on the CPU stand for",
+        f"  engines  {count} of {cfg.model.dtype}, {where}{shards}{share}; weights by {cfg.sync.transport}",
+        f"  trainer  {train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens per micro-batch"
+        + (f", sharded over {train.num_ranks} processes" if train.num_ranks > 1 else "")
+        + (", gradient checkpointing" if train.gradient_checkpointing else ""),
+        f"  memory   {_memory(cfg)}",
+        f"  batch    {collect.groups_per_batch} prompts, {collect.group_size} answers each of at most "
+        f"{collect.max_turns} x {collect.max_new_tokens} tokens; collected {collectors}, {staleness}",
+        f"  steps    {train.num_steps}",
+    ]
+
+
+def _memory(cfg: ScriptConfig) -> str:
+    """Return what the trainer and an engine hold."""
+    model = shape_of(cfg)
+    if model is None:
+        return "of the trainer is known when the model is here, and a dense transformer"
+    plan, served = (
+        plan_memory(model, training_shape(cfg)),
+        model.num_parameters * (4 if cfg.model.dtype == "float32" else 2),
+    )
+    return (
+        f"{model.num_parameters / 1e9:.2f} B parameters: the trainer about {plan.total / GIB:.1f} GiB on each device "
+        f"({', '.join(lines_of(plan))}), an engine {served / GIB:.1f} GiB before its key-value cache"
+    )
+
+
+@functools.cache
+def _conversations() -> str:
+    path = _temporary_folder() / "conversations.jsonl"
+    said = [{"role": "user", "content": "Say A."}, {"role": "assistant", "content": "A"}]
+    path.write_text(json.dumps({"messages": said}))
+    return str(path)
+
+
+@functools.cache
+def _tiny_model() -> str:
+    from llmrl.testing import make_tiny_model
+
+    return make_tiny_model(_temporary_folder())
+
+
+def _temporary_folder() -> Path:
+    """Return a new folder that is gone when this process has ended, however it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="llmrl-dry-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def with_differing_rewards(batch: TensorDictBase) -> TensorDictBase:
+    """Give a batch something to learn: a random model's answers are all wrong, so their number is added."""
+    for row in batch.unbind(0) if batch.shape[0] else ():
+        row["next", "reward"] = row["next", "reward"] + row["rollout", "sample_index"]
+    return batch

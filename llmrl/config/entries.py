@@ -1,0 +1,182 @@
+"""What an entry of a configuration may be: declared beside it, checked in one place, before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, ClassVar, Union, get_args, get_origin, get_type_hints
+
+from llmrl._utils.arguments import nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Metadata = Mapping[str, object]
+"""Of a dataclass's field: `field(default=1, metadata=at_least(1))`."""
+
+_ALLOWED = "allowed"
+_KINDS: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a dict",
+}
+
+
+class EntryError(ValueError):
+    """An entry of a configuration has a value that it cannot have.
+
+    Args:
+        entry: its dotted name.
+        problem: what it must be, and what was given.
+    """
+
+    def __init__(self, entry: str, problem: str) -> None:
+        super().__init__(f"{entry} {problem}")
+        self.entry, self.problem = entry, problem
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allowed:
+    """Which values of its type an entry may have."""
+
+    says: str
+    """After "must be"."""
+    includes: Callable[..., bool]
+    choices: tuple[str, ...] = ()
+    """All of them, where they are few."""
+
+
+def at_least(low: float) -> Metadata:
+    """Declare the lowest value.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Pages(Section):
+        ...     section: ClassVar[str] = "pages"
+        ...     count: int = dataclasses.field(default=1, metadata=at_least(1))
+        >>> Pages(count=0)
+        Traceback (most recent call last):
+        ...
+        llmrl.config.entries.EntryError: pages.count must be at least 1, got 0.
+    """
+    return {_ALLOWED: Allowed(f"at least {low:g}", lambda value: value >= low)}
+
+
+def above(low: float, *, at_most: float = math.inf) -> Metadata:
+    """Declare a bound that is no value itself, and the highest value."""
+    says = f"above {low:g}" if at_most == math.inf else f"above {low:g} and at most {at_most:g}"
+    return {_ALLOWED: Allowed(says, lambda value: low < value <= at_most)}
+
+
+def within(low: float, high: float) -> Metadata:
+    """Declare the lowest and the highest value."""
+    return {_ALLOWED: Allowed(f"from {low:g} to {high:g}", lambda value: low <= value <= high)}
+
+
+def one_of(*choices: str) -> Metadata:
+    """Declare all values."""
+    return {_ALLOWED: Allowed(f"one of {', '.join(choices)}", lambda value: value in choices, choices)}
+
+
+def matching(pattern: str, says: str) -> Metadata:
+    """Declare how a text is written: the regular expression, and what to say of it after "must be"."""
+    return {_ALLOWED: Allowed(says, lambda value: re.fullmatch(pattern, value) is not None)}
+
+
+def any_value(reason: str) -> Metadata:
+    """Declare that every value of the type is one, and why."""
+    return {_ALLOWED: Allowed("", lambda value: True), "reason": reason}
+
+
+NAMED: Metadata = matching(r"[^\0]*[^\s\0][^\0]*", "some text")
+"""Of names and paths."""
+
+
+class Section:
+    """A part of a configuration: its entries are checked when it is made, and numbers become Python's own."""
+
+    __slots__ = ()
+    section: ClassVar[str] = ""
+    """Before the entries' names."""
+
+    def __post_init__(self) -> None:
+        assert dataclasses.is_dataclass(self)
+        check_entries(self, self.section)
+
+
+def check_entries(section: DataclassInstance, name: str) -> None:
+    """Check all entries of a dataclass by their types and by what is declared of them.
+
+    Args:
+        section: is given Python's own numbers and lists in place of numpy's and of tuples.
+        name: before the entries' names.
+
+    Raises:
+        EntryError: naming the entry, what it may be and what was given.
+    """
+    kinds = _hints(type(section))
+    for field in dataclasses.fields(section):
+        entry, value = ".".join(filter(None, (name, field.name))), getattr(section, field.name)
+        kept = _checked(entry, value, kinds[field.name], field.metadata.get(_ALLOWED))
+        if kept is not value:
+            setattr(section, field.name, kept)
+
+
+@functools.cache
+def _hints(owner: type) -> dict[str, object]:
+    return get_type_hints(owner)
+
+
+def _checked(entry: str, value: object, hint: object, allowed: Allowed | None) -> object:
+    """Return a value as its entry keeps it."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kind = next(option for option in options if option is not type(None))
+    null = " or null" if type(None) in options else ""
+    if value is None and null:
+        return None
+    item_kinds, kind = get_args(kind), get_origin(kind) or kind
+    if kind not in _KINDS:  # a section, or what is checked where it is read
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and not isinstance(value, kind):
+            raise EntryError(entry, f"must be a {kind.__name__}, got {value!r}.")
+        return value
+    kept = _as_kind(value, kind)
+    if kept is None:
+        says = _KINDS[kind] + (f", {allowed.says}" if allowed is not None and allowed.says else "")
+        hint = f": write [{value!r}]" if kind is list and isinstance(value, str) else f", a {type(value).__name__}"
+        raise EntryError(entry, f"must be {says}{null}; got {value!r}{hint}.")
+    if isinstance(kept, list):
+        if not kept and allowed is not None and not allowed.choices:
+            raise EntryError(entry, f"must have an item, {allowed.says}; got [].")
+        return [_checked(f"{entry}[{place}]", item, item_kinds[0], allowed) for place, item in enumerate(kept)]
+    if isinstance(kept, dict):
+        for key, item in kept.items():
+            if dataclasses.is_dataclass(item) and not isinstance(item, type):
+                check_entries(item, f"{entry}.{key}")
+        return kept
+    if isinstance(kept, float) and not math.isfinite(kept):
+        raise EntryError(entry, f"must be a finite number{null}, got {value!r}.")
+    if allowed is not None and not allowed.includes(kept):
+        near = nearest(str(kept), allowed.choices)
+        meant = f" Did you mean {near!r}?" if near else ""
+        comma = ";" if allowed.choices else ","
+        raise EntryError(entry, f"must be {allowed.says}{comma} got {value!r}.{meant}")
+    return kept
+
+
+def _as_kind(value: object, kind: object) -> object:
+    """Return a value as Python's own of a type; None where it is of another."""
+    if kind is int:
+        return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if kind is float:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+    if kind is list:
+        return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    return value if isinstance(kind, type) and isinstance(value, kind) else None

@@ -1,0 +1,95 @@
+"""Whether a configuration fits into the memory of this machine, asked before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmrl.config.sections import GRPOTrainConfig, ScriptConfig
+from llmrl.testing import ensure_embedded_model
+from llmrl.trainer.memory_plan import MemoryPlan, ModelShape, TrainingShape, plan_memory, what_fits
+
+GIB = 2**30
+_USABLE = 0.92
+"""Of a device: the rest is the context's, and what allocators cannot use."""
+
+
+def training_shape(cfg: ScriptConfig) -> TrainingShape:
+    """Return what a configuration says of the trainer."""
+    train = cfg.train
+    longest = cfg.model.max_model_len or train.token_budget
+    answers = cfg.collect.max_turns * cfg.collect.max_new_tokens  # of a conversation, without what is answered
+    return TrainingShape(
+        num_ranks=train.num_ranks,
+        token_budget=train.token_budget,
+        bin_length=min(train.bin_length or longest, train.token_budget),
+        longest_row=cfg.model.max_model_len or answers,
+        gradient_checkpointing=train.gradient_checkpointing,
+        offload_activations=train.offload_activations,
+        is_bfloat16=cfg.model.dtype == "bfloat16",
+        lora_rank=cfg.model.lora.rank,
+        has_reference=isinstance(train, GRPOTrainConfig) and train.kl_to_ref_coeff is not None,
+        is_gpu=train.device != "cpu",
+    )
+
+
+def shape_of(cfg: ScriptConfig) -> ModelShape | None:
+    """Return the shape of the model, where it is here and of a kind that can be planned."""
+    folder = ensure_embedded_model() if cfg.model.path == "embedded" else Path(cfg.model.path)
+    try:
+        return ModelShape.read(folder)
+    except (ValueError, OSError):
+        return None
+
+
+def check_fit(cfg: ScriptConfig) -> None:
+    """Refuse a run whose trainer has no room.
+
+    Raises:
+        ValueError: when it needs more than there is, with its parts and what would fit. What is not known (a model on a
+            hub, another architecture, no GPU here), and a CPU, is not refused.
+    """
+    model, training = shape_of(cfg), training_shape(cfg)
+    num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its small batches fill no budget
+    if model is None or num_bytes is None:
+        return
+    plan, usable = plan_memory(model, training), int(num_bytes * _USABLE)
+    if not cfg.engine.use_ray:  # an engine has its share of the same GPU
+        beside = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)) * _USABLE)
+        if not cfg.engine_sleeps:
+            usable = beside
+        elif sum(plan.lasting.values()) > beside:
+            raise ValueError(
+                f"what the trainer keeps while the engine generates, {sum(plan.lasting.values()) / GIB:.1f} GiB, does "
+                f"not fit beside it, in {beside / GIB:.1f}: lower engine.gpu_memory_utilization, or train adapters "
+                "(model.lora.rank=16)."
+            )
+    if plan.total <= usable:
+        return
+    fitting = what_fits(model, training, usable)
+    raise ValueError(
+        f"the trainer needs {plan.total / GIB:.1f} GiB on each GPU and has {usable / GIB:.1f}: "
+        f"{', '.join(lines_of(plan))}. "
+        + (f"What would fit: {'; or '.join(fitting)}." if fitting else "No entry would make it fit.")
+    )
+
+
+def lines_of(plan: MemoryPlan) -> Iterator[str]:
+    """Return the parts of a plan, the largest first."""
+    parts = plan.lasting | plan.passing
+    if plan.total == plan.loading:
+        yield f"loading {plan.loading / GIB:.1f}"
+    for name, part in sorted(parts.items(), key=lambda pair: -pair[1]):
+        yield f"{name} {part / GIB:.1f}"
+
+
+def _gpu_memory() -> int | None:
+    """Return the bytes of the smallest GPU; CUDA is not touched, since engines have yet to be started."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    result = subprocess.run(asked, capture_output=True, text=True)
+    sizes = [int(line) for line in result.stdout.split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes and not result.returncode else None

@@ -1,0 +1,178 @@
+"""From files and a command line to a typed configuration: what a training script is started by."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from llmrl._utils.arguments import SYNONYMS, nearest
+from llmrl._utils.imports import require
+from llmrl.config.dry_run import as_dry_run, plan_of
+from llmrl.config.fit import check_fit
+from llmrl.config.imitation import DistillationConfig, ExpertIterationConfig, SFTConfig
+from llmrl.config.ranks import leave_ranks, start_ranks
+from llmrl.config.resumed import own_config
+from llmrl.config.sections import GRPOConfig, ScriptConfig
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Config = TypeVar("Config", bound=ScriptConfig)
+
+# What a file's defaults list names to have the entries of an algorithm, with their types.
+_SCHEMAS: dict[str, type[ScriptConfig]] = {
+    "grpo-schema": GRPOConfig,
+    "expert-iteration-schema": ExpertIterationConfig,
+    "sft-schema": SFTConfig,
+    "distillation-schema": DistillationConfig,
+}
+
+
+def launch(main: Callable[[Config], None], config_type: type[Config], config_path: str) -> None:
+    """Call `main` with the configuration that the command line asks for.
+
+    hydra composes the file, the groups that it names (`task=gsm8k`) and single entries (`train.learning_rate=1e-6`).
+    An entry that there is none of, or a value of another type, ends the program with a message and the nearest name,
+    before anything is started. With `resume=true` the run's own configuration is what the command line changes. With
+    `train.num_ranks` above 1 so many processes of this command are started, unless `torchrun` has done so.
+
+    Args:
+        main: the script.
+        config_type: of its configuration.
+        config_path: the file, as seen from the file that defines `main`.
+    """
+    require("hydra", extra="scripts")
+    import hydra
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    register_schemas()
+    path = (Path(main.__code__.co_filename).parent / config_path).resolve()
+    is_composed = False
+
+    def task(cfg: DictConfig) -> None:
+        nonlocal is_composed
+        try:
+            config = prepared(cfg, config_type)
+            check_fit(config)
+        except (ValueError, FileNotFoundError) as error:
+            raise SystemExit(str(error)) from None
+        is_composed = True
+        start_ranks(config)
+        record(main)(config)
+        leave_ranks()
+
+    try:
+        hydra.main(config_path=str(path.parent), config_name=path.stem, version_base=None)(task)()
+    except SystemExit:
+        if not is_composed:
+            for hint in _hints(sys.argv[1:], config_type):
+                print(hint, file=sys.stderr)
+        raise
+
+
+def register_schemas() -> None:
+    """Make the configuration classes known to hydra, for files that name them in their defaults."""
+    from hydra.core.config_store import ConfigStore
+
+    for name, config_type in _SCHEMAS.items():
+        ConfigStore.instance().store(name=name, node=config_type)
+
+
+def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
+    """Return the typed configuration of a composed one: of a resumed run its own, and of a dry run what that replaces.
+
+    Raises:
+        ValueError: for an entry that there is none of, naming the nearest; for a value that is none of an entry's; and
+            see `resumed_config`.
+        FileNotFoundError: when there is no run to resume.
+    """
+    config = typed(own_config(cfg), config_type)
+    if not config.dry_run:
+        return config
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(plan_of(config)))
+    return as_dry_run(config)
+
+
+def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
+    """Return nested dicts, or hydra's, as a configuration class.
+
+    Raises:
+        ValueError: for an entry that there is none of, naming the nearest; for a value that is none of an entry's.
+
+    Example:
+        >>> from llmrl.config.sections import TrainConfig
+        >>> typed({"num_steps": 3, "learning_rate": 1e-5}, TrainConfig).max_grad_norm
+        1.0
+        >>> typed({"num_steps": 3, "learning_rat": 1e-5}, TrainConfig)
+        Traceback (most recent call last):
+        ...
+        ValueError: the configuration has no entry 'learning_rat'. Did you mean 'learning_rate'?
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        entries = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_type), entries))
+    except ConfigKeyError as error:
+        known = [entry.name for entry in dataclasses.fields(error.object_type)]
+        raise ValueError(_no_entry(str(error.full_key), known)) from error
+    except MissingMandatoryValue as error:
+        raise ValueError(f"the configuration lacks {error.full_key!r}, which has no default: {error.msg}.") from error
+    except OmegaConfBaseException as error:
+        raise ValueError(f"the configuration's entry {error.full_key!r}: {error.msg}.") from error
+    assert isinstance(config, config_type)
+    return config
+
+
+def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """Return a sentence on an entry that does not exist; `elsewhere` has all sections' entries, by their last names."""
+    group, _, last = name.rpartition(".")
+    near, other = nearest(last, known), nearest(last, elsewhere or ())
+    if last == "reward_funcs":
+        hint = "The environment has the reward: env.name=my_env.py:make."
+    elif elsewhere and other and (near is None or last in SYNONYMS):
+        hint = f"Did you mean {elsewhere[other]!r}?"
+    else:
+        hint = f"Did you mean {'.'.join(filter(None, [group, near]))!r}?" if near else f"There are {', '.join(known)}."
+    return f"the configuration has no entry {name!r}. {hint}"
+
+
+def _entries(config_type: type[ScriptConfig]) -> dict[str, str]:
+    """Return all entries of a configuration's sections, by their last names; of several the first."""
+    entries: dict[str, str] = {}
+    for section in dataclasses.fields(config_type):
+        kind = _section_of(section, config_type)
+        for entry in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+            entries.setdefault(entry.name, f"{section.name}.{entry.name}")
+    return entries
+
+
+def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
+    """Return, for each entry of a command line that there is none of, what it may have been meant to be."""
+    found = []
+    for override in overrides:
+        name = override.partition("=")[0].lstrip("+~")
+        section: object = config_type
+        for place, part in enumerate(name.split(".")):
+            if not dataclasses.is_dataclass(section) or name.startswith(("-", "hydra")) or name in ("task", "hardware"):
+                break
+            known = {entry.name: entry for entry in dataclasses.fields(section)}
+            if part not in known:
+                parts = name.split(".")
+                shown = name if parts[-1] in SYNONYMS else ".".join(parts[: place + 1])
+                found.append(_no_entry(shown, list(known), _entries(config_type)))
+                break
+            section = _section_of(known[part], section)
+    return found
+
+
+def _section_of(entry: dataclasses.Field[object], owner: object) -> object:
+    from typing import get_type_hints
+
+    return get_type_hints(owner)[entry.name]

@@ -1,0 +1,75 @@
+"""The processes that a trainer is sharded over: how they start and meet, and what the first hands on to the others."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import signal
+import sys
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from llmrl._utils.ranks import rank_and_size
+from llmrl.config.sections import ScriptConfig
+
+T = TypeVar("T")
+
+
+def start_ranks(cfg: ScriptConfig) -> None:
+    """Become `torchrun` with `train.num_ranks` processes of this command, unless this is one of them, or one is all."""
+    num_ranks = cfg.train.num_ranks
+    if num_ranks == 1 or "RANK" in os.environ:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # Ctrl-C reaches every process of the terminal. The first rank's run decides what it means; torchrun would end all.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout.flush()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
+
+
+def join_ranks(cfg: ScriptConfig) -> int:
+    """Meet the others that torchrun started, tell `cfg` how many and the first one's folder, and return the rank."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo" if cfg.train.device == "cpu" else "cpu:gloo,cuda:nccl")
+    rank, cfg.train.num_ranks = rank_and_size(_everybody())
+    cfg.run = broadcast_from_rank0(cfg.run)
+    return rank
+
+
+def leave_ranks() -> None:
+    """End a program that went well."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def this_rank() -> int:
+    """Return this process's rank; 0 has engines, collector and folder, and is alone where one process trains."""
+    return rank_and_size(_everybody())[0]
+
+
+def broadcast_from_rank0(value: T) -> T:
+    """Return on every rank what the first calls this with; they wait for it, however long it collects or evaluates."""
+    group = _everybody()
+    if group is None:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0, group=group, device=torch.device("cpu"))
+    return held[0]
+
+
+def _everybody() -> dist.ProcessGroup | None:
+    """Return all ranks, on the CPU; None where there is one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return _patient_group(dist.group.WORLD)
+
+
+@functools.cache
+def _patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    # A rank that dies is noticed by its connection; one that collects is not dead.
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))

@@ -1,0 +1,187 @@
+"""The configuration of a resumed run: what it was begun with, and what the command line changes of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from llmrl._utils.files import UnsafeFileError, open_file, write_atomically
+from llmrl.config.sections import ScriptConfig
+from llmrl.data.state_file import DamagedFileError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+CONFIG_NAME = "config.yaml"
+
+Entries: TypeAlias = dict[str, object]
+"""Entries of a configuration, those of groups nested."""
+
+# A run is of one algorithm, one model and one order of prompts: to others its checkpoint and its place in the data mean
+# nothing.
+_FIXED = (
+    "algorithm",
+    "seed",
+    "model.path",
+    "model.chat_template",
+    "model.lora",
+    "env.name",
+    "env.data",
+    "env.train_split",
+    "env.options",
+    "collect.group_size",
+)
+
+
+def save_config(cfg: ScriptConfig, folder: Path) -> None:
+    """Write a run's configuration as its `config.yaml`."""
+    from omegaconf import OmegaConf
+
+    write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(OmegaConf.create(asdict(cfg)), path))
+
+
+def own_config(cfg: DictConfig) -> DictConfig:
+    """Return the configuration of a script's run: `cfg` as hydra composed it, or, where it resumes, the run's own."""
+    if not cfg.resume or cfg.dry_run:
+        return cfg
+    overrides, config_folders = _command_line()
+    return resumed_config(cfg, overrides=overrides, config_folders=config_folders)[0]
+
+
+def resumed_config(
+    cfg: DictConfig | ScriptConfig, *, overrides: Sequence[str] | None = None, config_folders: Sequence[Path] = ()
+) -> tuple[DictConfig, dict[str, tuple[object, object]]]:
+    """Return the configuration that a run in `run.path` goes on with, and what of it differs from before.
+
+    It is the saved one. What `overrides` name is changed: an entry (`train.learning_rate=1e-5`), or all entries that a
+    file of `config_folders` gives (`hardware=gpu1`); `task=` only has to be the run's own. Entries that the saved
+    configuration lacks are as in `cfg`.
+
+    Args:
+        cfg: the configuration as composed, with `run.path`; hydra's or typed.
+        overrides: of the command line, as hydra has them; None takes every entry of `cfg` as asked for.
+        config_folders: where hydra found the files that it composed.
+
+    Returns:
+        The configuration; and for each entry that changes, by its dotted name, the value before and after.
+
+    Raises:
+        FileNotFoundError: when the folder holds no configuration.
+        DamagedFileError: when it is none.
+        ValueError: when another algorithm, model, task or order of prompts is asked for, or an entry is deleted.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = Path(cfg.run.path) / CONFIG_NAME
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing, so there is no run to resume: name its folder with run.path, or start one without "
+            "resume=true."
+        )
+    try:
+        with open_file(path) as file:
+            saved = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no sections")
+    except UnsafeFileError:
+        raise
+    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+        raise DamagedFileError(f"{path} is damaged: {error}. Put a copy of it in its place.") from error
+    composed = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)
+    parts = [_completed(saved, composed), *_asked(composed, overrides, config_folders)]
+    # What belongs to this call, not to the run.
+    parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})
+    resumed = OmegaConf.merge(*map(OmegaConf.create, parts))
+    before, after = _flat(saved), _flat(OmegaConf.to_container(resumed, resolve=True))
+    changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
+    for name in ("resume", "run.path"):
+        changes.pop(name, None)
+    for name, (old, new) in changes.items():
+        if name in before and any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED):
+            raise ValueError(
+                f"the run in {cfg.run.path} has {name}={old!r} and cannot go on with {new!r}: its checkpoint and its "
+                "place in the data are of that. Leave the entry out, or start another run in another folder."
+            )
+    return resumed, changes
+
+
+def _command_line() -> tuple[list[str] | None, list[Path]]:
+    """Return the overrides that hydra was given and the folders that it composes from; nothing without hydra."""
+    if "hydra" not in sys.modules:
+        return None, []
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return None, []
+    config = HydraConfig.get()
+    sources = [source.path for source in config.runtime.config_sources if source.schema == "file"]
+    return list(config.overrides.task), [Path(path) for path in sources]
+
+
+def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence[Path]) -> list[Entries]:
+    """Return what the command line asks for, in its order, as nested dicts."""
+    if overrides is None:
+        return [composed]
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    asked: list[Entries] = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        name, value = override.key_or_group, override.value()
+        if override.is_delete():
+            raise ValueError(f"a resumed run keeps its entries, so {override.input_line!r} cannot be; set the entry.")
+        files = [path for folder in folders if (path := folder / name / f"{value}.yaml").exists()]
+        if not files:
+            asked.append(_nested(name, value))
+            continue
+        parts = entries_of(files[0])
+        if name == "task":  # the run's other entries of it may have been changed when it began
+            env = parts[-1]["env"]
+            assert isinstance(env, dict)
+            parts = [{"env": {"name": env["name"]}}]
+        asked += parts
+    return asked
+
+
+def entries_of(path: Path) -> list[Entries]:
+    """Return the entries of a configuration's file, after those of the files that it builds on (`defaults`)."""
+    from omegaconf import OmegaConf
+
+    own = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(own, dict)
+    bases = [path.with_name(f"{base}.yaml") for base in own.pop("defaults", []) if base != "_self_"]
+    return [*(part for base in bases for part in entries_of(base)), own]
+
+
+def _completed(saved: Entries, composed: Entries) -> Entries:
+    """Return `saved`, with the entries of `composed` that it lacks; what is inside an entry is its own."""
+    completed = dict(composed) | saved
+    for group, entries in composed.items():
+        own = saved.get(group)
+        if isinstance(entries, dict) and isinstance(own, dict):
+            completed[group] = entries | own
+    return completed
+
+
+def _nested(name: str, value: object) -> Entries:
+    group, _, rest = name.partition(".")
+    return {group: _nested(rest, value) if rest else value}
+
+
+def _flat(value: object, prefix: str = "") -> Entries:
+    """Return leaves by dotted names; an empty dict is a leaf.
+
+    Example:
+        >>> _flat({"a": {"b": 1, "c": []}})
+        {'a.b': 1, 'a.c': []}
+    """
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    flat: Entries = {}
+    for key, part in value.items():
+        flat |= _flat(part, f"{prefix}.{key}" if prefix else str(key))
+    return flat

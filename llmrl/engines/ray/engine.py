@@ -1,0 +1,319 @@
+"""`RayEngine`: an engine in a Ray actor, on whatever machine of the cluster has room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Never
+
+from llmrl._utils.imports import require
+from llmrl.engines.base import (
+    Completion,
+    Engine,
+    EngineError,
+    PauseMode,
+    SamplingConfig,
+    TransferInfo,
+    check_request,
+)
+from llmrl.engines.load import METRICS, EngineLoad
+from llmrl.engines.ray.actor import EngineActor, EngineDiedError, EngineFacts
+from llmrl.engines.ray.cluster import connect
+from llmrl.engines.scores import TokenScores
+
+if TYPE_CHECKING:
+    import torch
+    from ray.actor import ActorHandle
+    from transformers import PreTrainedTokenizerBase
+
+MAX_IN_FLIGHT = 1 << 16
+"""Calls that an actor works on at once; Ray holds back what comes beyond."""
+_LOAD_SECONDS = 5.0
+"""A metric is not waited for any longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNotice:
+    """What another process needs to reach an engine's actor; it can be pickled."""
+
+    actor: ActorHandle
+    facts: EngineFacts
+
+
+class RayEngine:
+    """The driver's end of an engine in a Ray actor; has the methods of `AsyncVLLM`, where the engine has them.
+
+    A request is one remote call, whatever its length. The actor's death, or that of its engine, is heard of through
+    one call that is left waiting, so `is_alive` asks nobody. Ray restarts nothing: `EngineReplicas` does.
+    """
+
+    def __init__(self, actor: ActorHandle, facts: EngineFacts, *, start_s: float) -> None:
+        self._actor = actor
+        self.start_s = start_s
+        """Seconds from the call to an engine that takes requests."""
+        self._facts = facts
+        self.max_model_len = facts.max_model_len
+        """Prompt and completion together, in tokens."""
+        self.vocab_size = facts.vocab_size
+        self.host = facts.host
+        """Name of the machine that the engine runs on."""
+        self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None where it takes no weights
+        """dtype of the weights in the engine."""
+        self.quantization = facts.quantization
+        """How the weights in the engine are quantised, `None` when they are not."""
+        self.num_workers = facts.num_workers
+        self.weight_transfer_backend = facts.weight_transfer_backend
+        """The vLLM backend that new weights come through, `None` when started without."""
+        self._policy_version = 0
+        self._in_flight: set[str] = set()
+        self._id_prefix = uuid.uuid4().hex[:8]
+        self._id_counter = itertools.count()
+        self._is_owner = True
+        self._is_dead = is_dead = threading.Event()
+        actor.wait_until_dead.remote().future().add_done_callback(lambda _: is_dead.set())
+
+    @classmethod
+    def start(
+        cls,
+        make_engine: Callable[[], Engine],
+        *,
+        ray_options: Mapping[str, object] | None = None,
+        ray_init_config: Mapping[str, object] | None = None,
+    ) -> RayEngine:
+        """Start an engine in a new actor.
+
+        Args:
+            make_engine: called in the actor; must be picklable.
+            ray_options: of the actor, such as `num_gpus`, `resources` or `scheduling_strategy`; one CPU core when
+                not given.
+            ray_init_config: arguments of `ray.init` where this process is not connected to Ray yet, such as `address`.
+
+        Raises:
+            ImportError: when Ray is not installed, naming the extra.
+            ConnectionError: when no cluster is at the address.
+            EngineError: when the actor does not start; any other error that `make_engine` raises arrives as it is.
+        """
+        ray = connect(ray_init_config)
+        start = time.perf_counter()
+        remote = ray.remote(EngineActor).options(
+            **{"num_cpus": 1, **(ray_options or {}), "max_concurrency": MAX_IN_FLIGHT, "max_restarts": 0}
+        )
+        actor = remote.remote()
+        try:
+            facts = ray.get(actor.start.remote(make_engine))
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+            cause = _cause(error)
+            if cause is not error:
+                raise cause from error
+            raise EngineError(f"The engine's actor did not start: {error}") from error
+        return cls(actor, facts, start_s=time.perf_counter() - start)
+
+    def notice(self) -> EngineNotice:
+        """Return how another process of the cluster reaches the same actor."""
+        return EngineNotice(self._actor, self._facts)
+
+    @classmethod
+    def reach(cls, notice: EngineNotice) -> RayEngine:
+        """Return an engine that another process started, to generate with; its weights and its end are that one's."""
+        engine = cls(notice.actor, notice.facts, start_s=0.0)
+        engine._is_owner = False
+        return engine
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that a request started now would use."""
+        return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Count on from `version`."""
+        require("ray", extra="ray").get(self._actor.set_policy_version.remote(version))
+        self._policy_version = version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can serve requests, as far as heard."""
+        return not self._is_dead.is_set()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not returned yet."""
+        return len(self._in_flight)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer."""
+        return self._call("get_tokenizer")
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
+
+        Raises:
+            ValueError: as `AsyncVLLM.generate`.
+            EngineError: as `AsyncVLLM.generate`, or when the actor died.
+        """
+        if request_id is None:
+            request_id = str(next(self._id_counter))
+        check_request(request_id, prompt_ids, self._in_flight)
+        with self._in_flight_as(request_id):
+            try:
+                return await self._actor.generate.remote(list(prompt_ids), sampling, self._id_there(request_id))
+            except asyncio.CancelledError:
+                self._actor.abort.remote(self._id_there(request_id))
+                raise
+
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return what the engine makes of `[num_tokens]` tokens.
+
+        Raises:
+            TypeError: when the engine in the actor does not score tokens.
+            ValueError: as its own `score`.
+            EngineError: as its own `score`, or when the actor died.
+        """
+        if not self._facts.scores_tokens:
+            raise TypeError("the engine in the actor does not score given tokens; it has no method score.")
+        with self._in_flight_as(f"score-{next(self._id_counter)}"):
+            scores = self._actor.score.remote(list(token_ids), top_k)
+            try:
+                return await scores
+            except asyncio.CancelledError:
+                require("ray", extra="ray").cancel(scores)
+                raise
+
+    @contextlib.contextmanager
+    def _in_flight_as(self, request_id: str) -> Iterator[None]:
+        """Count a request while it is under way; its errors are those of the engine."""
+        if not self.is_alive:
+            raise EngineError("The engine's actor is dead; start a new one.")
+        self._in_flight.add(request_id)
+        try:
+            yield
+        except Exception as error:
+            raise self._translated(error) from error
+        finally:
+            self._in_flight.discard(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+        if self.is_alive and request_id in self._in_flight:
+            try:
+                await self._actor.abort.remote(self._id_there(request_id))
+            except Exception as error:
+                raise self._translated(error) from error
+
+    def _id_there(self, request_id: str) -> str:
+        # Others send requests to the same actor, and what a killed process sent may still be in flight there.
+        return f"{self._id_prefix}/{request_id}"
+
+    async def progress(self) -> int | None:
+        """Return what `AsyncVLLM.progress` does; unanswered while the actor itself hangs.
+
+        Raises:
+            EngineError: when the actor died.
+        """
+        try:
+            return await self._actor.progress.remote()
+        except Exception as error:
+            raise self._translated(error) from error
+
+    def take_load(self, reader: str = METRICS) -> EngineLoad | None:
+        """Return what `AsyncVLLM.take_load` does; None where the engine tells none, or the actor does not answer."""
+        ray = require("ray", extra="ray")
+        try:
+            return ray.get(self._actor.take_load.remote(reader), timeout=_LOAD_SECONDS)
+        except ray.exceptions.RayError:
+            return None
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
+        """Do what `AsyncVLLM.pause` does."""
+        self._call("pause", mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Do what `AsyncVLLM.resume` does."""
+        self._call("resume")
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
+        """Do what `AsyncVLLM.reset_prefix_cache` does."""
+        return self._call("reset_prefix_cache", reset_running_requests=reset_running_requests)
+
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
+        """Do what `AsyncVLLM.init_weight_transfer_engine` does."""
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        """Do what `AsyncVLLM.start_weight_update` does."""
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
+        """Do what `AsyncVLLM.update_weights` does."""
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> int:
+        """Do what `AsyncVLLM.finish_weight_update` does."""
+        return self._call("finish_weight_update", weight_version)
+
+    def shutdown(self) -> None:
+        """End the engine and its actor, unless it was only reached; requests in flight raise `EngineError`."""
+        if not self._is_owner:
+            self._is_dead.set()
+            return
+        ray = require("ray", extra="ray")
+        if not ray.is_initialized():
+            return
+        if self.is_alive:
+            with contextlib.suppress(Exception):
+                ray.get(self._actor.call.remote("shutdown"), timeout=10)
+        self._is_dead.set()
+        ray.kill(self._actor)
+
+    def __enter__(self) -> RayEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            "A RayEngine follows its actor from one process and cannot be pickled; start it where it is used."
+        )
+
+    def _call(self, method: str, *arguments: object, **options: object) -> Any:
+        if not self.is_alive:
+            raise EngineError("The engine's actor is dead; start a new one.")
+        try:
+            result, self._policy_version = require("ray", extra="ray").get(
+                self._actor.call.remote(method, *arguments, **options)
+            )
+        except Exception as error:
+            raise self._translated(error) from error
+        return result
+
+    def _translated(self, error: Exception) -> Exception:
+        """Return what an `AsyncVLLM` would have raised."""
+        from ray.exceptions import RayError, RayTaskError
+
+        cause = _cause(error)
+        if isinstance(cause, EngineDiedError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
+            self._is_dead.set()
+            return EngineError(f"The engine's actor died: {cause}")
+        return cause
+
+
+def _cause(error: Exception) -> Exception:
+    """Return the exception that the actor raised, or `error` itself."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error

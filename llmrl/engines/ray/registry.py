@@ -1,0 +1,141 @@
+"""`EngineRegistry`: how collector actors find the engine actors that the trainer started, and those started since."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmrl._utils.imports import require
+from llmrl.engines.base import Engine, EngineError
+from llmrl.engines.ray.engine import EngineNotice, RayEngine
+from llmrl.engines.replicas import EngineReplicas
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_LOOK_AGAIN_S = 1.0
+_LOGGER = logging.getLogger(__name__)
+
+
+class RegistryActor:
+    """What the registry's actor holds: for each replica the engine that serves in its place, or None."""
+
+    def __init__(self) -> None:
+        self._notices: list[EngineNotice | None] = []
+
+    def publish(self, notices: list[EngineNotice | None]) -> None:
+        """Replace what is registered."""
+        self._notices = notices
+
+    def read(self) -> list[EngineNotice | None]:
+        """Return what is registered."""
+        return self._notices
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRegistry:
+    """Names the engines that hold the current weights; travels to other processes of the cluster.
+
+    The trainer starts engines, sends them weights and replaces dead ones (`EngineReplicas`), and registers who
+    serves. A collector actor reaches them directly: its requests do not pass through the trainer. Where an
+    engine dies it goes on with the others until the registry has another in its place.
+
+    Example:
+        >>> registry = EngineRegistry.start()                                     # doctest: +SKIP
+        >>> registry.publish(engines)                                             # doctest: +SKIP
+        >>> policy_factory = lambda: vLLMWrapper(registry.connect())             # doctest: +SKIP
+    """
+
+    actor: ActorHandle
+
+    @classmethod
+    def start(cls) -> EngineRegistry:
+        """Start an empty registry.
+
+        Raises:
+            ImportError: when Ray is not installed, naming the extra.
+        """
+        return cls(require("ray", extra="ray").remote(RegistryActor).options(num_cpus=0).remote())
+
+    def publish_once(self, replicas: EngineReplicas) -> None:
+        """Say which engines serve now.
+
+        Raises:
+            TypeError: for replicas that are no Ray actors: nobody else can reach them.
+        """
+        serving = replicas.serving
+        notices = []
+        for index, engine in enumerate(replicas):
+            if not isinstance(engine, RayEngine):
+                raise TypeError(
+                    f"replicas must be Ray actors, got {type(engine).__name__}: start them with use_ray=True."
+                )
+            notices.append(engine.notice() if index in serving else None)
+        require("ray", extra="ray").get(self.actor.publish.remote(notices))
+
+    def publish(self, replicas: EngineReplicas) -> None:
+        """Publish now, and whenever other engines serve, until the replicas are shut down.
+
+        So an engine that dies or hangs is replaced, and its successor found, while the trainer waits for a batch and
+        makes no request itself.
+
+        Raises:
+            TypeError: as `publish_once`.
+        """
+        self.publish_once(replicas)
+        threading.Thread(
+            target=lambda: asyncio.run(self._publish_changes(replicas)), name="llmrl-registry", daemon=True
+        ).start()
+
+    async def _publish_changes(self, replicas: EngineReplicas) -> None:
+        watching = asyncio.create_task(replicas.watch_for_hangs())
+        published = _serving(replicas)
+        while not replicas.is_shut_down:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            if (serving := _serving(replicas)) != published:
+                try:
+                    self.publish_once(replicas)
+                except Exception as error:  # the cluster is gone, or the registry: collectors see that themselves
+                    _LOGGER.warning("the registry of engines could not be written: %s", error)
+                    return
+                published = serving
+        watching.cancel()
+
+    def connect(self, *, timeout_s: float = 600.0) -> EngineReplicas:
+        """Return the engines that serve now, from wherever this is called.
+
+        Args:
+            timeout_s: how long a dead engine's place may stay empty before it is given up.
+
+        Raises:
+            EngineError: when none serves.
+        """
+        notices = [notice for notice in self._read() if notice is not None]
+        if not notices:
+            raise EngineError("the registry names no engine that serves.")
+        held = dict(enumerate(notices))
+
+        def successor(index: int) -> RayEngine:
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline:
+                known = [notice.actor for notice in held.values()]
+                fresh = [notice for notice in self._read() if notice is not None and notice.actor not in known]
+                if fresh:
+                    held[index] = fresh[0]
+                    return RayEngine.reach(fresh[0])
+                time.sleep(_LOOK_AGAIN_S)
+            raise EngineError(f"no engine took the place of replica {index} within {timeout_s:.0f} s.")
+
+        return EngineReplicas([RayEngine.reach(notice) for notice in notices], restart=successor)
+
+    def _read(self) -> list[EngineNotice | None]:
+        return require("ray", extra="ray").get(self.actor.read.remote())
+
+
+def _serving(replicas: EngineReplicas[Engine]) -> list[Engine]:
+    serving = replicas.serving
+    return [engine for index, engine in enumerate(replicas) if index in serving]

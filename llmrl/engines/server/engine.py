@@ -1,0 +1,403 @@
+"""`ServerEngine`: an engine that lives elsewhere, behind an OpenAI-compatible `/v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import time
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
+from llmrl.engines.server.messages import (
+    LostWeightsError,
+    check_sampling,
+    completion_request,
+    generate_request,
+    is_plain,
+    likeliest_distance,
+    read_generated,
+    read_models,
+    read_response,
+)
+from llmrl.engines.server.scores import ServerScores
+from llmrl.engines.server.session import close_session, open_session, read_body
+from llmrl.engines.server.updates import ABORT_PATH, ABORT_PREFIX, GENERATE_PATH, ServerUpdates, tokens_so_far
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PROBE_INTERVAL_S = 1.0
+"""How often a server that could not be reached is asked again."""
+DEFAULT_REPLY_TIMEOUT_SECONDS = 600.0
+"""As OpenAI's own client has it."""
+_CONTROL_TIMEOUT_S = 30.0
+"""Of what takes a server no time."""
+_ABORT_TIMEOUT_S = 10.0
+"""For a server to answer a request that it was told to end; then it is hung up on."""
+# Of an answer; a token takes some hundred, with its text, its id and its log-prob.
+_NUM_BASE_BYTES, _NUM_TOKEN_BYTES = 1 << 20, 1 << 12
+
+
+class ServerEngine(ServerUpdates, ServerScores):
+    """Token ids in, token ids and log-probs out, over HTTP: vLLM, or any server that returns both.
+
+    With `vllm serve`, log-probs are those of the distribution sampled from only with
+    `--logprobs-mode processed_logprobs`: the first request that is not plain sampling at temperature 1 checks it.
+    The server's weights are its owner's affair: tokens carry the `policy_version` that held when they were asked for.
+    With `weight_sync` they are the trainer's, and it is used like an `AsyncVLLM`: the server is a `vllm serve
+    --enable-scale-out` under `VLLM_SERVER_DEV_MODE=1`, requests go to its token-in-token-out route, and each token
+    carries the version that sampled it. A server that was started again serves when it has got the current weights.
+    Start one engine a server and put several into `EngineReplicas`.
+
+    Args:
+        base_url: such as `http://host:8000`, with or without `/v1`.
+        model: as the server names it; its first when not given.
+        api_key: sent as a bearer token.
+        max_model_len: prompt and completion together; asked of the server when not given.
+        vocab_size: number of token ids, which no server tells; ids beyond are refused. The tokenizer's where not given:
+            give it for a model that has ids beyond its tokenizer's.
+        policy_version: of the server's weights, where the server does not know.
+        weight_sync: take new weights. With vLLM's backend `llmrl` (the package beside the server, `pip install
+            --no-deps llmrl`) all ways of `VLLMWeightSyncScheme` and `VLLMDoubleBufferSyncScheme`; with `nccl` and `ipc`
+            vLLM's own; without a backend files, which vLLM reads by itself.
+        start_timeout_seconds: how long to wait for a server that cannot be reached yet.
+        reply_timeout_seconds: a request that is not answered by then, waiting in the server's queue included, fails
+            with an `EngineError`, which is tried again like any other; None waits for ever. It has to be longer than
+            the longest completion takes on a busy server, and with `weight_sync` than the server takes to load weights.
+            A server that does not answer in time serves again when it answers and holds the current weights.
+
+    Raises:
+        MissingExtraError: when aiohttp is not installed, naming the extra.
+        EngineError: when the server cannot be reached, or is to take weights and cannot, with the options that mend it.
+        ValueError: when it has not that model, or does not say its `max_model_len`; for a number that is not positive.
+
+    Example:
+        >>> engine = ServerEngine("http://localhost:8000")                              # doctest: +SKIP
+        >>> (await engine.generate([1, 2, 3], SamplingConfig())).token_ids              # doctest: +SKIP
+        [4, 5]
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        max_model_len: int | None = None,
+        vocab_size: int | None = None,
+        policy_version: int = 0,
+        weight_sync: bool = False,
+        start_timeout_seconds: float = 0.0,
+        reply_timeout_seconds: float | None = DEFAULT_REPLY_TIMEOUT_SECONDS,
+    ) -> None:
+        if reply_timeout_seconds is not None and not reply_timeout_seconds > 0:
+            raise ValueError(
+                f"reply_timeout_seconds must be positive, or None to wait for ever; got {reply_timeout_seconds}."
+            )
+        self.vocab_size = vocab_size
+        """Number of token ids, where it was given."""
+        self.reply_timeout_seconds = reply_timeout_seconds
+        self._base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._is_reachable, self._is_closed = True, False
+        self._is_distribution_known = False
+        self._deadlines: set[asyncio.Timeout] = set()
+        self._in_flight: dict[str, asyncio.Event] = {}
+        self._num_requests = 0
+        self._watch: asyncio.Task[None] | None = None
+        self._version = self._first_version = policy_version
+        self._background = BackgroundLoop("llmrl-server-engine")
+        try:
+            self._session: aiohttp.ClientSession = self._background.run(open_session(api_key))
+            self._finalizer = weakref.finalize(self, close_session, self._session, self._background)
+            served = read_models(self._first_answer(start_timeout_seconds), self._base_url)
+            self.model = next(iter(served)) if model is None else model
+            if self.model not in served:
+                raise ValueError(f"model must be one that {self._base_url} serves, {sorted(served)}, got {model!r}.")
+            limit = served[self.model].get("max_model_len") if max_model_len is None else max_model_len
+            if type(limit) is not int or limit < 2:
+                raise ValueError(
+                    f"max_model_len must be given, 2 or more: {self._base_url} says {limit!r} of its own."
+                    if max_model_len is None
+                    else f"max_model_len must be 2 or more, got {max_model_len!r}."
+                )
+            if weight_sync:
+                self._is_distribution_known = self._open_updates().has_processed_log_probs
+        except BaseException:
+            self.shutdown()
+            raise
+        self.max_model_len: int = limit
+        """Prompt and completion together, in tokens."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server could be reached when last tried; one that could not is tried every second."""
+        return self._is_reachable and not self._is_closed
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not returned yet."""
+        return len(self._in_flight)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one server.
+
+        Raises:
+            ValueError: for an empty prompt, one without room for a token, a `request_id` that is in flight, or a
+                request that the server refuses.
+            EngineError: when the server cannot be reached or does not answer in time, or returns tokens without their
+                ids or log-probs, ids or log-probs that no model can have given, or log-probs of another distribution.
+        """
+        self._num_requests += 1
+        request_id = f"{id(self):x}-{self._num_requests}" if request_id is None else request_id
+        check_request(request_id, prompt_ids, self._in_flight)
+        budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
+        if self._is_closed:
+            raise EngineError("The server engine was shut down.")
+        if self.lacks_weights:
+            raise EngineError(f"{self._base_url} lost the weights that it was sent; it serves after the next update.")
+        aborted = self._in_flight[request_id] = asyncio.Event()
+        try:
+            return await self._background.wait(self._generate(list(prompt_ids), sampling, budget, request_id, aborted))
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            raise EngineError("The server engine was shut down.") from None
+        finally:
+            del self._in_flight[request_id]
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Refuse truncation of which a server cannot say what it kept.
+
+        Raises:
+            ValueError: for top-p or min-p without top-k.
+        """
+        check_sampling(sampling)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has with `weight_sync`, else nothing: it is hung up on."""
+        aborted = self._in_flight.get(request_id)
+        if aborted is not None and not self._is_closed:
+            self._background.loop.call_soon_threadsafe(aborted.set)
+
+    async def progress(self) -> int | None:
+        """Return a number that changes with every token that comes; None while none is due, or nobody can tell."""
+        if self.info is None or self._is_paused or self._is_closed or not self._in_flight:
+            return None
+        fetching = self._fetch("GET", "/metrics", None, _CONTROL_TIMEOUT_S, _NUM_BASE_BYTES)
+        status, text = await self._background.wait(fetching)
+        return tokens_so_far(text.decode(errors="replace")) if status == 200 else None
+
+    def shutdown(self) -> None:
+        """Hang up; the server stays. May be called twice."""
+        self._is_closed = True
+        if hasattr(self, "_finalizer"):
+            self._finalizer()
+        self._background.close()
+
+    def __enter__(self) -> ServerEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    async def _generate(
+        self, prompt_ids: list[int], sampling: SamplingConfig, budget: int, request_id: str, aborted: asyncio.Event
+    ) -> Completion:
+        if not self._is_distribution_known and not is_plain(sampling):
+            await self._check_distribution(prompt_ids)
+        answer = asyncio.ensure_future(self._ask(prompt_ids, sampling, budget, request_id))
+        abortion = asyncio.ensure_future(aborted.wait())
+        try:
+            await asyncio.wait((answer, abortion), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() and self.info is not None:
+                with contextlib.suppress(EngineError):
+                    ids = {"request_ids": [f"{ABORT_PREFIX}{request_id}"]}
+                    await self._fetch("POST", ABORT_PATH, ids, _CONTROL_TIMEOUT_S, _NUM_BASE_BYTES)
+                await asyncio.wait((answer,), timeout=_ABORT_TIMEOUT_S)
+            if not answer.done():
+                return Completion([], [], [], "abort")
+            return answer.result()
+        except LostWeightsError:
+            self._lose()
+            raise
+        finally:
+            # Hanging up is what makes a server stop.
+            answer.cancel()
+            abortion.cancel()
+
+    async def _ask(
+        self, prompt_ids: list[int], sampling: SamplingConfig, budget: int, request_id: str = ""
+    ) -> Completion:
+        top_k = sampling.top_k if sampling.needs_sampling_mask else None
+        if self.info is not None:
+            asked = generate_request(self.model, prompt_ids, sampling, budget, request_id or uuid.uuid4().hex)
+            answer = await self._request("POST", GENERATE_PATH, asked, budget=budget)
+            return read_generated(answer, server=self._base_url, budget=budget, vocab_size=self.vocab_size, top_k=top_k)
+        version = self.policy_version
+        answer = await self._request(
+            "POST", "/v1/completions", completion_request(self.model, prompt_ids, sampling, budget), budget=budget
+        )
+        return read_response(
+            answer,
+            version=version,
+            server=self._base_url,
+            budget=budget,
+            vocab_size=self.vocab_size,
+            top_k=top_k,
+        )
+
+    async def _check_distribution(self, prompt_ids: list[int]) -> None:
+        """Look at log-probs that the distribution sampled from has whatever the model makes of the prompt.
+
+        Of one token left it is 0. Twice the temperature halves how far the two likeliest are apart; where they are not
+        apart in any distribution, the model is not so certain of the first that its own log-prob could pass for 0.
+        """
+        [first] = (await self._ask(prompt_ids, SamplingConfig(top_k=1, replay=False), 1)).log_probs
+        cool, warm = [await self._distance(prompt_ids, temperature) for temperature in (1.0, 2.0)]
+        if first < -1e-3 or abs(2 * warm - cool) > 0.2 + 0.05 * cool:
+            raise EngineError(
+                f"{self._base_url} returns log-probs from before temperature, top-k, top-p and min-p; start it "
+                "with processed ones (vllm serve --logprobs-mode processed_logprobs), or sample at temperature 1 "
+                "without."
+            )
+        self._is_distribution_known = True
+
+    async def _distance(self, prompt_ids: list[int], temperature: float) -> float:
+        """Return by how much the likeliest token's log-prob is above the next one's."""
+        body = completion_request(self.model, prompt_ids, SamplingConfig(top_k=2, temperature=temperature), 1)
+        answer = await self._request("POST", "/v1/completions", body, budget=1)
+        return likeliest_distance(answer, self._base_url)
+
+    def _first_answer(self, timeout_seconds: float) -> object:
+        """Return the list of models, of a server that may have to start first."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                return self._background.run(self._request("GET", "/v1/models"))
+            except EngineError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(PROBE_INTERVAL_S)
+
+    def hang_up(self) -> None:
+        """End all calls and requests with an `EngineError`; the server is taken back when it answers again."""
+        self._is_reachable = False
+        if not self._is_closed:
+            self._background.loop.call_soon_threadsafe(self._expire_all)
+
+    def _expire_all(self) -> None:
+        self._lose()
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(self._background.loop.time())
+
+    def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, takes_time: bool = False
+    ) -> object:
+        seconds = self.reply_timeout_seconds if takes_time else _CONTROL_TIMEOUT_S
+
+        async def call() -> object:
+            try:
+                status, text = await self._fetch(method, path, body, seconds, _NUM_BASE_BYTES)
+            except EngineError:
+                self._is_left = True
+                raise
+            if status != 200:
+                raise EngineError(f"{self._base_url}{path} refused ({status}): {text[:2000].decode(errors='replace')}")
+            return json.loads(text or b"null")
+
+        try:
+            return self._background.run(call())
+        except ValueError as error:
+            raise EngineError(f"{self._base_url}{path} did not answer in JSON: {error}") from error
+        except (asyncio.CancelledError, concurrent.futures.CancelledError, RuntimeError) as error:
+            if isinstance(error, EngineError) or not self._is_closed:
+                raise
+            raise EngineError("The server engine was shut down.") from error
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, budget: int | None = None
+    ) -> object:
+        """Return the JSON that the server answers with; `budget` tokens are asked for, or what takes no time."""
+        seconds = _CONTROL_TIMEOUT_S if budget is None else self.reply_timeout_seconds
+        mend = "" if budget is None else "; reply_timeout_seconds says how long it may take"
+        max_bytes = _NUM_BASE_BYTES + _NUM_TOKEN_BYTES * (budget or 0)
+        status, text = await self._fetch(method, path, body, seconds, max_bytes, mend=mend)
+        url, shown = f"{self._base_url}{path}", text[:500].decode(errors="replace")
+        try:
+            if status == 200:
+                return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{url} did not answer as an OpenAI server: {error}") from error
+        if 400 <= status < 500 and status not in (408, 429):
+            raise ValueError(f"{url} refused the request ({status}): {shown}")
+        raise EngineError(f"{url} failed ({status}): {shown}")
+
+    async def _fetch(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        seconds: float | None,
+        max_bytes: int,
+        *,
+        mend: str = "",
+    ) -> tuple[int, bytes]:
+        """Return status and body of an answer.
+
+        Raises:
+            EngineError: when there is none in time, or it is too long.
+        """
+        import aiohttp
+
+        url = f"{self._base_url}{path}"
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                self._deadlines.add(deadline)
+                async with self._session.request(method, url, json=body, allow_redirects=False) as response:
+                    return response.status, await read_body(response, max_bytes)
+        except (aiohttp.ClientConnectionError, OSError) as error:
+            self._lose()
+            if deadline.expired():
+                in_time = "in time" if seconds is None else f"within {seconds:g} s"
+                raise EngineError(f"{url} did not answer {in_time}{mend}.") from error
+            raise EngineError(f"{self._base_url} cannot be reached: {error}") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise EngineError(f"{url} did not answer as an OpenAI server: {error}") from error
+        finally:
+            self._deadlines.discard(deadline)
+
+    def _lose(self) -> None:
+        """Take the server as one that cannot be reached, until it answers again."""
+        self._is_reachable = False
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.ensure_future(_watch(weakref.ref(self)))
+
+
+async def _watch(engine: weakref.ref[ServerEngine]) -> None:
+    """Ask again until the server answers."""
+    while True:
+        await asyncio.sleep(PROBE_INTERVAL_S)
+        one = engine()
+        if one is None or one._is_closed:
+            return
+        with contextlib.suppress(EngineError, ValueError):
+            await one._request("GET", "/v1/models")
+            if one.info is not None:
+                await asyncio.to_thread(one._take_back)
+            one._is_reachable = True
+            return
+        del one

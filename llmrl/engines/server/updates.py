@@ -1,0 +1,329 @@
+"""What `ServerEngine` does beside requests: it takes new weights, over the routes that vLLM has for RL."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from llmrl.engines.base import EngineError, PauseMode, TransferInfo
+from llmrl.engines.vllm.arguments import LLMRL_BACKEND, NCCL_BACKEND
+from llmrl.engines.vllm.private import RELOAD_METHOD
+
+if TYPE_CHECKING:
+    import torch
+
+FILES_BACKEND = "files"
+"""Of a server that was started without a weight-transfer backend: vLLM itself reads a folder."""
+WAYS = {
+    LLMRL_BACKEND: "taken through shared memory, gloo or files",
+    NCCL_BACKEND: "taken by NCCL",
+    "nccl": "taken by NCCL",
+    "ipc": "taken by CUDA IPC",
+    FILES_BACKEND: "taken from files",
+}
+"""What new weights come through, by the server's weight-transfer backend."""
+HOW_TO_SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs, and "
+    f'--weight-transfer-config \'{{"backend": "{LLMRL_BACKEND}"}}\' where llmrl is installed beside it'
+)
+"""The command of a server that takes weights."""
+GENERATE_PATH = "/inference/v1/generate"
+"""Token ids in, token ids and their versions out."""
+ABORT_PATH = "/inference/v1/abort_requests"
+ABORT_PREFIX = "generate-tokens-"
+"""Of a request's id, as the server knows it."""
+_PROGRESS = "vllm:generation_tokens_total"
+_UNFINISHED = "already active"
+"""What vLLM says of an update that another trainer began."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself that an update has to know."""
+
+    dtype: str
+    """Of its weights, by torch's name."""
+    quantization: str | None
+    backend: str
+    """How it takes weights."""
+    is_cpu: bool
+    has_processed_log_probs: bool
+    """Whether its log-probs are those of the distribution that was sampled from, whatever that is."""
+
+    @classmethod
+    def read(cls, info: object) -> ServerInfo:
+        """Read vLLM's `/server_info`.
+
+        Raises:
+            ValueError: when it is none.
+
+        Example:
+            >>> model, device = {"dtype": "torch.float32"}, {"device": "cpu", "device_type": "cpu"}
+            >>> ServerInfo.read({"vllm_config": {"model_config": model, "device_config": device}})
+            ServerInfo(dtype='float32', quantization=None, backend='files', is_cpu=True, has_processed_log_probs=False)
+        """
+        try:
+            config = info["vllm_config"]  # type: ignore[index]
+            model, device = config["model_config"], config["device_config"]
+            transfer = config.get("weight_transfer_config") or {}
+            quantization = model.get("quantization")
+            return cls(
+                dtype=str(model["dtype"]).removeprefix("torch."),
+                quantization=None if quantization is None else str(quantization),
+                backend=str(transfer.get("backend") or FILES_BACKEND),
+                is_cpu="cpu" in (device.get("device"), device.get("device_type")),
+                has_processed_log_probs=model.get("logprobs_mode") == "processed_logprobs",
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it does not describe itself as vLLM does: {str(info)[:200]}") from error
+
+
+class ServerUpdates(ABC):
+    """The routes of one server for pausing it and changing its weights.
+
+    A server outlives whoever updates it, and may be started again by its owner. So its weights carry their version as a
+    label in the server itself: a label that is not the expected one says that the server lost the weights, and then it
+    serves nothing until an update has succeeded. What another trainer left unfinished is ended first.
+    """
+
+    quantization: str | None = None
+    """How the weights in the engine are quantised, `None` when they are not."""
+    num_workers: int = 1
+    """Worker processes that take weights."""
+    lacks_weights: bool = False
+    """Whether the server lost the weights that it was sent, or was left in the midst of an update."""
+    num_restarts: int = 0
+    """How often it was found started again, without the weights that it was sent, or left while it loaded others."""
+    info: ServerInfo | None = None
+    """What the server says of itself; None where it is not to be updated."""
+    _version: int = 0
+    _first_version: int = 0
+    _is_paused: bool = False
+    _is_left: bool = False
+    """Whether a call of an update failed since it was last reached, so that who made it goes on without the server."""
+    _is_loading: bool = False
+    """Whether its weights may be neither those of its version nor others of one version."""
+    _folder: str | None = None
+    _base_url: str
+
+    @abstractmethod
+    def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, takes_time: bool = False
+    ) -> object:
+        """Ask the server from any thread; its JSON. What `takes_time` may take as long as a request.
+
+        Raises:
+            EngineError: when it refuses, cannot be reached or does not answer in time.
+        """
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the server's weights."""
+        return self._version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Say which version the weights are that the server holds; one that takes weights is told, too."""
+        if self.info is not None and version != self._version:
+            self._call("POST", "/update_weight_version", {"new_version": str(version)})
+        self._version, self.lacks_weights = version, False
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """dtype of the weights in the engine; not there without `weight_sync`, so that it is none to update."""
+        if self.info is None:
+            raise AttributeError(f"{self._base_url} was opened without weight_sync.")
+        import torch
+
+        return getattr(torch, self.info.dtype)
+
+    @property
+    def weight_transfer_backend(self) -> str | None:
+        """How new weights come, `None` where the server is its owner's affair."""
+        return None if self.info is None else self.info.backend.replace(NCCL_BACKEND, "nccl")
+
+    def server_version(self) -> str | None:
+        """Return vLLM's version; None where the server is another one."""
+        try:
+            answer = self._call("GET", "/version")
+        except EngineError:
+            return None
+        return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
+        """Stop stepping; `clear_cache` also drops the key-value blocks, those of kept requests too."""
+        self._require_info()
+        path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
+        self._call("POST", path, takes_time=mode == "wait")
+        self._is_paused = True
+        if clear_cache:
+            self.reset_prefix_cache()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._call("POST", "/resume")
+        self._is_paused = False
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
+        """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""
+        query = f"reset_running_requests={str(reset_running_requests).lower()}"
+        answer = self._call("POST", f"/reset_prefix_cache?{query}")
+        return isinstance(answer, dict) and answer.get("success") is True
+
+    def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
+        """Open the server's end of a weight transfer."""
+        backend = self._require_info().backend
+        if backend == FILES_BACKEND:
+            return
+        if backend != NCCL_BACKEND:  # vLLM's own has no deadline
+            init_info = {name: value for name, value in init_info.items() if name != "timeout_seconds"}
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, takes_time=True)
+
+    def start_weight_update(self) -> None:
+        """Make the server ready to take new weights; pause it first."""
+        self._folder = None
+        if self._require_info().backend == FILES_BACKEND:
+            return
+        try:
+            self._call("POST", "/start_weight_update")
+        except EngineError as error:
+            if _UNFINISHED not in str(error):
+                raise
+            if self._require_info().backend == LLMRL_BACKEND:
+                self.update_weights({"is_discarded": True})
+            self._call("POST", "/finish_weight_update", {})
+            self._call("POST", "/start_weight_update")
+
+    def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
+        """Take weights; by files, only note the folder, since vLLM checks and loads in one."""
+        backend = self._require_info().backend
+        if backend != FILES_BACKEND:
+            self._is_loading |= backend != LLMRL_BACKEND  # vLLM's own load what they take
+            self._call("POST", "/update_weights", {"update_info": update_info}, takes_time=True)
+        elif isinstance(update_info, dict) and isinstance(pointer := update_info.get("pointer"), dict):
+            self._folder = str(PurePosixPath(str(update_info["folder"]), str(pointer["slot"])))
+
+    def finish_weight_update(self, weight_version: str | int | None = None) -> int:
+        """Put the taken weights to use and return their version: the next one, unless given."""
+        version = self._version + 1 if weight_version is None else int(weight_version)
+        is_given_up = version == self._version
+        self._is_loading |= not is_given_up
+        if self._require_info().backend != FILES_BACKEND:
+            self._call("POST", "/finish_weight_update", {"weight_version": str(version)}, takes_time=True)
+        else:
+            if self._folder is not None:
+                body = {"method": RELOAD_METHOD, "kwargs": {"weights_path": self._folder}}
+                self._call("POST", "/collective_rpc", body, takes_time=True)
+            self._call("POST", "/update_weight_version", {"new_version": str(version)})
+        self.lacks_weights &= is_given_up
+        self._is_loading &= is_given_up
+        self._version = version
+        return version
+
+    def _require_info(self) -> ServerInfo:
+        if self.info is None:
+            raise EngineError(f"{self._base_url} is not updated; open it with ServerEngine(url, weight_sync=True).")
+        return self.info
+
+    def _open_updates(self) -> ServerInfo:
+        """Read what the server is, and agree with it on the version of its weights.
+
+        Raises:
+            EngineError: when it has not the routes, naming the options that it lacks.
+        """
+        try:
+            self.info = ServerInfo.read(self._call("GET", "/server_info?config_format=json"))
+            world = self._call("GET", "/get_world_size")
+            self.num_workers = int(world["world_size"])  # type: ignore[index]
+            self.quantization = self.info.quantization
+            self._require_generate()
+            self._require_loadable()
+        except (EngineError, ValueError, KeyError, TypeError) as error:
+            raise EngineError(
+                f"{self._base_url} takes no weights: {error}. Start it with {HOW_TO_SERVE}; or open it without "
+                "weight_sync."
+            ) from error
+        label = label_of(self._call("GET", "/weight_info"))
+        if label is None:
+            self._call("POST", "/update_weight_version", {"new_version": str(self._version)})
+        else:
+            self._version = label
+        paused = self._call("GET", "/is_paused")
+        self.lacks_weights = isinstance(paused, dict) and paused.get("is_paused") is True
+        return self.info
+
+    def _take_back(self) -> None:
+        """Agree with a server that answers again on the version of its weights, and let it go on.
+
+        One that was started again, or was left while it loaded, lacks weights until the next update.
+
+        Raises:
+            EngineError: when it does not answer after all.
+        """
+        is_left = self._is_left
+        try:
+            label = label_of(self._call("GET", "/weight_info"))
+            if label is None and self._version == self._first_version and not self.lacks_weights:
+                self._call("POST", "/update_weight_version", {"new_version": str(self._version)})
+            elif label != self._version or (is_left and self._is_loading):
+                self._lose_weights()
+            if is_left and not self.lacks_weights:
+                self.start_weight_update()  # ends the one that was left
+                if self._require_info().backend != FILES_BACKEND:
+                    self._call("POST", "/finish_weight_update", {})
+                self.resume()
+        except EngineError:
+            self._is_left = is_left  # by an update: an engine that is in one goes on with it
+            raise
+        self._is_left = self._is_loading = False
+
+    def _lose_weights(self) -> None:
+        """Note that the server has its first weights, or those of no known version."""
+        self.num_restarts += 1
+        self._version, self.lacks_weights, self._is_paused = self._first_version, True, False
+
+    def _require_generate(self) -> None:
+        """Refuse a server whose token-in-token-out route is missing or closed: only there versions are told."""
+        try:
+            self._call("POST", GENERATE_PATH, {})
+        except EngineError as error:
+            if "(403)" in str(error) or "(404)" in str(error):
+                raise
+
+    def _require_loadable(self) -> None:
+        """Refuse what vLLM by itself would load in part: on a CPU it keeps the packed copy of a tied head."""
+        info = self._require_info()
+        if info.backend != FILES_BACKEND or not info.is_cpu:
+            return
+        answer = self._call("POST", "/weight_checker", {"action": "checksum"})
+        names = answer.get("checksums", {}) if isinstance(answer, dict) else {}
+        if not any(name.endswith("lm_head.weight") for name in names):
+            raise ValueError(
+                "its model has its head tied to its embedding, and on a CPU vLLM by itself goes on with the old head "
+                "after an update"
+            )
+
+
+def label_of(weight_info: object) -> int | None:
+    """Return the version in a server's `/weight_info`; None where nobody has labelled its weights.
+
+    Example:
+        >>> label_of({"weight_version": "3"}), label_of({"weight_version": "default"})
+        (3, None)
+    """
+    label = str(weight_info.get("weight_version")) if isinstance(weight_info, dict) else ""
+    return int(label) if label.isdecimal() else None
+
+
+def tokens_so_far(metrics: str) -> int | None:
+    """Return how many tokens a server has sampled since it started, of its `/metrics`; None where it does not tell.
+
+    Example:
+        >>> tokens_so_far('vllm:generation_tokens_total{engine="0"} 12.0')
+        12
+    """
+    counts = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith(_PROGRESS)]
+    return int(sum(map(float, counts))) if counts else None

@@ -1,0 +1,1 @@
+"""Sampling from a transformers model in this process."""

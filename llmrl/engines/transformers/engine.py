@@ -1,0 +1,330 @@
+"""`TransformersEngine`: a transformers model in this process, for machines without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
+from llmrl.engines.scores import TokenScores, check_scored, read_scores
+from llmrl.engines.transformers.decoding import DISTRIBUTION_FIELDS, DecodedSequence, DecodingBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+GATHERING_S = 0.002
+"""How long a batch waits for requests that come in the same burst."""
+
+
+class TransformersEngine:
+    """Token ids in, exact completions out, sampled in a thread by a loop over the model's forward pass.
+
+    Requests that wait are decoded together, each until its own end; one that comes later waits for the next batch.
+    So it is far slower than vLLM under load, and otherwise the same.
+
+    Args:
+        model: a causal language model, or the name or folder of one (loaded in float32, with its tokenizer).
+        tokenizer: needed for stop strings where `model` is not a name.
+        max_model_len: prompt and completion together; the model's own limit when not given.
+        max_num_seqs: requests decoded together.
+        seed: of the sampler, for requests without their own.
+
+    Raises:
+        ValueError: for a `max_num_seqs` below 1, a `max_model_len` that is not a whole number from 2 to the model's own
+            limit, or where the model does not say its limit.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...                      num_attention_heads=2)
+        >>> engine = TransformersEngine(LlamaForCausalLM(config))
+        >>> completion = asyncio.run(engine.generate([1, 2], SamplingConfig(max_new_tokens=3, ignore_eos=True)))
+        >>> len(completion.token_ids), completion.finish_reason
+        (3, 'length')
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | os.PathLike[str],
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        seed: int = 0,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}.")
+        if isinstance(model, (str, os.PathLike)):
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        own_limit = getattr(model.config, "max_position_embeddings", None)
+        limit = own_limit if max_model_len is None else max_model_len
+        if limit is None:
+            raise ValueError("max_model_len must be given: the model's config has no max_position_embeddings.")
+        if type(limit) is not int or not 2 <= limit <= (own_limit or limit):
+            most = "" if own_limit is None else f" to the model's {own_limit} positions"
+            raise ValueError(f"max_model_len must be a whole number from 2{most}, got {limit!r}.")
+        self.max_model_len: int = limit
+        """Prompt and completion together, in tokens."""
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._model, self._tokenizer, self._max_num_seqs = model.eval(), tokenizer, max_num_seqs
+        eos = getattr(model.generation_config, "eos_token_id", None)
+        self._eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        self._generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+        self._policy_version = 0
+        self._in_flight: dict[str, _Request] = {}
+        self._waiting: list[_Request] = []
+        self._ids = itertools.count()
+        # Held while the model computes, so that no token is sampled from weights that are half old and half new.
+        self._weights_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._worker: threading.Thread | None = None
+        self._is_shut_down = False
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that a request started now would use."""
+        return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Say that the model's weights, which the engine does not copy, are of `version` from now on."""
+        with self._weights_lock:
+            self._policy_version = version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return not self._is_shut_down
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not returned yet."""
+        return len(self._in_flight)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the model's tokenizer, `None` when it was given none."""
+        return self._tokenizer
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
+        """Copy weights into the model, by the names of its `state_dict`, between two tokens; return their version.
+
+        Of tied weights one name is enough.
+
+        Requests in flight go on with the new weights over the key-value cache of the old ones, as vLLM's do when it
+        is told to keep them; each token carries the version that it was sampled from.
+
+        Raises:
+            RuntimeError: when names or shapes are not the model's, which keeps its weights then.
+        """
+        with self._weights_lock:
+            own = self._model.state_dict()
+            # What has no name of its own in `named_parameters` is tied to what has.
+            wrong = ({name for name, _ in self._model.named_parameters()} - weights.keys()) | (
+                weights.keys() - own.keys()
+            )
+            for name, weight in weights.items():
+                if not isinstance(weight, torch.Tensor) or (name in own and weight.shape != own[name].shape):
+                    wrong.add(name)
+            if wrong:  # `load_state_dict` would copy the others before it says so
+                raise RuntimeError(
+                    f"the weights are not those of the engine's model: {len(wrong)} are missing, unknown or of another "
+                    f"shape, among them {sorted(wrong)[:3]}."
+                )
+            self._model.load_state_dict(dict(weights), strict=False)
+            self._policy_version = self._policy_version + 1 if version is None else version
+            return self._policy_version
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
+
+        Raises:
+            ValueError: for an empty prompt, one without room for a token, a token id outside the vocabulary, a
+                `request_id` that is in flight, or stop strings without a tokenizer.
+            EngineError: when the engine was shut down, or the model failed.
+        """
+        request_id = f"transformers-{next(self._ids)}" if request_id is None else request_id
+        prompt = list(prompt_ids)
+        check_request(request_id, prompt, self._in_flight)
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            raise ValueError(f"prompt_ids has tokens outside the vocabulary of {self.vocab_size}.")
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError("the request has stop strings; give the engine tokenizer=.")
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
+        generator = None
+        if sampling.seed is not None:
+            generator = torch.Generator(self._generator.device).manual_seed(sampling.seed)
+        decode = None if self._tokenizer is None else self._tokenizer.decode
+        budget = completion_budget(len(prompt), sampling, self.max_model_len)
+        request = _Request(DecodedSequence(prompt, sampling, budget, stops, decode, generator))
+        with self._lock:
+            if self._is_shut_down:
+                raise EngineError("The transformers engine was shut down.")
+            self._in_flight[request_id] = request
+            self._waiting.append(request)
+            if self._worker is None:
+                _COMPUTING.add(self)
+                self._worker = threading.Thread(target=self._work, name="llmrl-transformers-engine", daemon=True)
+                self._worker.start()
+        try:
+            return await asyncio.wrap_future(request.future)
+        finally:
+            del self._in_flight[request_id]
+
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids in its place.
+
+        They are the model's own, at temperature 1; sequences are computed one by one.
+
+        Raises:
+            ValueError: for fewer than two tokens, more than fit with one besides, or ids outside the vocabulary.
+            EngineError: when the engine was shut down, or the model failed.
+        """
+        check_scored(token_ids, top_k, self.max_model_len)
+        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise ValueError(f"token_ids has tokens outside the vocabulary of {self.vocab_size}.")
+        return await asyncio.to_thread(self._score, list(token_ids), top_k)
+
+    @torch.no_grad()
+    def _score(self, token_ids: list[int], top_k: int) -> TokenScores:
+        ids = torch.tensor(token_ids, device=self._generator.device)
+        with self._weights_lock:
+            if self._is_shut_down:
+                raise EngineError("The transformers engine was shut down.")
+            self._model.eval()
+            try:
+                logits = self._model(ids[None], use_cache=False).logits[0, :-1]
+            except Exception as error:
+                raise EngineError(f"The model failed: {error}") from error
+        log_probs = logits.float().log_softmax(-1)
+        top = log_probs.topk(min(top_k, log_probs.shape[1]))
+        reported = torch.cat([log_probs.gather(1, ids[1:, None]), top.values], 1)
+        return read_scores(
+            token_ids, torch.cat([ids[1:, None], top.indices], 1).cpu(), reported.cpu(), engine="The model"
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+        request = self._in_flight.get(request_id)
+        if request is None:
+            return
+        request.is_aborted = True
+        with self._lock:
+            is_waiting = request in self._waiting
+            if is_waiting:
+                self._waiting.remove(request)
+        if is_waiting:
+            request.finish()
+
+    def shutdown(self) -> None:
+        """End; requests in flight and later ones raise `EngineError`; the model stays. May be called twice."""
+        with self._lock:
+            self._is_shut_down = True
+            worker = self._worker
+        if worker is not None:
+            worker.join()
+
+    def __enter__(self) -> TransformersEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _work(self) -> None:
+        """Decode batch after batch; the thread ends when nothing waits, so that an idle engine holds none."""
+        while True:
+            time.sleep(GATHERING_S)
+            with self._lock:
+                batch = self._next_batch()
+                if not batch:
+                    self._worker = None
+                    return
+            try:
+                self._decode(batch)
+                error = EngineError("The transformers engine was shut down.")
+            except Exception as cause:
+                error = EngineError(f"The model failed: {cause}")
+                error.__cause__ = cause
+            for request in batch:
+                request.fail(error)
+
+    def _next_batch(self) -> list[_Request]:
+        """Return the request that waits longest, and those that are sampled as it is."""
+        batch: list[_Request] = []
+        for request in self._waiting:
+            if len(batch) < self._max_num_seqs and (not batch or request.distribution == batch[0].distribution):
+                batch.append(request)
+        self._waiting = [request for request in self._waiting if request not in batch]
+        return batch
+
+    def _decode(self, requests: list[_Request]) -> None:
+        """Serve requests until each has ended or the engine is shut down."""
+        by_sequence = {id(request.sequence): request for request in requests}
+
+        def goes_on(sequence: DecodedSequence) -> bool:
+            request = by_sequence[id(sequence)]
+            if sequence.finish_reason is not None or request.is_aborted:
+                request.finish()
+            return not request.future.done() and not self._is_shut_down
+
+        sequences = [request.sequence for request in requests if goes_on(request.sequence)]
+        if not sequences:
+            return
+        with self._weights_lock:
+            version = self._policy_version
+            self._model.eval()  # again: a trainer of the same model puts layers that checkpoint into training mode
+            batch = DecodingBatch(self._model, sequences, version=version, generator=self._generator)
+        while batch.sequences:
+            batch.sample()
+            with self._weights_lock:
+                self._model.eval()
+                batch.advance(goes_on, version=self._policy_version)
+
+
+# A thread within torch at the interpreter's end would abort the process, whatever its exit status was to be.
+_COMPUTING: weakref.WeakSet[TransformersEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    for engine in list(_COMPUTING):
+        engine.shutdown()
+
+
+class _Request:
+    """A sequence and whoever waits for it; a wait that is cancelled cancels the future."""
+
+    def __init__(self, sequence: DecodedSequence) -> None:
+        self.sequence = sequence
+        self.distribution = tuple(getattr(sequence.sampling, name) for name in DISTRIBUTION_FIELDS)
+        self.future: Future[Completion] = Future()
+        self.is_aborted = False
+
+    def finish(self) -> None:
+        """Hand over what there is."""
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_result(self.sequence.completion())
+
+    def fail(self, error: EngineError) -> None:
+        """Tell whoever still waits."""
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)

@@ -1,0 +1,161 @@
+"""Engines whose linear layers compute in int8: which they are, and a checkpoint for one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from llmrl.engines.vllm.private import VllmConfig
+
+INT8 = "int8"
+"""Linear layers but the head in int8, symmetric by channel, activations in int8 by token."""
+
+_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS, "input_activations": _ACTIVATIONS}},
+}
+
+
+def quantization_of(config: VllmConfig) -> str | None:
+    """Return `INT8` for a checkpoint that is exactly that, on a CPU, else vLLM's name of how weights are quantised."""
+    model = config.model_config
+    given = getattr(model.hf_config, "quantization_config", None)
+    is_known = model.quantization == "compressed-tensors" and isinstance(given, Mapping) and is_int8(given)
+    return INT8 if is_known and config.device_config.device_type == "cpu" else model.quantization
+
+
+def is_int8(config: Mapping[str, object]) -> bool:
+    """Return whether this is the `quantization_config` of such a checkpoint ("W8A8" of compressed-tensors).
+
+    Example:
+        >>> is_int8({"quant_method": "compressed-tensors", "format": "pack-quantized"})
+        False
+    """
+    groups = list(cast("Mapping[str, Mapping[str, Mapping[str, object]]]", config.get("config_groups", {})).values())
+    if len(groups) != 1 or any(config.get(name) != _CONFIG[name] for name in ("ignore", "format")):
+        return False
+    weights, activations = (groups[0].get(key) or {} for key in ("weights", "input_activations"))
+    return groups[0].get("targets") == ["Linear"] and _has(weights, _WEIGHTS) and _has(activations, _ACTIVATIONS)
+
+
+def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight ([num_outputs, num_inputs]) to int8; it, and the scale of each output ([num_outputs, 1] float32).
+
+    Example:
+        >>> rounded, scale = to_int8(torch.tensor([[0.5, -1.0, 0.0]]))
+        >>> rounded.tolist(), (rounded * scale).round(decimals=2).tolist()
+        ([[64, -127, 0]], [[0.5, -1.0, 0.0]])
+    """
+    weight = weight.float()
+    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight / scale).round().to(torch.int8), scale
+
+
+def int8_layers(model: torch.nn.Module) -> set[str]:
+    """Return the names of the layers that an engine in int8 has so: all linear ones but the head.
+
+    Raises:
+        ValueError: for a model with matrices beside linear layers and embeddings, such as experts or convolutions.
+
+    Example:
+        >>> int8_layers(torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 3)))
+        {'1'}
+    """
+    get_head: Callable[[], torch.nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
+    head = get_head()
+    layers = {name: layer for name, layer in model.named_modules() if ".lora_" not in name}
+    linear = {name for name, layer in layers.items() if isinstance(layer, torch.nn.Linear) and layer is not head}
+    outside = [layer for layer in layers.values() if isinstance(layer, torch.nn.Embedding) or id(layer) == id(head)]
+    kept = {id(weight) for layer in outside for weight in layer.parameters()}
+    for name, weight in model.named_parameters():
+        is_linear = name.rpartition(".")[0] in linear or ".lora_" in name
+        if weight.ndim > 1 and not is_linear and id(weight) not in kept:
+            raise ValueError(
+                f"engines in int8 take linear layers, and {name} is a matrix of another: start engines without "
+                "quantization."
+            )
+    return linear
+
+
+@contextmanager
+def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_adapters: bool) -> Iterator[str]:
+    """Give the folder that an engine is to be started from: `model`, or a copy in int8 for as long as it starts.
+
+    Raises:
+        ValueError: for a quantization that there is not, one on a GPU or below adapters, or a checkpoint that cannot be
+            rounded.
+    """
+    if quantization is None:
+        yield model
+        return
+    if quantization != INT8 or not is_cpu:
+        raise ValueError(
+            f"quantization must be {INT8!r}, of an engine on a CPU, whose kernels are those that it was tested with; "
+            f"got {quantization!r} on a {'CPU' if is_cpu else 'GPU'}."
+        )
+    if takes_adapters:
+        raise ValueError(
+            f"vLLM starts no adapters over layers in {INT8}: leave out quantization, or send merged weights."
+        )
+    with tempfile.TemporaryDirectory(prefix="llmrl-int8-") as folder:
+        write_int8_checkpoint(model, Path(folder))
+        yield folder
+
+
+def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
+    """Write a checkpoint as an engine in int8 reads it into a folder that exists; one file at a time is in memory.
+
+    Args:
+        source: folder of a checkpoint in safetensors files.
+        target: is given a copy of all its other files, too.
+
+    Raises:
+        ValueError: when there is no such folder, it is quantised already, or its model is not one of linear layers.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = Path(source)
+    index = source / "model.safetensors.index.json"
+    indexed = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
+    files = [file for file in sorted(source.glob("*.safetensors")) if indexed is None or file.name in indexed]
+    if not files or not (source / "config.json").is_file():
+        raise ValueError(f"quantization={INT8!r} takes a folder with config.json and *.safetensors, got {source}.")
+    config = json.loads((source / "config.json").read_text())
+    if "quantization_config" in config:
+        raise ValueError(f"the checkpoint in {source} is quantised already: leave out quantization={INT8!r}.")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    rounded = {f"{name}.weight" for name in int8_layers(model)}
+    missing = set(rounded)
+    for file in files:
+        weights = load_file(file)
+        for name in rounded & weights.keys():
+            weights[name], weights[f"{name}_scale"] = to_int8(weights[name])
+        missing -= weights.keys()
+        save_file(weights, target / file.name, metadata={"format": "pt"})
+    if missing:
+        raise ValueError(f"the checkpoint in {source} lacks {sorted(missing)[0]}, by which transformers knows it.")
+    for path in source.iterdir():
+        is_weights = path.suffix in (".safetensors", ".bin", ".pth") or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights:
+            shutil.copyfile(path, target / path.name)
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": _CONFIG}))
+
+
+def _has(given: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
+    return all(given.get(name) == value for name, value in wanted.items())

@@ -1,0 +1,219 @@
+"""One request to vLLM and its answer, exact or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
+
+    from llmrl.engines.vllm.private import AsyncLLM, ModelConfig
+    from llmrl.engines.vllm.updates import WholeWeights
+
+
+def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
+    """Return of how many of the likeliest ids vLLM is asked for the log-prob, to see which of them truncation kept.
+
+    None are needed where vLLM says by itself what it kept (`return_sampling_mask`). What top-k keeps are its ids and
+    those that tie with the last, as many do in bfloat16.
+
+    Raises:
+        ValueError: for top-p or min-p without top-k, where what they keep is not bounded.
+    """
+    if not sampling.needs_sampling_mask or config.return_sampling_mask:
+        return 0
+    if not sampling.top_k:
+        raise ValueError(
+            f"top_p={sampling.top_p:g} and min_p={sampling.min_p:g} may keep any number of tokens, which vLLM reports "
+            "only where top_k bounds it, so that the trainer can make the distribution again: add top_k=200, say; or "
+            "say replay=False, and train with importance ratios that are not 1 on-policy."
+        )
+    return min(config.get_vocab_size(), sampling.top_k + sampling.top_k // 8 + 16)
+
+
+def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0) -> SamplingParams:
+    """Return vLLM's parameters for one completion of at most `budget` tokens.
+
+    Args:
+        sampling: what is asked for.
+        budget: tokens.
+        num_log_probs: of the likeliest ids at each token, besides the sampled one.
+
+    Raises:
+        ValueError: for a value that vLLM does not take, such as a temperature above 2, or a seed on CPU.
+    """
+    from vllm import SamplingParams
+
+    from llmrl.engines.vllm.private import RequestOutputKind, VLLMClientError, current_platform
+
+    if sampling.seed is not None and sampling.temperature > 0 and current_platform.is_cpu():
+        # Its engine takes back what a generator gave, which a CPU's cannot, where a prompt is computed in parts.
+        raise ValueError(
+            f"seed={sampling.seed}: vLLM's engine on CPU ends at a request with a seed of its own whose prompt is not "
+            "computed in one step; give the engine a seed, AsyncVLLM.from_pretrained(seed=...)."
+        )
+    try:
+        return SamplingParams(
+            max_tokens=budget,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            logprobs=num_log_probs,
+            flat_logprobs=True,
+            # Text is needed only to find stop strings.
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except VLLMClientError as error:
+        raise ValueError(f"vLLM refused the request: {error}") from error
+
+
+def scoring_params(top_k: int) -> SamplingParams:
+    """Return vLLM's parameters for the log-probs of a prompt's tokens, and of `top_k` likeliest in the place of each.
+
+    vLLM samples at least one token, and reads no cached blocks for such a request.
+    """
+    from vllm import SamplingParams
+
+    from llmrl.engines.vllm.private import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def generate_one(
+    llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
+) -> Completion:
+    """Await one completion; runs on the engine's own loop.
+
+    Raises:
+        ValueError: when vLLM refuses the request.
+        EngineError: when the engine died or answered with less than a completion.
+    """
+    final, version = await answer_of(llm, prompt_ids, params, request_id, weights)
+    return read_completion(final, llm.vllm_config.model_config.get_vocab_size(), version=version)
+
+
+async def answer_of(
+    llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
+) -> tuple[RequestOutput, int | None]:
+    """Await one request to its end, with the version of its weights where vLLM does not tell it.
+
+    Runs on the engine's own loop.
+
+    Raises:
+        ValueError: when vLLM refuses the request.
+        EngineError: when the engine died or did not finish it.
+    """
+    from llmrl.engines.vllm.private import EngineDeadError, EngineGenerateError, VLLMClientError
+
+    final: RequestOutput | None = None
+    try:
+        prompt = {"type": "token", "prompt_token_ids": prompt_ids}
+        with weights.in_use() as (adapter, version):
+            async for output in llm.generate(prompt, params, request_id, lora_request=adapter):
+                final = output
+    except EngineDeadError as error:
+        raise EngineError("The vLLM engine died or was shut down; its own log says why. Start a new one.") from error
+    except VLLMClientError as error:
+        raise ValueError(f"vLLM refused the request: {error}") from error
+    except EngineGenerateError as error:
+        raise EngineError(f"vLLM could not serve the request: {error.__cause__ or error}") from error
+    if final is None or not final.finished:
+        raise EngineError("vLLM ended the request without an answer; try again.")
+    return final, version
+
+
+def read_completion(output: RequestOutput, vocab_size: int, *, version: int | None = None) -> Completion:
+    """Read vLLM's answer, refusing one without a log-prob and a version for each token.
+
+    Args:
+        output: the answer.
+        vocab_size: of the model.
+        version: of all its tokens, where vLLM's own count of updates does not say it.
+
+    Raises:
+        EngineError: when log-probs or versions are missing or short, or vLLM reports an error.
+    """
+    sample = output.outputs[0]
+    token_ids = list(sample.token_ids)
+    if sample.finish_reason not in ("stop", "length", "abort"):
+        raise EngineError(f"vLLM ended the request with {sample.finish_reason!r}; try again.")
+    reported, starts = (list(getattr(sample.logprobs, name, ())) for name in ("logprobs", "start_indices"))
+    log_probs = [reported[start] for start in starts]  # the sampled token's comes first
+    if len(log_probs) != len(token_ids):
+        raise EngineError(
+            f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one per token is needed."
+        )
+    versions = [] if version is None else [version] * len(token_ids)
+    for span in (sample.weight_versions or ()) if version is None else ():
+        versions.extend([0 if span.version == "default" else int(span.version)] * (span.end - span.start))
+    if len(versions) != len(token_ids):
+        raise EngineError(
+            f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one per token is needed."
+        )
+    return Completion(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        versions=versions,
+        finish_reason=cast(FinishReason, sample.finish_reason),
+        stop_string=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
+        sampling_mask=_sampling_mask(sample, vocab_size),
+        # Where the engine was started with `enable_return_routed_experts`, as uint8 or uint16.
+        routed_experts=None if sample.routed_experts is None else sample.routed_experts.astype("int16"),
+        metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
+    )
+
+
+def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:
+    """Return what truncation kept, where vLLM was asked: by itself, or as the ids whose log-prob is finite.
+
+    Raises:
+        EngineError: when the last of the reported ids was kept, so that others may have been, too.
+    """
+    if sample.sampling_mask is not None:
+        return [array("i", ids) for ids in sample.sampling_mask.token_ids]
+    flat: Any = sample.logprobs
+    if not sample.token_ids or flat is None or len(flat.logprobs) == len(sample.token_ids):
+        return None
+    mask = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        log_prob_of = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        kept = [token_id for token_id, log_prob in log_prob_of.items() if log_prob > -math.inf]
+        if len(kept) == len(log_prob_of) < vocab_size:
+            raise EngineError(
+                f"vLLM kept all of the {len(kept)} likeliest tokens that were asked for: more of them tie at top_k "
+                "than was reckoned with. Compute in float32, or take a smaller top_k."
+            )
+        mask.append(array("i", kept))
+    return mask
+
+
+async def unless_it_dies(llm: AsyncLLM, coroutine: Coroutine[object, object, T]) -> T:
+    """Await an answer of the engine's process; vLLM would wait for it for ever when that dies meanwhile."""
+    task = asyncio.ensure_future(coroutine)
+    while not (await asyncio.wait({task}, timeout=0.2))[0]:
+        if llm.errored:
+            task.cancel()
+            raise EngineError("The vLLM engine died; its own log says why. Start a new one.")
+    return task.result()

@@ -1,0 +1,87 @@
+"""Starting vLLM: its arguments, its process environment, and the loop on which this process talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from llmrl._utils.background_loop import BackgroundLoop
+from llmrl.engines.base import EngineError
+from llmrl.engines.engine_folder import FOLDER_VARIABLE, engine_folder
+from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
+from llmrl.engines.load import LoadMeter
+from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, build_engine_args
+from llmrl.engines.vllm.private import start_llm
+from llmrl.engines.vllm.quantized import checkpoint_for
+
+if TYPE_CHECKING:
+    from llmrl.engines.vllm.private import AsyncLLM
+
+
+def start_vllm(
+    model: str,
+    *,
+    kv_cache_memory: int | None,
+    weight_transfer: bool | str,
+    quantization: str | None,
+    enable_sleep: bool,
+    cpu_threads: int | None,
+    log_level: str,
+    options: Mapping[str, object],
+    engine_args: Mapping[str, object],
+) -> tuple[AsyncLLM, BackgroundLoop, LoadMeter]:
+    """Start an engine; see `AsyncVLLM.from_pretrained`. `options` are those that carry vLLM's own name.
+
+    Raises:
+        ImportError, TypeError, ValueError, EngineError: see `AsyncVLLM.from_pretrained`.
+    """
+    logging.getLogger("vllm").setLevel(log_level)
+    with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
+        try:
+            from llmrl.engines.vllm.private import current_platform
+        except ImportError as error:
+            raise ImportError(
+                "AsyncVLLM needs vLLM: make setup in a checkout (CPU), or pip install 'llmrl[gpu]'."
+            ) from error
+
+    is_cpu = bool(current_platform.is_cpu())
+    is_eager = is_cpu if options["enforce_eager"] is None else bool(options["enforce_eager"])
+    options = {**options, "enforce_eager": is_eager}
+    if is_cpu and options["max_num_seqs"] is None:
+        options["max_num_seqs"] = 128
+    threads = (cpu_threads or available_cores()) if is_cpu else None
+    variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
+    takes_adapters = weight_transfer == ADAPTER_BACKEND
+    with checkpoint_for(model, quantization, is_cpu=is_cpu, takes_adapters=takes_adapters) as folder:
+        background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
+        stack = contextlib.ExitStack()
+        variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
+        background.submit(_hold(stack))
+        try:
+            with starting_environment(variables):
+                arguments = build_engine_args(
+                    folder,
+                    is_cpu=is_cpu,
+                    kv_cache_memory=kv_cache_memory,
+                    weight_transfer=weight_transfer,
+                    enable_sleep=enable_sleep,
+                    options=options,
+                    engine_args=engine_args,
+                )
+                return background.run(start_llm(arguments, load)), background, load
+        except (TypeError, EngineError):
+            background.close()
+            raise
+        except Exception as error:
+            background.close()
+            raise EngineError(f"vLLM did not start with model {model!r}: {error}") from error
+
+
+async def _hold(stack: contextlib.ExitStack) -> None:
+    """Keep the folder of an engine's sockets until its loop ends; vLLM would leave three behind with each engine."""
+    with stack:
+        while True:
+            await asyncio.sleep(3600)

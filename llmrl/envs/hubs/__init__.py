@@ -1,0 +1,1 @@
+"""Adapters to environments that other projects provide."""

@@ -1,0 +1,1 @@
+"""Tasks: problems and a reward each."""

@@ -1,0 +1,154 @@
+"""IFEval: instructions whose following can be verified (Zhou et al. 2023, https://arxiv.org/abs/2311.07911)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Unpack
+
+from llmrl._utils.arguments import keywords_of
+from llmrl._utils.types import Row
+from llmrl.data import RolloutStatus
+from llmrl.envs.tasks.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
+from llmrl.rewards import (
+    IFEvalScoreData,
+    RewardFn,
+    Rubric,
+    check_instructions,
+    extract_answer,
+    extract_tags,
+    score_instructions,
+)
+from llmrl.transforms import RubricReward
+
+HUB_NAME = "google/IFEval"
+Kwargs = Sequence[Row | None]
+
+
+class IfEvalScorer(RubricReward):
+    """Rewards the share of instructions followed: all or each, strictly or loosely, weighed.
+
+    The four shares are the breakdown.
+
+    Args:
+        format_weights: of `prompt_level_strict_acc`, `inst_level_strict_acc`, `prompt_level_loose_acc` and
+            `inst_level_loose_acc`.
+        aggregate_reward: true weighs them; a function of an `IFEvalScoreData` gives the reward itself, `"aggregate"`
+            in the breakdown. It may also declare `think_blocks` and `answer_blocks`, the contents of such tags, and
+            `complete`.
+        set_done_if_answer: whether an answer ends the conversation; else something after it has to.
+        reasoning: whether the answer stands inside `<answer>` tags.
+
+    Raises:
+        ValueError: unless there are four weights, and without an aggregation.
+
+    Example:
+        >>> IfEvalScorer().rubric.names[0]
+        'prompt_level_strict_acc'
+    """
+
+    def __init__(
+        self,
+        *,
+        format_weights: Sequence[float] | None = None,
+        aggregate_reward: bool | Callable[..., float] = True,
+        set_done_if_answer: bool = True,
+        reasoning: bool = True,
+    ) -> None:
+        weights = _WEIGHTS if format_weights is None else tuple(format_weights)
+        if len(weights) != len(_SHARES):
+            raise ValueError(f"format_weights must be {len(_SHARES)} numbers, one for each of {list(_SHARES)}.")
+        if not aggregate_reward:
+            raise ValueError(
+                "aggregate_reward must be true or a function: there is one reward, and the shares are beside it."
+            )
+
+        def followed(completion: str, instruction_id_list: list[str], kwargs: Kwargs) -> IFEvalScoreData:
+            answer = extract_answer(completion, reasoning=reasoning) or ""
+            return score_instructions(answer, instruction_id_list, kwargs)
+
+        def scorer(share: Callable[[IFEvalScoreData], float]) -> Callable[..., float]:
+            def score(completion: str, instruction_id_list: list[str], kwargs: Kwargs) -> float:
+                return share(followed(completion, instruction_id_list, kwargs))
+
+            return score
+
+        functions = [
+            RewardFn(scorer(share), name=name, weight=0 if callable(aggregate_reward) else weight)
+            for (name, share), weight in zip(_SHARES.items(), weights, strict=True)
+        ]
+        if callable(aggregate_reward):
+            aggregate, declared = aggregate_reward, keywords_of(aggregate_reward)
+
+            def aggregated(
+                completion: str, instruction_id_list: list[str], kwargs: Kwargs, status: RolloutStatus
+            ) -> float:
+                blocks = {f"{tag}_blocks": extract_tags(completion, tag) for tag in ("think", "answer")}
+                extras = {**blocks, "complete": status is RolloutStatus.COMPLETED}
+                chosen = {name: extras[name] for name in extras if declared is None or name in declared}
+                return float(aggregate(followed(completion, instruction_id_list, kwargs), **chosen))
+
+            functions.append(RewardFn(aggregated, name="aggregate"))
+        super().__init__(Rubric(*functions, truncation_reward=0.0), terminate_when_answered=set_done_if_answer)
+
+
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+_SHARES: dict[str, Callable[[IFEvalScoreData], float]] = {
+    "prompt_level_strict_acc": lambda data: float(data.prompt_level_strict_acc),
+    "inst_level_strict_acc": lambda data: _mean(data.inst_level_strict_acc),
+    "prompt_level_loose_acc": lambda data: float(data.prompt_level_loose_acc),
+    "inst_level_loose_acc": lambda data: _mean(data.inst_level_loose_acc),
+}
+_WEIGHTS = (0.4, 0.3, 0.2, 0.1)
+
+
+class IFEvalEnv(TaskEnv):
+    """Prompts with instructions that are checked by program.
+
+    Args:
+        dataset: hub name, local file or rows, with columns `prompt`, `instruction_id_list` and `kwargs`.
+        split, **options: see `GSM8KEnv`.
+        reasoning: whether thoughts and answer are asked for in tags.
+
+    Raises:
+        ValueError: for an empty dataset, a missing column, or an instruction that no checker knows.
+
+    Example:
+        >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+        >>> IFEvalEnv([row]).reset()[0]["instruction_id_list"]
+        ['punctuation:no_comma']
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset = HUB_NAME,
+        *,
+        split: Split = "train",
+        reasoning: bool = True,
+        **options: Unpack[TaskOptions],
+    ) -> None:
+        rows = task_rows(dataset, split=split, query="prompt", columns=("instruction_id_list", "kwargs"))
+        for row in rows:
+            check_instructions(row["instruction_id_list"], row["kwargs"])
+        super().__init__(
+            rows,
+            system_prompt=None,
+            reward=IfEvalScorer(reasoning=reasoning),
+            reasoning=reasoning,
+            options={"name": split, **options},
+        )
+
+
+def make_ifeval_env(
+    split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
+) -> IFEvalEnv:
+    """Make an `IFEvalEnv` over a local copy, or over the hub's, which has only the split `train`.
+
+    Example:
+        >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+        >>> make_ifeval_env(data=[row]).reset()[0]["rollout", "group_id"]
+        'train/0/0'
+    """
+    return IFEvalEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

@@ -1,0 +1,276 @@
+"""reasoning-gym's generated tasks, one or a mix, with a curriculum."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+from llmrl._utils.arguments import nearest, refuse_unknown
+from llmrl._utils.imports import require
+from llmrl._utils.types import Row, StateDict
+from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.tasks.task import Split, TaskEnv, TaskOptions, check_split
+from llmrl.rewards import RewardFn, RewardInput, Rubric, Score, score_reasoning_gym
+from llmrl.transforms import RubricReward
+
+_NUM_KEPT = 1024
+"""Problems that are kept once drawn, at most: a group shares its problem while the level rises."""
+
+
+class ReasoningGymProblems:
+    """Problems of a weighted mix of tasks, generated when drawn.
+
+    With a curriculum a task starts at its easiest level; when the mean score of its last `window` answers reaches
+    `raise_at`, its level rises by one. Problems that were just drawn are kept, so that a group shares its problem.
+
+    Args:
+        tasks: a task's name, or names with their weights.
+        num_problems: how many there are to an epoch.
+        split: `train` and `test` generate from different seeds.
+        seed: of the mix and of the problems.
+        curriculum: whether levels rise.
+        raise_at, window: when they do.
+        config: arguments of reasoning-gym's configuration, by task.
+
+    Raises:
+        ValueError: for an unknown task, weights without a sum, a curriculum that a task does not have, or a
+            configuration that it refuses.
+        TypeError: for a name that a task's configuration does not have, with the nearest one.
+
+    Example:
+        >>> problems = ReasoningGymProblems({"chain_sum": 1.0}, num_problems=8)
+        >>> problems[0]["task"], problems[0] == problems[0]
+        ('chain_sum', True)
+    """
+
+    def __init__(
+        self,
+        tasks: str | Mapping[str, float],
+        *,
+        num_problems: int = 10_000,
+        split: Split = "train",
+        seed: int = 0,
+        curriculum: bool = False,
+        raise_at: float = 0.8,
+        window: int = 64,
+        config: Mapping[str, Row] | None = None,
+    ) -> None:
+        factory = require("reasoning_gym.factory", extra="envs")
+        require("reasoning_gym", extra="envs")
+        self.weights = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
+        _check_names(factory.DATASETS, self.weights, config or {})
+        if not self.weights or min(self.weights.values()) < 0 or not sum(self.weights.values()) > 0:
+            raise ValueError(f"tasks must have non-negative weights with a positive sum, got {self.weights}.")
+        without = sorted(task for task in self.weights if not factory.has_curriculum(task))
+        if curriculum and without:
+            raise ValueError(f"curriculum is set, and reasoning-gym has none for {without}.")
+        self.num_problems, self.split, self.seed, self.has_curriculum = (
+            num_problems,
+            check_split(split),
+            seed,
+            curriculum,
+        )
+        self.raise_at, self.window, self.config = raise_at, window, config or {}
+        self.levels = dict.fromkeys(self.weights, 0)
+        self._scores: dict[str, deque[float]] = {task: deque(maxlen=window) for task in self.weights}
+        # Not all of them: in the next epoch they come at the level that was reached.
+        self._num_kept = max(1, min(_NUM_KEPT, num_problems // 2))
+        self._drawn: dict[int, Row] = {}
+        self._drawn_levels: dict[int, int] = {}
+        for task in self.weights:
+            try:
+                self._dataset(task, 0, seed=0)
+            except (AssertionError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"config of the task {task!r}, {dict(self.config.get(task, {}))}, is refused by reasoning-gym"
+                    f"{' at the level 0 of its curriculum' * curriculum}: {error}"
+                ) from error
+
+    def __len__(self) -> int:
+        return self.num_problems
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < self.num_problems:
+            raise IndexError(index)
+        if index not in self._drawn:
+            self._drawn[index] = self._generate(index, self._drawn_levels.pop(index, None))
+            if len(self._drawn) > self._num_kept:
+                del self._drawn[next(iter(self._drawn))]
+        return self._drawn[index]
+
+    def _generate(self, index: int, level: int | None) -> Row:
+        generator = random.Random(f"{self.seed}/{index}")
+        task = generator.choices(list(self.weights), list(self.weights.values()))[0]
+        level = self.levels[task] if level is None else level
+        # Even seeds train, odd ones test.
+        entry = self._dataset(task, level, seed=2 * generator.randrange(2**30) + (self.split == "test"))[0]
+        return {"query": entry["question"], "task": task, "entry": entry, "level": level}
+
+    def _dataset(self, task: str, level: int, *, seed: int) -> Sequence[Row]:
+        factory = require("reasoning_gym.factory", extra="envs")
+        arguments = {**self.config.get(task, {}), "seed": seed, "size": 1}
+        if not self.has_curriculum:
+            return factory.create_dataset(task, **arguments)
+        curriculum = factory.create_curriculum(task)
+        curriculum.set_global_level(level)
+        return factory.DATASETS[task][0](curriculum.generate_configuration(arguments))
+
+    def record(self, task: str, level: int, score: float) -> None:
+        """Note an answer's score; enough good ones at the task's present level raise it."""
+        scores = self._scores[task]
+        if not self.has_curriculum or level != self.levels[task]:
+            return
+        scores.append(score)
+        if len(scores) == self.window and sum(scores) / self.window >= self.raise_at:
+            factory = require("reasoning_gym.factory", extra="envs")
+            attributes = factory.create_curriculum(task).attributes.values()
+            highest = max((len(attribute.levels) - 1 for attribute in attributes), default=0)
+            self.levels[task] = min(level + 1, highest)
+            scores.clear()
+
+    def state_dict(self) -> StateDict:
+        """Return the levels, the scores since they rose, and the levels of the problems that were just drawn."""
+        drawn = self._drawn_levels | {index: problem["level"] for index, problem in self._drawn.items()}
+        return {"levels": dict(self.levels), "scores": {k: list(v) for k, v in self._scores.items()}, "drawn": drawn}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Continue from a saved curriculum."""
+        self.levels = dict(state["levels"])
+        self._scores = {task: deque(scores, maxlen=self.window) for task, scores in state["scores"].items()}
+        self._drawn, self._drawn_levels = {}, dict(state["drawn"])
+
+
+def _check_names(known: Row, tasks: Mapping[str, float], config: Mapping[str, Row]) -> None:
+    for task in tasks:
+        if task not in known:
+            near = nearest(task, known)
+            hint = f"did you mean {near!r}?" if near else f"it has {sorted(known)}."
+            raise ValueError(f"reasoning-gym has no task {task!r}; {hint}")
+    for task, arguments in config.items():
+        if task not in tasks:
+            raise ValueError(f"config has {task!r}, which is not among the tasks {sorted(tasks)}.")
+        own = {"seed": "the environment's seed draws problems", "size": "num_problems says how many there are"}
+        names = {field.name for field in dataclasses.fields(known[task][1])} - set(own)
+        refuse_unknown(f"config of the task {task!r}", arguments, names, own)
+
+
+class ReasoningGymChatEnv(DatasetChatEnv):
+    """Saves the curriculum with the position.
+
+    Args:
+        problems: with the curriculum.
+        options: see `DatasetChatEnv`.
+
+    Example:
+        >>> ReasoningGymChatEnv(ReasoningGymProblems("chain_sum", num_problems=8)).state_dict()["curriculum"]["levels"]
+        {'chain_sum': 0}
+    """
+
+    def __init__(self, problems: ReasoningGymProblems, **options: object) -> None:
+        self.problems = problems
+        super().__init__(problems, **options)  # type: ignore[arg-type]
+
+    def state_dict(self, *args: object, **kwargs: object) -> StateDict:
+        """Return the position and the curriculum."""
+        return {**super().state_dict(), "curriculum": self.problems.state_dict()}
+
+    def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
+        """Continue from a saved position and curriculum."""
+        super().load_state_dict(state_dict)
+        self.problems.load_state_dict(state_dict["curriculum"])
+
+
+class _CurriculumRubric(Rubric):
+    """Tells the curriculum every score, those of answers that were cut too, which no reward function sees."""
+
+    def __init__(self, problems: ReasoningGymProblems, *reward_fns: RewardFn, truncation_reward: float) -> None:
+        super().__init__(*reward_fns, truncation_reward=truncation_reward)
+        self._problems = problems
+
+    async def score(self, rollout: RewardInput) -> Score:
+        score = await super().score(rollout)
+        if score.is_scored:
+            self._problems.record(rollout.columns["task"], rollout.columns["level"], score.reward)
+        return score
+
+
+class ReasoningGymOptions(TaskOptions, total=False):
+    """What `make_reasoning_gym_env` hands on; see `ReasoningGymProblems`."""
+
+    num_problems: int
+    curriculum: bool
+    raise_at: float
+    window: int
+    config: Mapping[str, Row] | None
+
+
+class ReasoningGymEnv(TaskEnv):
+    """Any of reasoning-gym's tasks, or a weighted mix, scored by its own scorers.
+
+    Args:
+        tasks, split, num_problems, curriculum, raise_at, window, config: see `ReasoningGymProblems`.
+        reasoning, **options: see `GSM8KEnv`.
+
+    Raises:
+        ValueError: for an unknown task, weights without a sum, or a curriculum that a task does not have.
+
+    Example:
+        >>> env = ReasoningGymEnv({"chain_sum": 2.0, "spell_backward": 1.0}, num_problems=8)
+        >>> env.reset()[0]["task"] in ("chain_sum", "spell_backward")
+        True
+    """
+
+    def __init__(
+        self,
+        tasks: str | Mapping[str, float],
+        *,
+        split: Split = "train",
+        num_problems: int = 10_000,
+        curriculum: bool = False,
+        raise_at: float = 0.8,
+        window: int = 64,
+        config: Mapping[str, Row] | None = None,
+        reasoning: bool = False,
+        **options: Unpack[TaskOptions],
+    ) -> None:
+        problems = ReasoningGymProblems(
+            tasks,
+            num_problems=num_problems,
+            split=split,
+            seed=options.get("seed", 0),
+            curriculum=curriculum,
+            raise_at=raise_at,
+            window=window,
+            config=config,
+        )
+
+        def right(completion: str, task: str, entry: Row) -> float:
+            return score_reasoning_gym(completion, task, entry, reasoning=reasoning)
+
+        super().__init__(
+            problems,  # type: ignore[arg-type]  # a sequence but for slices
+            system_prompt="Reply with the final answer only." if not reasoning else None,
+            reward=RubricReward(_CurriculumRubric(problems, RewardFn(right), truncation_reward=0.0)),
+            reasoning=reasoning,
+            options={"name": split, **options},
+            chat_env=ReasoningGymChatEnv,
+        )
+
+
+def make_reasoning_gym_env(
+    split: Split = "train",
+    *,
+    tasks: str | Mapping[str, float] = "chain_sum",
+    reasoning: bool = False,
+    **options: Unpack[ReasoningGymOptions],
+) -> ReasoningGymEnv:
+    """Make a `ReasoningGymEnv` of a task or a weighted mix.
+
+    Example:
+        >>> make_reasoning_gym_env("test", tasks="spell_backward").reset()[0]["task"]
+        'spell_backward'
+    """
+    return ReasoningGymEnv(tasks, split=split, reasoning=reasoning, **options)

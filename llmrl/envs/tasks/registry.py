@@ -1,0 +1,112 @@
+"""Task environments by name, for configurations and the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from torchrl.envs import EnvBase
+
+from llmrl._utils.arguments import keywords_of, nearest, refuse_unknown
+from llmrl.envs.tasks.addition import make_addition_env
+from llmrl.envs.tasks.countdown import make_countdown_env
+from llmrl.envs.tasks.gsm8k import make_gsm8k_env
+from llmrl.envs.tasks.guess import make_guess_env
+from llmrl.envs.tasks.ifeval import make_ifeval_env
+from llmrl.envs.tasks.math import make_math_env
+from llmrl.envs.tasks.reasoning_gym import make_reasoning_gym_env
+from llmrl.envs.tasks.search import make_search_env
+from llmrl.envs.tasks.sum_of_digits import make_sum_of_digits_env
+from llmrl.envs.tasks.task import Dataset, TaskEnv
+
+_MAKERS: dict[str, tuple[Callable[..., TaskEnv], str]] = {
+    "addition": (make_addition_env, "sums of two numbers of one digit"),
+    "sum-of-digits": (make_sum_of_digits_env, "sums of a number's digits"),
+    "guess": (make_guess_env, "a number in five guesses from hints, the smallest task of several turns"),
+    "countdown": (make_countdown_env, "expressions that reach a target with given numbers"),
+    "gsm8k": (make_gsm8k_env, "word problems of grade-school mathematics"),
+    "math": (make_math_env, "competition mathematics"),
+    "ifeval": (make_ifeval_env, "instructions that a program can check; on the hub it has only the split train"),
+    "reasoning-gym": (make_reasoning_gym_env, "chained sums of reasoning-gym, which has many more tasks"),
+    "search": (make_search_env, "questions that only a search tool can answer, over several turns"),
+}
+
+
+def task_environments() -> dict[str, str]:
+    """Return the name of each task environment, and a line about it.
+
+    Example:
+        >>> task_environments()["gsm8k"]
+        'word problems of grade-school mathematics'
+    """
+    return {name: line for name, (_, line) in _MAKERS.items()}
+
+
+def make_task_env(
+    name: str, /, split: str = "train", *, data: Dataset | None = None, repeats: int = 1, **options: object
+) -> EnvBase:
+    """Make a task environment by its name, or one of your own.
+
+    Args:
+        name: one of `task_environments()`; or `FILE.py:FUNCTION`, a function of yours that gives an environment. It is
+            called with those of `split`, `repeats`, `data` and `seed` that it has parameters for, and with the options.
+        split: which of its problems: `train`, `test`, or what the hub's data have, such as `train[:-100]`.
+        data: problems of one's own: a hub name, a file or folder, or rows.
+        repeats: conversations per problem: the group size.
+        **options: the keywords of the environment's own `make_…_env`.
+
+    Raises:
+        ValueError: for an unknown name, or data for an environment that makes its own problems.
+        FileNotFoundError: where there is no such file.
+        TypeError: for an option that the environment does not have, with the nearest name.
+
+    Example:
+        >>> make_task_env("countdown", "test", repeats=4, num_count=3).reset()[0]["rollout", "group_id"]
+        'test/0/0'
+        >>> make_task_env("countdown", num_counts=3)
+        Traceback (most recent call last):
+        TypeError: make_countdown_env has no argument 'num_counts'; did you mean 'num_count'?
+    """
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py"):
+        return _make_own(Path(file), function, {"split": split, "repeats": repeats, "data": data}, options)
+    if name not in _MAKERS:
+        near = nearest(name, _MAKERS)
+        hint = f"Did you mean {near!r}?" if near else "One of your own is FILE.py:FUNCTION."
+        raise ValueError(f"there is no task environment {name!r}, only {', '.join(_MAKERS)}. {hint}")
+    make = _MAKERS[name][0]
+    known = keywords_of(make) or ()
+    if data is not None:
+        if "data" not in known:
+            raise ValueError(f"data is given, and the environment {name!r} makes its own problems.")
+        options["data"] = data
+    refuse_unknown(make.__name__, options, known)
+    return make(split, repeats=repeats, **options)
+
+
+def _make_own(path: Path, name: str, given: dict[str, object], options: dict[str, object]) -> EnvBase:
+    """Call a function of a file of the user's."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r} to take the environment {name!r} from.")
+    module_name = f"llmrl_own_{path.resolve().stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None  # it is a Python file
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # where pickle looks for its classes
+    spec.loader.exec_module(module)
+    make = getattr(module, name, None)
+    if not callable(make):
+        functions = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module_name]
+        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}.")
+    known = keywords_of(make)
+    if known is not None:
+        if given["data"] is not None and "data" not in known:
+            raise ValueError(f"data is given, and {name} of {path} has no parameter data.")
+        optional = {**given, "seed": options.pop("seed", 0)}
+        options |= {key: value for key, value in optional.items() if key in known and value is not None}
+        refuse_unknown(f"{name} of {path}", options, known)
+    env = make(**options)
+    if not isinstance(env, EnvBase):
+        raise TypeError(f"{name} of {path} must give an environment (an EnvBase), got {type(env).__name__}.")
+    return env

@@ -1,0 +1,195 @@
+"""Searching: a task of several turns with a tool, made up on the spot, so that it trains without a network."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Unpack
+
+from torchrl.envs import Compose
+
+from llmrl.data import Message
+from llmrl.envs.tasks.task import Dataset, Split, TaskEnv, TaskOptions, check_split, task_rows
+from llmrl.rendering.tool_calls import make_tool_call
+from llmrl.rewards import RewardFn, Rubric
+from llmrl.transforms import RubricReward, SearchIndex, ToolTransform
+
+_SYSTEM_PROMPT = (
+    "Answer questions about people. You know nothing about them: call the search tool first, "
+    "then reply with the answer only."
+)
+_FIRST = ("Ada", "Bruno", "Carla", "Dario", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas")
+_LAST = ("Adler", "Brandt", "Conti", "Duarte", "Egger", "Ferrari", "Gruber", "Hansen", "Ivanov", "Jensen")
+_FACTS = {
+    "city": (
+        "What is the city of {name}?",
+        "The city of {name} is {value}.",
+        ("Oslo", "Porto", "Turin", "Lyon", "Gdansk", "Graz", "Bergen", "Malaga"),
+    ),
+    "job": (
+        "What is the job of {name}?",
+        "The job of {name} is {value}.",
+        ("baker", "pilot", "nurse", "carpenter", "teacher", "chemist", "gardener", "plumber"),
+    ),
+    "pet": (
+        "What is the pet of {name}?",
+        "The pet of {name} is a {value}.",
+        ("parrot", "tortoise", "rabbit", "hamster", "goat", "canary", "ferret", "pony"),
+    ),
+}  # fmt: skip
+
+
+def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], list[dict[str, str]]]:
+    """Return documents about people that do not exist, and questions that they answer, each with its `answer`.
+
+    Raises:
+        ValueError: for fewer than two people, or more than there are names.
+
+    Example:
+        >>> documents, questions = search_corpus(num_people=2)
+        >>> len(documents), len(questions), sorted(questions[0])
+        (6, 6, ['answer', 'query'])
+    """
+    names = [f"{first} {last}" for first in _FIRST for last in _LAST]
+    if not 2 <= num_people <= len(names):
+        raise ValueError(f"num_people must be between 2 and {len(names)}, got {num_people}.")
+    generator = random.Random(seed)
+    documents, questions = [], []
+    for name in generator.sample(names, num_people):
+        for question, statement, values in _FACTS.values():
+            value = generator.choice(values)
+            documents.append(statement.format(name=name, value=value))
+            questions.append({"query": question.format(name=name), "answer": value})
+    generator.shuffle(questions)
+    return documents, questions
+
+
+def is_answer_named(completion: str, answer: str) -> float:
+    """Return 1 when the answer is a word of the completion.
+
+    Example:
+        >>> is_answer_named("She lives in Oslo.", "Oslo"), is_answer_named("Oslofjord", "Oslo")
+        (1.0, 0.0)
+    """
+    return float(re.search(rf"\b{re.escape(answer)}\b", completion, re.IGNORECASE) is not None)
+
+
+def has_searched(messages: Sequence[Message]) -> float:
+    """Return 1 when a search since the question gave something.
+
+    Example:
+        >>> has_searched(({"role": "tool", "content": "[1] Ada lives in Oslo."},)), has_searched(())
+        (1.0, 0.0)
+    """
+    for message in reversed(messages):
+        if message["role"] == "tool" and str(message["content"]).startswith("[1]"):
+            return 1.0
+        if message["role"] == "user":
+            break
+    return 0.0
+
+
+def example_conversation() -> tuple[Message, ...]:
+    """Return a question about nobody in any corpus, searched for and answered: it shows a model how it is done.
+
+    Example:
+        >>> [message["role"] for message in example_conversation()]
+        ['user', 'assistant', 'tool', 'assistant']
+    """
+    question, statement, _ = _FACTS["city"]
+    query = question.format(name="Zoe Zimmer")
+    return (
+        {"role": "user", "content": query},
+        {"role": "assistant", "content": "", "tool_calls": [make_tool_call("search", {"query": query})]},
+        {"role": "tool", "content": f"[1] {statement.format(name='Zoe Zimmer', value='Rome')}", "name": "search"},
+        {"role": "assistant", "content": "Rome"},
+    )
+
+
+class SearchEnv(TaskEnv):
+    """Questions whose answers only the search tool knows: question, search, answer.
+
+    Two things are rewarded, the mean of them weighted: naming the answer in the last message (weight 1), and having
+    searched with success (`search_weight`), which shows a small model the way.
+
+    Args:
+        dataset: questions of one's own, with columns `query`, `answer` and `documents` (texts); all documents
+            together are what is searched. By default they are `search_corpus`.
+        split: three quarters of the made-up questions are `train`, the rest `test`; both search the whole corpus.
+        num_people: of whom the corpus tells three things each.
+        num_results: documents that a search shows.
+        search_weight: weight of a search that found something.
+        show_example: whether every conversation begins with one that is searched and answered.
+        tool_parser: see `ToolTransform`.
+        **options: see `GSM8KEnv`; `seed` draws the corpus too, and `train` is shuffled unless `shuffle` is given.
+
+    Raises:
+        ValueError: for an unknown split, an empty dataset or a missing column.
+        MissingExtraError: without the `tools` extra.
+
+    Example:
+        >>> data = SearchEnv(show_example=False).reset()[0]
+        >>> data["history"].prompt.role, data["tools"][0]["function"]["name"]
+        (['system', 'user'], 'search')
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | None = None,
+        *,
+        split: Split = "train",
+        num_people: int = 60,
+        num_results: int = 2,
+        search_weight: float = 0.2,
+        show_example: bool = True,
+        tool_parser: str = "none",
+        **options: Unpack[TaskOptions],
+    ) -> None:
+        if dataset is None:
+            documents, questions = search_corpus(num_people=num_people, seed=options.get("seed", 0))
+            num_test = len(questions) // 4
+            questions = questions[:num_test] if check_split(split) == "test" else questions[num_test:]
+            rows = task_rows(questions, split=split, query="query")
+        else:
+            rows = task_rows(dataset, split=split, query="query", columns=("answer", "documents"))
+            documents = list(dict.fromkeys(document for row in rows for document in row.pop("documents")))
+        opening = example_conversation() if show_example else ()
+        for place, row in enumerate(rows):
+            if not isinstance(row["query"], str):
+                raise TypeError(f"the query of row {place} of dataset must be a text, got {row['query']!r:.80}.")
+            row["query"] = [*opening, {"role": "user", "content": row["query"]}]
+        named = RewardFn(is_answer_named, name="answer")
+        searched = RewardFn(has_searched, name="searched", weight=search_weight)
+        index = SearchIndex(documents, num_results=num_results)
+        super().__init__(
+            rows,
+            system_prompt=_SYSTEM_PROMPT,
+            reward=Compose(
+                ToolTransform([index.tool()], tool_parser=tool_parser), RubricReward(Rubric(named, searched))
+            ),
+            options={"name": split, "shuffle": split == "train", **options},
+        )
+
+
+class SearchOptions(TaskOptions, total=False):
+    """What `make_search_env` hands on; see `SearchEnv`."""
+
+    num_people: int
+    num_results: int
+    search_weight: float
+    show_example: bool
+    tool_parser: str
+
+
+def make_search_env(
+    split: Split = "train", *, data: Dataset | None = None, **options: Unpack[SearchOptions]
+) -> SearchEnv:
+    """Make a `SearchEnv` over a made-up corpus, or over questions and documents of one's own.
+
+    Example:
+        >>> row = {"query": "Where does Ada live?", "answer": "Oslo", "documents": ["Ada lives in Oslo."]}
+        >>> make_search_env("test", data=[row]).reset()[0]["answer"]
+        'Oslo'
+    """
+    return SearchEnv(data, split=split, **options)

@@ -1,8 +1,0 @@
-"""Looking at runs: one self-contained page, or a table on the terminal."""
-
-from llmrl.runs.viewer.follow import follow
-from llmrl.runs.viewer.run_data import RunData, last_run, read_run
-from llmrl.runs.viewer.terminal import print_run
-from llmrl.runs.viewer.write_page import write_page
-
-__all__ = ["RunData", "follow", "last_run", "print_run", "read_run", "write_page"]

@@ -1,0 +1,50 @@
+"""`follow`: a page that is written again while its runs go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llmrl.runs.folder_lock import is_in_use
+from llmrl.viewer.run_data import read_run
+from llmrl.viewer.write_page import write_page
+
+# Of a core, at most: the run needs it more.
+_MAX_SHARE = 0.1
+
+
+def follow(
+    runs: Sequence[str | Path], path: str | Path, *, max_rollouts: int | None = None, interval: float = 2.0
+) -> Iterator[tuple[Path, bool]]:
+    """Write the page, and again whenever a run has logged more, until none of them goes on.
+
+    Args:
+        runs: their folders.
+        path: of the page.
+        max_rollouts: keep only the last so many of each.
+        interval: seconds between two looks, at least; more where writing takes long.
+
+    Yields:
+        The path, and whether a run goes on, each time that the page was written.
+
+    Raises:
+        FileNotFoundError: when a folder holds no run.
+    """
+    while True:
+        seen, started = [_modified(run) for run in runs], time.perf_counter()
+        read = [read_run(run, max_rollouts=max_rollouts) for run in runs]
+        is_live = any(run.is_running for run in read)
+        yield write_page(read, path), is_live
+        if not is_live:
+            return
+        time.sleep(max(interval, (time.perf_counter() - started) / _MAX_SHARE))
+        while seen == [_modified(run) for run in runs]:
+            time.sleep(interval)
+
+
+def _modified(run: str | Path) -> tuple[float, ...]:
+    """Return when what a page shows was written last, and whether it may be written still."""
+    names = ("metrics.csv", "rollouts.jsonl", "summary.json")
+    times = [path.stat().st_mtime if (path := Path(run, name)).exists() else 0.0 for name in names]
+    return (*times, float(is_in_use(Path(run))))

@@ -1,0 +1,208 @@
+"""`read_run`: a run folder as one value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NotRequired, TypedDict, cast
+
+from llmrl._utils.files import open_file, read_text
+from llmrl._utils.types import JSON, Tokenizer
+from llmrl.data import Message
+from llmrl.data.state_file import DamagedFileError
+from llmrl.runs.folder_lock import is_in_use
+from llmrl.runs.run_folder import RunFolder, holds_run
+from llmrl.watch.token_log import TokenRow
+
+
+class Record(TypedDict):
+    """One rollout as a run's folder keeps it: `Rollout.to_record`, and where it belongs."""
+
+    step: int
+    split: str
+    group_id: str
+    rollout_id: str
+    status: str
+    reason: str
+    reward: float
+    messages: list[Message]
+    turns: NotRequired[list[Turn]]
+
+
+class Turn(TypedDict):
+    """One of an agent's requests, see `TurnTree.to_records`."""
+
+    messages: list[Message]
+
+
+@dataclass(slots=True)
+class RunData:
+    """What a run left behind, for reading."""
+
+    name: str
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """One entry per step."""
+    rollouts: list[Record] = field(default_factory=list)
+    """Records (`Rollout.to_record`) with `step` and `split`, in the order they were played."""
+    rows: dict[tuple[int, str, str], list[TokenRow]] = field(default_factory=dict)
+    """Rows by step, split and rollout id, where their tokens were kept."""
+    health: dict[int, dict[str, JSON]] = field(default_factory=dict)
+    """Lines of `health.jsonl` by step: what was found of the run at it."""
+    summary: dict[str, JSON] = field(default_factory=dict)
+    config: str = ""
+    """The run's configuration, as text."""
+    token_texts: dict[int, str] = field(default_factory=dict)
+    """What each token id that occurs stands for; empty when no tokenizer was found."""
+    is_running: bool = False
+    """Whether a process writes into the folder."""
+
+
+def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
+    """Return what `summary.json` says, as people read it: names and values.
+
+    Example:
+        >>> facts_of({"before": {"sums": {"reward": 0.5}}, "after": {"sums": {"reward": 0.8}}})
+        [('sums reward', '0.5 → 0.8')]
+        >>> facts_of({"evaluation": {"pass@1": {"mean": 0.9, "interval": [0.8, 0.95]}}})
+        [('pass@1', '0.9 (0.8 … 0.95)')]
+    """
+    by_name: dict[str, dict[str, str]] = {}
+
+    def add(when: str, names: tuple[str, ...], value: JSON) -> None:
+        if not isinstance(value, Mapping) or "interval" in value:
+            by_name.setdefault(" ".join(names), {})[when] = _number(value)
+            return
+        for name, part in value.items():  # of environments, rewards by name
+            if not name.startswith("num_"):
+                add(when, names if name == "reward_breakdown" else (*names, name), part)
+
+    for when, results in summary.items():
+        add(when, (), results)
+    facts = []
+    for name, values in by_name.items():
+        if values.keys() >= {"before", "after"}:
+            facts.append((name, f"{values.pop('before')} → {values.pop('after')}"))
+        facts += [(name if when == "evaluation" else f"{name} {when}".strip(), value) for when, value in values.items()]
+    return facts
+
+
+def _number(value: JSON) -> str:
+    if isinstance(value, Mapping):
+        low, high = cast("list[float]", value["interval"])
+        return f"{_number(value['mean'])} ({low:.3g} … {high:.3g})"
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
+
+
+def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
+    """Read a run folder; a line that a kill cut short is left out.
+
+    Args:
+        path: the folder.
+        max_rollouts: keep only the last so many.
+
+    Raises:
+        FileNotFoundError: when the folder holds neither metrics nor rollouts.
+        DamagedFileError: when a file of it is not what was written, naming it.
+        ValueError: when `max_rollouts` is not positive.
+    """
+    if max_rollouts is not None and max_rollouts < 1:
+        raise ValueError(f"max_rollouts must be at least 1, got {max_rollouts}.")
+    path = Path(path)
+    try:
+        folder = RunFolder(path, read_only=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} holds no run; {_where_runs_are(path)}") from None
+    config = path / "config.yaml"
+    rollouts = list(_records(folder.rollouts_path))
+    if max_rollouts is not None:
+        rollouts = rollouts[-max_rollouts:]
+    wanted = {key_of(record) for record in rollouts}
+    rows: dict[tuple[int, str, str], list[TokenRow]] = {}
+    for step, split in folder.tokens.steps():
+        for row in folder.tokens.read(step, split):
+            if (key := (step, split, row.rollout_id)) in wanted:
+                rows.setdefault(key, []).append(row)
+    used = {token_id for of_rollout in rows.values() for row in of_rollout for token_id in row.token_ids}
+    return RunData(
+        name=path.resolve().name,
+        metrics=folder.read_metrics(),
+        rollouts=rollouts,
+        rows=rows,
+        health=folder.health.read(),
+        summary=folder.read_summary(),
+        config=read_text(config, errors="replace") if config.exists() else "",
+        token_texts=_texts(used, _tokenizer(folder)),
+        is_running=is_in_use(path),
+    )
+
+
+def key_of(record: Record) -> tuple[int, str, str]:
+    """Return what a rollout is found by: its step, its split and its id."""
+    return record["step"], record["split"], record["rollout_id"]
+
+
+def last_run(folder: str | Path = "runs") -> Path:
+    """Return the run in a folder of runs that logged last.
+
+    Raises:
+        FileNotFoundError: when there is none.
+    """
+    runs = _runs_in(Path(folder))
+    if not runs:
+        raise FileNotFoundError(f"there is no run in {Path(folder).resolve()}; name the run's folder.")
+    return runs[-1]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder, the one that logged last last."""
+    runs = [entry for entry in folder.iterdir() if entry.is_dir() and holds_run(entry)] if folder.is_dir() else []
+    names = ("metrics.csv", "rollouts.jsonl", "batches")
+    return sorted(runs, key=lambda run: max((run / name).stat().st_mtime for name in names if (run / name).exists()))
+
+
+def _where_runs_are(path: Path) -> str:
+    """Return the last run inside, where a folder of runs was given."""
+    runs = _runs_in(path)
+    if runs:
+        return f"the last one in it is {runs[-1]}."
+    return "give the folder that the training script named (run.path in its configuration)."
+
+
+def _records(path: Path) -> Iterator[Record]:
+    """Yield the records; a step that was logged twice (before and after a kill) counts once."""
+    if not path.exists():
+        return
+    seen = set()
+    with open_file(path, errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # cut short by a kill
+            if not isinstance(record, dict) or Record.__required_keys__ - record.keys():
+                continue  # damaged
+            if (key := key_of(cast(Record, record))) not in seen:
+                seen.add(key)
+                yield cast(Record, record)
+
+
+def _tokenizer(folder: RunFolder) -> Tokenizer | None:
+    path = folder.tokenizer_path if folder.tokenizer_path.exists() else folder.model_path
+    if not path.exists():
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise DamagedFileError(
+            f"{path} is no tokenizer that can be read: {error}. Remove it, and view again."
+        ) from error
+
+
+def _texts(token_ids: set[int], tokenizer: Tokenizer | None) -> dict[int, str]:
+    if tokenizer is None:
+        return {}
+    return {token_id: tokenizer.decode([token_id], skip_special_tokens=False) for token_id in sorted(token_ids)}

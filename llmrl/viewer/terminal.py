@@ -1,0 +1,72 @@
+"""`print_run`: a run on the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from llmrl._utils.terminal import printable
+from llmrl.viewer.run_data import Record, RunData, facts_of
+from llmrl.watch.live_view import conversation_panel, sparkline
+
+
+def print_run(run: RunData, *, console: Console | None = None) -> None:
+    """Print the curves as lines, the rollouts by status, and the best and the worst conversation of the last step.
+
+    Args:
+        run: what `read_run` gave.
+        console: where to print; standard output by default.
+    """
+    console = console or Console()
+    head = Text(printable(run.name), style="bold")
+    console.print(head.append(f": {len(run.metrics)} steps, {len(run.rollouts)} rollouts", style="not bold"))
+    facts = [
+        Text(printable(name), style="dim").append(f" {value}", style="not dim") for name, value in facts_of(run.summary)
+    ]
+    if facts:
+        console.print(Columns(facts, padding=(0, 3)))
+    # A step in which nothing was trained lacks some, so the last one's are not all.
+    names = [name for name in dict.fromkeys(name for row in run.metrics for name in row) if name != "step"]
+    table = Table("metric", "first", "last", "from the first step to the last")
+    for name in names:
+        values = [row[name] for row in run.metrics if math.isfinite(row.get(name, math.nan))]
+        if not values:
+            continue
+        line = sparkline(_thinned(values), low=min(values), high=max(values))
+        table.add_row(Text(printable(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
+    if names:
+        console.print(table)
+    statuses = Table("rollouts", "status", "reason", "mean reward")
+    keys = sorted({(record["split"], record["status"], record["reason"]) for record in run.rollouts})
+    for split, status, reason in keys:
+        rewards = [
+            record["reward"]
+            for record in run.rollouts
+            if (record["split"], record["status"], record["reason"]) == (split, status, reason)
+        ]
+        cells = (f"{split}: {len(rewards)}", status, reason, f"{sum(rewards) / len(rewards):.3f}")
+        statuses.add_row(*(Text(printable(cell)) for cell in cells))
+    if keys:
+        console.print(statuses)
+    last = [record for record in run.rollouts if record["step"] == run.rollouts[-1]["step"]]
+    for word, record in zip(("best", "worst"), _extremes(last), strict=False):
+        title = f"{word} of step {record['step']}: {record['rollout_id']}  reward {record['reward']:.2f}"
+        console.print(conversation_panel(record["messages"], title))
+
+
+def _thinned(values: Sequence[float], width: int = 60) -> list[float]:
+    """Return at most `width` of them, evenly spaced, the last among them."""
+    if len(values) <= width:
+        return list(values)
+    return [values[round(place * (len(values) - 1) / (width - 1))] for place in range(width)]
+
+
+def _extremes(records: Sequence[Record]) -> list[Record]:
+    """Return the one with the highest and the one with the lowest reward; one where there is one."""
+    ranked = sorted(records, key=lambda record: -record["reward"])
+    return [ranked[0], ranked[-1]][: len(ranked)] if ranked else []

@@ -1,0 +1,210 @@
+"""`write_page`: runs as one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from llmrl._utils.files import write_atomically
+from llmrl.data import Message, text_of
+from llmrl.viewer.run_data import Record, RunData, facts_of, key_of
+from llmrl.watch.token_log import TokenRow
+
+# Of rollouts; opening one decompresses its block alone, so that a page of thousands opens at once.
+_BLOCK_SIZE = 32
+_LISTED = (
+    "step",
+    "split",
+    "group_id",
+    "rollout_id",
+    "reward",
+    "is_scored",
+    "status",
+    "reason",
+    "num_completion_tokens",
+)
+# In this order; each uses the ones before.
+_SCRIPTS = (
+    "base",
+    "state",
+    "scales",
+    "charts",
+    "curves",
+    "groups",
+    "list",
+    "health",
+    "messages",
+    "turns",
+    "tokens",
+    "rollout",
+    "main",
+)
+
+
+def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
+    """Write the page: health and curves, rewards and groups of a step, conversations as chat, and tokens.
+
+    While one of them is being written, the page loads itself again now and then: write it anew to the same path.
+
+    Args:
+        runs: what `read_run` gave; curves of several are drawn over each other.
+        path: of the HTML file.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: without runs.
+    """
+    if not runs:
+        raise ValueError("runs is empty; give at least one that read_run gave.")
+    rollouts = [(number, record) for number, run in enumerate(runs) for record in run.rollouts]
+    blocks = [
+        [_details(runs[number], record) for number, record in rollouts[start : start + _BLOCK_SIZE]]
+        for start in range(0, len(rollouts), _BLOCK_SIZE)
+    ]
+    problems: dict[str, int] = {}
+    asked = [
+        [number, problems.setdefault(_key_of_problem(record), len(problems)), _question(record), _answer(record)]
+        for number, record in rollouts
+    ]
+    names = Counter(run.name for run in runs)
+    head = {
+        "runs": [
+            {
+                "name": run.name if names[run.name] == 1 else f"{run.name} ({number + 1})",
+                "metrics": run.metrics,
+                "facts": facts_of(run.summary),
+                "config": run.config,
+                "tokenTexts": run.token_texts,
+                "hasRows": bool(run.rows),
+                "health": run.health,
+                "isRunning": run.is_running,
+            }
+            for number, run in enumerate(runs)
+        ],
+        "blockSize": _BLOCK_SIZE,
+        "index": {
+            **{name: [record.get(name) for _, record in rollouts] for name in _LISTED},
+            **{
+                name: [row[place] for row in asked]
+                for place, name in enumerate(("run", "problem", "question", "answer"))
+            },
+        },
+    }
+    assets = files("llmrl.viewer") / "page"
+    script = "\n".join((assets / f"{name}.js").read_text() for name in _SCRIPTS)
+    data = [f'<script type="text/plain" id="head">{_packed(head)}</script>']
+    data += [
+        f'<script type="text/plain" id="block-{number}">{_packed(block)}</script>'
+        for number, block in enumerate(blocks)
+    ]
+    parts = {
+        "/* STYLE */": (assets / "page.css").read_text(),
+        "/* SCRIPT */": script,
+        "/* POLICY */": _policy(f"\n{script}\n"),
+        "<!-- TITLE -->": html.escape(", ".join(run.name for run in runs)),
+        "<!-- DATA -->": "\n".join(data),
+    }
+    page = (assets / "page.html").read_text()
+    for mark, part in parts.items():
+        page = page.replace(mark, part)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda at: at.write_text(page, encoding="utf-8", errors="backslashreplace"))
+    return path
+
+
+def _policy(script: str) -> str:
+    """Return a content-security policy: this script and no other, nothing from elsewhere.
+
+    A run is data of models and of whoever sent it. That it is shown as text is the page's doing; this is for the day
+    on which it is not.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _packed(value: object) -> str:
+    def write(of: object) -> str:
+        return json.dumps(of, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    try:
+        text = write(value)
+    except ValueError:  # it holds NaN, or an infinity
+        text = write(_readable(value))
+    # Lone surrogates are escaped as JSON does.
+    return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), 6, mtime=0)).decode()
+
+
+def _readable(value: object) -> object:
+    """Return the value as browsers read JSON: they know neither NaN nor infinity, which are told by name."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+    if isinstance(value, dict):
+        return {key: _readable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_readable(item) for item in value]
+    return value
+
+
+def _opening(record: Record) -> list[Message]:
+    """Return what came before the first answer."""
+    turns = record.get("turns")
+    messages = turns[0]["messages"] if turns else record["messages"]
+    roles = [message["role"] for message in messages]
+    return messages[: roles.index("assistant") if "assistant" in roles else None]
+
+
+def _key_of_problem(record: Record) -> str:
+    """Return what tells problems apart: by it one is found again in other steps, and in other runs."""
+    return json.dumps(_opening(record) or record.get("columns"), default=str)
+
+
+def _question(record: Record) -> str:
+    asked = [text_of(message.get("content")) for message in _opening(record) if message["role"] != "system"]
+    return _shortened(asked[-1] if asked else "", 160)
+
+
+def _answer(record: Record) -> str:
+    """Return the end of the last answer, where the result stands, to know a rollout by in a list."""
+    answers: list[Message] = [message for message in record["messages"] if message["role"] == "assistant"]
+    answer = answers[-1] if answers else {}
+    calls = " ".join(f"calls {call['function']['name']}" for call in answer.get("tool_calls") or [])
+    return _shortened(f"{text_of(answer.get('content'))} {calls}", 100, is_end=True)
+
+
+def _shortened(text: str, length: int, *, is_end: bool = False) -> str:
+    part = " ".join((text[-4 * length :] if is_end else text[: 4 * length]).split())
+    return part if len(part) <= length else f"…{part[-length:]}" if is_end else f"{part[:length]}…"
+
+
+def _details(run: RunData, record: Record) -> Mapping[str, object]:
+    rows = run.rows.get(key_of(record), [])
+    return {**record, "rows": [_row(row) for row in sorted(rows, key=lambda row: row.row_index)]}
+
+
+def _row(row: TokenRow) -> dict[str, object]:
+    return {
+        "advantage": None if math.isnan(row.advantage) else row.advantage,
+        "ids": row.token_ids,
+        "trained": [int(value) for value in row.loss_mask],
+        "logProbs": _rounded(row.log_probs),
+        "trainerLogProbs": _rounded(row.trainer_log_probs),
+        "versions": row.versions,
+    }
+
+
+def _rounded(values: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(value) else round(value, 4) for value in values]

@@ -1,0 +1,445 @@
+"""Health: the bounds of `docs/metrics.md`, applied to a run's metrics. Pure: numbers in, findings out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import get_args
+
+from llmrl._utils.types import Row
+from llmrl.watch.findings import Finding, HealthLog, Verdict
+from llmrl.watch.metric_history import NUM_SMOOTHED, SURE, MetricHistory, Metrics
+
+_LEAST_CHANGE = 1e-6
+"""Of the weights in a step, as a share of their size: at a learning rate of 1e-6 it is some 50 times as much."""
+
+
+def diagnose(steps: Sequence[Metrics], *, max_staleness: int | None = None) -> list[Finding]:
+    """Return what the metrics say about the last step, the worst first; nothing where all is fine.
+
+    Args:
+        steps: of the run, all of them in order, by the names of `docs/metrics.md`; what one lacks is not judged.
+        max_staleness: as the collector was given; None is on-policy.
+
+    Example:
+        >>> diagnose([{"cut_share": 0.0, "reward_mean": 0.5}])
+        []
+        >>> [finding] = diagnose([{"cut_share": 0.75, "reward_mean": 0.5}])
+        >>> finding.verdict, finding.says
+        ('broken', '75 % of the answers were cut.')
+    """
+    history = MetricHistory(steps)
+    found = [*_staleness(history, max_staleness), *(finding for check in _CHECKS for finding in check(history))]
+    return sorted(found, key=lambda finding: -get_args(Verdict).index(finding.verdict))
+
+
+class HealthJudge:
+    """Judges a run step by step, and writes down what it finds.
+
+    Args:
+        log: where.
+        steps: metrics of the steps that were made before, by step.
+        max_staleness: see `diagnose`.
+    """
+
+    def __init__(self, log: HealthLog, steps: Mapping[int, Metrics], *, max_staleness: int | None = None) -> None:
+        self._log, self._steps, self._max_staleness = log, dict(steps), max_staleness
+        self._records: tuple[int, Sequence[Row]] = (-1, ())
+
+    def judge(self, step: int, metrics: Metrics, records: Sequence[Row] = ()) -> list[Finding]:
+        """Return what a step's metrics say, which may come in parts, as those of its evaluation do after its own.
+
+        Args:
+            records: of the step's rollouts (`Rollout.to_record`).
+        """
+        if records or self._records[0] != step:
+            self._records = step, records
+        self._steps[step] = {**self._steps.get(step, {}), **metrics}
+        steps = [self._steps[number] for number in sorted(self._steps) if number <= step]
+        findings = diagnose(steps, max_staleness=self._max_staleness)
+        self._log.write(step, findings, self._records[1])
+        return findings
+
+
+def _percent(share: float | None) -> str:
+    return f"{100 * (share or 0.0):.0f} %"
+
+
+def _graded(share: tuple[float, float] | None, *, look: float, broken: float) -> Verdict:
+    """Return the verdict on a share that is beyond the first bound, chance aside."""
+    if share is None or share[1] <= look:
+        return "fine"
+    return "look" if share[0] <= broken else "broken"
+
+
+def _skipped(history: MetricHistory) -> Iterator[Finding]:
+    if history.now("is_skipped"):
+        is_again = len(history.values("is_skipped")) > 1 and all(history.values("is_skipped")[-2:])
+        yield Finding(
+            "skipped",
+            "broken" if is_again else "look",
+            "The step did not change the weights.",
+            (
+                "all rewards of each prompt were equal: there was nothing to train on",
+                "a column, the loss or the gradient was not finite: a warning names it",
+            ),
+        )
+    elif num_skipped := history.now("num_skipped"):
+        yield Finding(
+            "skipped",
+            "look",
+            f"{num_skipped:g} of the step's updates did not change the weights.",
+            (
+                "a column, the loss or the gradient was not finite: a warning names it",
+                "all rewards of the prompts of a mini-batch were equal: take fewer mini-batches",
+            ),
+        )
+
+
+def _mismatch(history: MetricHistory) -> Iterator[Finding]:
+    difference, bound = history.now("on_policy_difference"), history.now("on_policy_difference_bound")
+    if difference is None or bound is None or difference <= bound:
+        return
+    # Before the first update what is on-policy is not known, and the difference of all tokens tells it.
+    known = [*history.values("on_policy_difference"), *history.values("log_prob_difference_mean")]
+    has_agreed = any(earlier <= bound for earlier in known)
+    causes = (
+        "stale weights: an update did not reach the engine, or key-value blocks of old weights are in use",
+        "engine and trainer compute in different dtypes",
+        "engines in int8, of which rounding costs more than at first (engine.quantization)",
+        "another temperature than the trainer's, or truncation that it does not replay (replay=False)",
+        "the engine was started from another checkpoint, or with other options of the model",
+    )
+    yield Finding(
+        "mismatched_weights",
+        "look" if difference <= 10 * bound else "broken",
+        f"Engine and trainer differ by {difference:.2g} nats per token on what the current weights sampled; rounding "
+        f"explains {bound:g}.",
+        causes if has_agreed else (*causes[1:], causes[0]),
+    )
+
+
+def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
+    size = history.recent("ESS")
+    if size is not None and size < (0.5 if size < 0.1 else 0.5 - history.margin("ESS")):
+        yield Finding(
+            "small_sample",
+            "broken" if size < 0.1 else "look",
+            f"A few tokens carry the update: the effective sample size is {_percent(size)} of the tokens.",
+            (
+                "samples are too old: lower max_staleness, or make fewer updates per batch",
+                "engine and trainer disagree: see log_prob_difference_mean",
+            ),
+        )
+    clipped = history.recent("clip_fraction") or 0.0
+    margin = 0.0 if clipped > 0.5 else history.margin("clip_fraction")
+    if (verdict := _graded((clipped, clipped - margin), look=0.2, broken=0.5)) != "fine":
+        yield Finding(
+            "clipping",
+            verdict,
+            f"{_percent(clipped)} of the tokens' ratios lie outside the clip bounds.",
+            ("the learning rate is too high", "too many updates per batch"),
+        )
+
+
+def _updates(history: MetricHistory) -> Iterator[Finding]:
+    """Judge the size of updates: those that change nothing, gradients that grow, a penalty beyond the reward."""
+    changes, rates = history.values("weight_change"), history.values("learning_rate")
+    is_warming_up = len(rates) > 1 and rates[-1] > rates[-2]
+    if len(changes) >= NUM_SMOOTHED and max(changes) < _LEAST_CHANGE and not is_warming_up:
+        yield Finding(
+            "idle_updates",
+            "broken",
+            f"In {len(changes)} steps no update changed the weights by more than {max(changes):.1g} of their size.",
+            (
+                "the learning rate is too low: small models want 1e-5, large ones 1e-6",
+                "the optimizer is over other parameters than the model's, or the model is trained in bfloat16",
+            ),
+        )
+    change = history.now("weight_change") or 0.0
+    if change > 0.03:
+        yield Finding(
+            "large_updates",
+            "look" if change <= 0.3 else "broken",
+            f"The update changed the weights by {_percent(change)} of their size.",
+            ("the learning rate is too high: small models want 1e-5, large ones 1e-6, adapters ten times that",),
+        )
+    *earlier, before, now = [0.0, 0.0, *history.values("grad_norm")]
+    usual = median([value for value in earlier if value > 0] or [math.inf])
+    if history.now("grad_norm") is not None and now > 30 * usual and before > 3 * usual:
+        yield Finding(
+            "gradient_explosion",
+            "look" if now <= 1000 * usual else "broken",
+            f"The gradient's norm was {usual:.2g} until two steps ago, then {before:.2g}, and is {now:.2g}.",
+            ("the learning rate is too high", "a few tokens that the policy finds all but impossible: see ESS"),
+        )
+    kl, weighted = history.now("kl_to_ref"), history.now("loss_kl_to_ref")
+    if kl and weighted and abs(weighted / kl) > 0.5:
+        weight = abs(weighted / kl)
+        yield Finding(
+            "kl_penalty",
+            "look" if weight <= 5 else "broken",
+            f"The KL to the reference is weighted by {weight:.2g}, beside advantages of about 1.",
+            ("kl_to_ref_coeff is too large: 0.001 to 0.1 is usual",),
+        )
+
+
+def _entropy(history: MetricHistory) -> Iterator[Finding]:
+    now, began = history.now("entropy"), history.began("entropy")  # a mean over tokens, which is not noisy
+    if now is None or not began:
+        return
+    before, margin = history.values("entropy")[-2], history.margin("entropy")
+    is_falling_fast = now < 0.5 * before - margin and before > 0.25 * began
+    is_gone = now < 0.02 * began
+    is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not history.is_learning())  # who learns gets surer
+    if is_low and not history.is_learned():
+        since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
+        yield Finding(
+            "entropy_collapse",
+            "broken" if is_gone else "look",
+            f"The entropy fell from {since} to {now:.2g} nats per token, and the task is not learned.",
+            (
+                "the learning rate is too high",
+                "the reward pays for one kind of answer: read the best rollouts",
+                "no exploration is left: raise clip_epsilon_high, or kl_to_ref_coeff",
+            ),
+            "best",
+        )
+    if now > 3 * began + margin and now > 0.5:
+        yield Finding(
+            "entropy_explosion",
+            "look" if now <= 6 * began else "broken",
+            f"The entropy rose from {began:.2g} to {now:.2g} nats per token: the model is losing its language.",
+            ("the learning rate is too high", "an entropy bonus that is too large", "a reward that is noise"),
+            "worst",
+        )
+
+
+def _lengths(history: MetricHistory) -> Iterator[Finding]:
+    share = history.share("cut_share", "num_rollouts")
+    if share is not None and (verdict := _graded(share, look=0.2, broken=0.5)) != "fine":
+        yield Finding(
+            "answers_cut",
+            verdict,
+            f"{_percent(share[0])} of the answers were cut.",
+            (
+                "max_new_tokens, or max_model_len, is too small for the task",
+                "the model does not end its turns: a base model, or a template that is not its own",
+                "nothing costs length: truncation_reward=0.0",
+            ),
+            "cut",
+        )
+    now, began = history.recent("completion_tokens_mean"), history.began("completion_tokens_mean")
+    if now is None or not began:
+        return
+    if now > 3 * began + history.margin("completion_tokens_mean"):
+        yield Finding(
+            "length_explosion",
+            "look" if now <= 10 * began else "broken",
+            f"Answers grew from {began:.0f} to {now:.0f} tokens.",
+            (
+                "nothing costs length, and the reward pays for it: truncation_reward=0.0",
+                "the learning rate is too high, and the model forgets how to end",
+            ),
+            "longest",
+        )
+    elif now < 2 <= began / 2:
+        yield Finding(
+            "silence",
+            "look",
+            f"Answers shrank from {began:.0f} to {now:.1f} tokens.",
+            ("the reward pays for silence", "a length penalty that is too large"),
+            "best",
+        )
+
+
+def _signal(history: MetricHistory) -> Iterator[Finding]:
+    share = history.share("groups_all_equal", "num_groups")
+    if history.now("groups_all_equal") == 1.0:
+        share = 1.0, 1.0  # there was nothing to train on, which is no chance
+    verdict = _graded(share, look=0.5, broken=0.9)
+    if share is None or verdict == "fine" or history.now("kl_to_teacher") is not None:
+        return  # of every token a teacher says something
+    right, wrong = history.recent("groups_all_right") or 0.0, history.recent("groups_all_wrong") or 0.0
+    says = f"{_percent(share[0])} of the prompts have answers of one reward, from which nothing is learned"
+    if history.is_learned():
+        learned = f"{_percent(right)} are all right" if right > 0.5 else "the rewards are the highest that there were"
+        yield Finding("no_signal", "look", f"{says}: {learned}.", ("the task is learned", "too easy"))
+        return
+    is_constant = history.now("reward_std") == 0
+    if is_constant:
+        says += f": all rewards are {history.now('reward_mean') or 0.0:g}"
+    elif wrong > 0.5:
+        says += f": {_percent(wrong)} are all wrong"
+    causes = [
+        "the reward function reads something else than the answer: score one by hand",
+        "the template or the prompt is not what the model was trained with",
+        "the task is too hard for this model: easier problems, larger groups, or supervised steps before",
+        "too few answers per prompt, or a temperature that is too low",
+    ]
+    if (history.now("cut_share") or 0.0) > 0.5:
+        causes.insert(0, "the answers are cut before they say anything: max_new_tokens, or the template")
+    if is_constant and not history.now("reward_mean") and not any(name.startswith("reward/") for name in history.last):
+        causes.insert(0, "no reward is given: train in what env.append_transform(RubricReward(...)) returns")
+    yield Finding("no_signal", verdict, f"{says}.", tuple(causes), "worst")
+
+
+def _reward(history: MetricHistory) -> Iterator[Finding]:
+    now, best = history.recent("reward_mean"), history.best("reward_mean") or 0.0
+    if now is not None and best > 0 and now < min(0.5 * best, best - history.margin("reward_mean")):
+        yield Finding(
+            "reward_fell",
+            "look" if now >= 0.2 * best else "broken",
+            f"The mean reward was {best:.2g} and is {now:.2g}.",
+            (
+                "the learning rate is too high",
+                "the policy left what it knew: kl_to_ref_coeff, or go back to an earlier checkpoint",
+                "the problems became harder, as with a curriculum",
+            ),
+            "worst",
+        )
+    share, began = history.recent("common_answer_share"), history.began("common_answer_share")
+    least = max(0.5, 2 * (began or 0.0), (began or 0.0) + history.margin("common_answer_share"))
+    if share is not None and began is not None and share > least:
+        yield Finding(
+            "one_answer",
+            "look" if share <= 0.9 else "broken",
+            f"One answer is given to {_percent(share)} of the prompts; it was {_percent(began)}.",
+            (
+                "the reward can be had without reading the prompt",
+                "the entropy collapsed: the learning rate is too high",
+            ),
+            "best",
+        )
+
+
+def _held_out(history: MetricHistory) -> Iterator[Finding]:
+    """The reward of training rises while that of problems held out falls."""
+    names = {name for step in history.steps for name in step if name.startswith("eval/") and name.count("/") == 2}
+    for env in sorted({name.split("/")[1] for name in names}):
+        found = (_fell(history, f"eval/{env}/{metric}") for metric in ("pass@1", "reward"))
+        yield from [finding for finding in found if finding is not None][:1]
+
+
+def _fell(history: MetricHistory, name: str) -> Finding | None:
+    """Return what metric of an evaluation is now below its best, although the reward of training is higher."""
+    *earlier, last = [place for place, step in enumerate(history.steps) if name in step] or [0]
+    if not earlier:
+        return None
+    best = max(earlier, key=lambda place: history.steps[place][name])
+    before, after = history.around(best, "reward_mean"), history.around(last, "reward_mean")
+    was, now = history.steps[best][name], history.steps[last][name]
+    if before is None or after is None or after < before + max(0.02, history.margin("reward_mean")):
+        return None
+    fall, errors = was - now, _standard_errors(history, name, (best, last))
+    if fall <= 0.05 * max(abs(was), 1e-9) or fall < SURE * errors:
+        return None
+    is_certain = errors > 0 and fall > 1.5 * SURE * errors
+    return Finding(
+        "reward_hacking",
+        "broken" if is_certain else "look",
+        f"{name} fell from {was:.2g} to {now:.2g} while the reward of training rose from {before:.2g} to {after:.2g}.",
+        (
+            "the reward can be had without solving the task: read the best rollouts",
+            "the problems of training are learned by heart: more of them, fewer epochs",
+            "the two environments differ: prompt, reward, limits, temperature",
+        ),
+        "best",
+    )
+
+
+def _standard_errors(history: MetricHistory, name: str, places: tuple[int, int]) -> float:
+    """Return the standard error of the difference of two evaluations, by their intervals, or by all those before."""
+    ends = [(history.steps[place].get(f"{name}_low"), history.steps[place].get(f"{name}_high")) for place in places]
+    widths = [high - low for low, high in ends if low is not None and high is not None]
+    if len(widths) == len(places):
+        return math.hypot(*widths) / (2 * 1.96)
+    *earlier, _ = history.values(name)
+    squares = [(later - before) ** 2 for before, later in itertools.pairwise(earlier)]
+    return math.sqrt(fmean(squares)) if squares else 0.0
+
+
+def _staleness(history: MetricHistory, max_staleness: int | None) -> Iterator[Finding]:
+    oldest = history.now("staleness_max")
+    if oldest is not None and oldest > (max_staleness or 0):
+        yield Finding(
+            "staleness",
+            "broken",
+            f"The batch has tokens of {oldest:.0f} versions ago, and max_staleness is {max_staleness or 0}.",
+            ("the weights are updated more often than once per step", "the loop draws batches before it updates"),
+        )
+
+
+def _environment(history: MetricHistory) -> Iterator[Finding]:
+    played = history.now("num_rollouts")
+    if not played:
+        return
+    failed, unscored = history.now("num_error") or 0.0, history.now("num_unscored") or 0.0
+    steps = [
+        {
+            "num_rollouts": step["num_rollouts"],
+            "failed": step.get("num_error", 0.0) / step["num_rollouts"],
+            "unscored": max(0.0, step.get("num_unscored", 0.0) - step.get("num_error", 0.0)) / step["num_rollouts"],
+        }
+        for step in history.steps[-NUM_SMOOTHED:]
+        if step.get("num_rollouts")
+    ]
+    shares = MetricHistory(steps)
+    if failed and (verdict := _graded(shares.share("failed", "num_rollouts"), look=0.05, broken=0.5)) != "fine":
+        yield Finding(
+            "errors",
+            verdict,
+            f"{failed:.0f} of {played:.0f} rollouts failed.",
+            ("the environment raises: the record's traceback says where", "the engine failed: its log says why"),
+            "error",
+        )
+    verdict = _graded(shares.share("unscored", "num_rollouts"), look=0.05, broken=0.5)
+    if unscored > failed and verdict != "fine":
+        yield Finding(
+            "unscored",
+            verdict,
+            f"{unscored:.0f} of {played:.0f} rollouts have no score.",
+            ("a reward function fails: the record's error names its file and line",),
+            "unscored",
+        )
+
+
+def _tools(history: MetricHistory) -> Iterator[Finding]:
+    share = history.share("tool_failure_share", "num_tool_calls")
+    verdict = _graded(share, look=0.5, broken=0.9)
+    if share is None or verdict == "fine":
+        return
+    outcomes = {name: history.now(f"tool_calls/{name}") or 0.0 for name in _TOOL_CAUSES}
+    causes = sorted(_TOOL_CAUSES, key=lambda name: -outcomes[name])
+    yield Finding(
+        "broken_tools",
+        verdict,
+        f"{_percent(share[0])} of the tool calls were not answered.",
+        tuple(_TOOL_CAUSES[name] for name in causes if outcomes[name]),
+        "tools",
+    )
+
+
+_TOOL_CAUSES = {
+    "failed": "the tool raises: read its answers",
+    "timeouts": "the tool is too slow, or its timeout too short",
+    "invalid": "the model's arguments do not fit: say in the docstring what they are",
+    "unknown": "the model calls tools that there are not",
+    "malformed": "the model's calls cannot be read: the template's format is not what it was trained with",
+}
+
+_CHECKS = (
+    _skipped,
+    _mismatch,
+    _weights_of_tokens,
+    _updates,
+    _entropy,
+    _lengths,
+    _signal,
+    _reward,
+    _held_out,
+    _environment,
+    _tools,
+)

@@ -1,0 +1,208 @@
+"""`LiveView`: a training run on the terminal while it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from llmrl._utils.terminal import printable
+from llmrl._utils.types import Row
+from llmrl.data import Message, text_of
+from llmrl.watch.findings import Finding
+
+_COLUMNS = (
+    ("step", "step", "{:.0f}"),
+    ("reward", "reward_mean", "{:.3f}"),
+    ("length", "completion_tokens_mean", "{:.1f}"),
+    ("entropy", "entropy", "{:.2f}"),
+    ("tokens/s", "tokens_per_second", "{:.0f}"),
+    ("log-prob diff", "log_prob_difference_mean", "{:.4f}"),
+    ("ESS", "ESS", "{:.3f}"),
+    ("generate s", "generate_seconds", "{:.2f}"),
+    ("train s", "train_seconds", "{:.2f}"),
+    ("sync s", "sync_seconds", "{:.2f}"),
+    ("trained", "trained_share", "{:.0%}"),
+    ("cut", "cut_share", "{:.0%}"),
+    ("errors", "num_error", "{:.0f}"),
+    ("failed calls", "tool_failure_share", "{:.0%}"),
+    ("forks", "num_forks", "{:.0f}"),
+    ("realigned tokens", "num_realigned_tokens", "{:.0f}"),
+)
+# Shown from the first step on in which they are something else.
+_RARE = {
+    "trained_share": 1.0,
+    "cut_share": 0.0,
+    "num_error": 0.0,
+    "tool_failure_share": 0.0,
+    "num_forks": 0.0,
+    "num_realigned_tokens": 0.0,
+}
+_STYLES = {"fine": "green", "look": "yellow", "broken": "bold red"}
+_SPARKS = "▁▂▃▄▅▆▇█"
+_NUM_ROWS = 12
+
+
+def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> str:
+    """Return values as a line of block characters between `low` and `high`, with gaps where there is none.
+
+    Example:
+        >>> sparkline([0.0, 0.5, float("nan"), 1.0])
+        '▁▅ █'
+    """
+    span = (high - low) or 1.0
+    shares = ((value - low) / span for value in values)
+    return "".join(
+        " " if math.isnan(share) else _SPARKS[round(min(max(share, 0.0), 1.0) * (len(_SPARKS) - 1))] for share in shares
+    )
+
+
+def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
+    """Return a conversation in a frame."""
+    text = Text()
+    for message in messages:
+        text.append(f"{printable(message['role'])}: ", style="bold")
+        text.append(printable(text_of(message.get("content")).strip()) + "\n")
+    return Panel(text, title=Text(printable(title)), title_align="left")
+
+
+class LiveView:
+    """Step, reward, length, entropy, tokens per second, log-prob difference, effective sample size, where time went.
+
+    What is rare (cut answers, errors, forks, …) is shown once there is any; a line says how healthy the run is.
+
+    On a terminal it redraws in place; elsewhere it prints one line per step. Use as a context manager.
+
+    Args:
+        num_steps: steps of the whole run.
+        first_step: steps done before, when resumed.
+    """
+
+    def __init__(self, num_steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        )
+        self._task = self._progress.add_task("training", total=num_steps, completed=first_step)
+        self._rows: list[Mapping[str, float]] = []
+        self._sample: Panel | None = None
+        self._findings: Sequence[Finding] = ()
+        self._has_shown_error = False
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveView:
+        if self.console.is_terminal:
+            self._live = Live(self._render(), console=self.console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.update(self._render())
+            self._live.stop()
+
+    def doing(self, what: str) -> None:
+        """Say what is being done now."""
+        self._progress.update(self._task, description=what)
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def show_step(self, step: int, metrics: Mapping[str, float], records: Sequence[Row] = ()) -> None:
+        """Show one step's metrics, and the best of some rollouts' records."""
+        row = {"step": step, **metrics}
+        self._rows.append(row)
+        self._progress.update(self._task, completed=step)
+        if self._live is not None:
+            self._live.update(self._render())
+        else:
+            parts = (f"{title} {form.format(row[key])}" for title, key, form in self._columns() if key in row)
+            self.console.print("  ".join(parts), highlight=False)
+        if metrics.get("is_skipped"):
+            text = f"step {step} changed nothing: no row, or a loss that is not finite"
+            self.console.print(text, style="bold red")
+        elif num_skipped := metrics.get("num_skipped"):
+            self.console.print(f"step {step} skipped {num_skipped:g} of its updates", style="bold red")
+        if records:
+            self.show_sample(max(records, key=lambda record: record["reward"]))
+
+    def show_health(self, step: int, findings: Sequence[Finding], records: Sequence[Row] = ()) -> None:
+        """Show how healthy the run is, and the run's first error with its traceback, from a step's records."""
+        known = {(finding.name, finding.verdict) for finding in self._findings}
+        self._findings = findings
+        if self._live is not None:
+            self._live.update(self._render())
+        else:
+            for finding in findings:
+                if (finding.name, finding.verdict) not in known:
+                    self.console.print(f"step {step}:", _sentence(finding), soft_wrap=True)
+        failed = next((record for record in records if record["error"]), None)
+        if failed is not None and not self._has_shown_error:
+            self._has_shown_error = True
+            said = printable(str(failed["traceback"] or failed["error"]).rstrip())
+            title = f"the first error: {failed['rollout_id']} at step {step}"
+            self.console.print(Panel(Text(said), title=Text(printable(title)), title_align="left"))
+
+    def show_dropped(self, step: int, findings: Sequence[Finding], records: Sequence[Row]) -> None:
+        """Show why nothing of a step's rollouts is trained on: what was found of them, and some of the rollouts."""
+        lines = [_sentence(finding) for finding in findings]
+        lines += [Text(f"  or: {cause}") for finding in findings[:1] for cause in finding.causes[1:]]
+        panels = [conversation_panel(record["messages"], _title(record)) for record in records]
+        self.console.print(
+            f"step {step}: nothing can be learned from what was played; more is played in its place.",
+            *lines,
+            *panels,
+            sep="\n",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def show_sample(self, record: Row) -> None:
+        """Show one conversation with its reward, from a rollout's record."""
+        self._sample = conversation_panel(record["messages"], _title(record))
+        if self._live is None:
+            self.console.print(self._sample)
+
+    def _columns(self) -> list[tuple[str, str, str]]:
+        def is_shown(name: str) -> bool:
+            return name not in _RARE or any(row.get(name, _RARE[name]) != _RARE[name] for row in self._rows)
+
+        return [column for column in _COLUMNS if is_shown(column[1])]
+
+    def _parts_of_reward(self) -> list[Text]:
+        """Return the mean and spread of each reward function at the last step, where there are several."""
+        row = self._rows[-1] if self._rows else {}
+        names = [name.removesuffix("_mean") for name in row if name.startswith("reward/") and name.endswith("_mean")]
+        parts = (
+            f"{name.removeprefix('reward/')} {row[f'{name}_mean']:.3f} ± {row[f'{name}_std']:.3f}" for name in names
+        )
+        return [Text(printable("  ".join(parts)))] if len(names) > 1 else []
+
+    def _render(self) -> Group:
+        table, columns = Table(), self._columns()
+        for title, _, _ in columns:
+            table.add_column(title, justify="right")
+        for row in self._rows[-_NUM_ROWS:]:
+            table.add_row(*(form.format(row[key]) if key in row else "" for _, key, form in columns))
+        rewards = [row["reward_mean"] for row in self._rows if "reward_mean" in row]
+        health = [_sentence(finding) for finding in self._findings] or [Text("fine", style=_STYLES["fine"])]
+        parts: list[RenderableType] = [table, Text(f"reward {sparkline(rewards[-60:])}"), *self._parts_of_reward()]
+        parts += [Text.assemble("health ", line) for line in health]
+        parts.append(self._progress)
+        return Group(*parts, self._sample) if self._sample is not None else Group(*parts)
+
+
+def _title(record: Row) -> str:
+    if record["is_scored"]:
+        return f"{record['rollout_id']}  reward {record['reward']:.2f}"
+    return f"{record['rollout_id']}  not scored: {record['error'] or record['reason'] or 'it has no reward'}"
+
+
+def _sentence(finding: Finding) -> Text:
+    likely = f" Likely: {finding.causes[0]}." if finding.causes else ""
+    return Text.assemble((finding.verdict, _STYLES[finding.verdict]), f" {finding.name}: {finding.says}{likely}")

@@ -1,0 +1,107 @@
+"""The metrics of a run so far, as its health looks at them: smoothed, at the beginning, and with their noise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TypeAlias
+
+Metrics: TypeAlias = Mapping[str, float]
+NUM_SMOOTHED = 3
+"""Steps that are averaged, since a batch of few prompts is noisy."""
+SURE = 3.5
+"""Standard errors by which something differs that is not called chance; steps are many, and so are findings."""
+SURE_OF_SHARE = 2.6
+"""The same of shares, which are bounded."""
+
+
+class MetricHistory:
+    """Metrics of the steps so far: now, smoothed, as they began, and how noisy they are."""
+
+    def __init__(self, steps: Sequence[Metrics]) -> None:
+        self.steps = steps
+        self.last: Metrics = steps[-1] if steps else {}
+
+    def values(self, name: str) -> list[float]:
+        """Return a metric's values, step by step, without the steps that lack it."""
+        return [step[name] for step in self.steps if name in step]
+
+    def now(self, name: str) -> float | None:
+        """Return a metric of the last step."""
+        return self.last.get(name)
+
+    def recent(self, name: str) -> float | None:
+        """Return the mean of the last few steps; None where the last has no such metric."""
+        return None if self.now(name) is None else fmean(self.values(name)[-NUM_SMOOTHED:])
+
+    def began(self, name: str) -> float | None:
+        """Return the mean of the first few steps, once there are more."""
+        values = self.values(name)
+        return fmean(values[:NUM_SMOOTHED]) if len(values) > NUM_SMOOTHED else None
+
+    def share(self, name: str, counted: str) -> tuple[float, float] | None:
+        """Return a share of the last few steps, and what it is at least, chance aside; None where the last has none.
+
+        Args:
+            name: of the metric.
+            counted: the metric that says of how many it is the share; without it chance is left out.
+        """
+        if self.now(name) is None:
+            return None
+        steps = [step for step in self.steps if name in step][-NUM_SMOOTHED:]
+        counts = [step.get(counted, math.inf) for step in steps]
+        if math.inf in counts or not sum(counts):
+            share = fmean(step[name] for step in steps)
+            return share, share
+        total = sum(counts)
+        share = sum(step[name] * count for step, count in zip(steps, counts, strict=True)) / total
+        # The lower end of Wilson's interval.
+        square = SURE_OF_SHARE**2 / total
+        spread = SURE_OF_SHARE * math.sqrt(max(0.0, share * (1 - share)) / total + square / (4 * total))
+        return share, (share + square / 2 - spread) / (1 + square)
+
+    def margin(self, name: str) -> float:
+        """Return by how much two means of a few steps differ by chance, at most; 0 where too few steps tell it.
+
+        The noise is what one step differs from the one before, in the steps before the last few, the largest difference
+        aside, which may be what is looked for. Of a metric that moves steadily that is too much rather than too little.
+        """
+        values = self.values(name)[:-NUM_SMOOTHED]
+        squares = sorted((later - earlier) ** 2 for earlier, later in itertools.pairwise(values))[:-1]
+        if len(squares) < 2:
+            return 0.0
+        noise = math.sqrt(fmean(squares) / 2)
+        return SURE * (1 + 4 / len(squares)) * noise * math.sqrt(2 / NUM_SMOOTHED)
+
+    def around(self, place: int, name: str) -> float | None:
+        """Return the mean of the few steps that end at a place; of the first few, where there were none before."""
+        up_to = [step[name] for step in self.steps[: place + 1] if name in step]
+        chosen = up_to[-NUM_SMOOTHED:] or self.values(name)[:NUM_SMOOTHED]
+        return fmean(chosen) if chosen else None
+
+    def best(self, name: str) -> float | None:
+        """Return the highest mean of a few steps in a row, before the last few; None where there are none."""
+        values = self.values(name)[:-NUM_SMOOTHED]
+        windows = [values[end - NUM_SMOOTHED : end] for end in range(NUM_SMOOTHED, len(values) + 1)]
+        return max(map(fmean, windows), default=None)
+
+    def is_learning(self) -> bool:
+        """Return whether the reward is higher than it began, and not lower than it was."""
+        *earlier, now = self.values("reward_mean") or [0.0]
+        if not earlier:
+            return False
+        if now > max(earlier):
+            return True
+        recent, began = fmean([*earlier, now][-NUM_SMOOTHED:]), self.began("reward_mean")
+        best, margin = self.best("reward_mean"), self.margin("reward_mean")
+        return began is not None and best is not None and recent > began + margin and recent >= best - margin
+
+    def is_learned(self) -> bool:
+        """Return whether most answers are right: they have the highest reward that any had, or are called right."""
+        if (self.recent("groups_all_right") or 0.0) > 0.5:
+            return True
+        tops, mean = self.values("reward_max"), self.recent("reward_mean")
+        has_differed = any(self.values("reward_std"))
+        return bool(tops) and mean is not None and has_differed and mean >= 0.8 * max(tops) > 0

@@ -1,0 +1,171 @@
+"""`TokenLog`: the tokens of training rows, with everything known of each, kept beside the rollouts of a run."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from llmrl._utils.files import open_file, write_atomically
+from llmrl.data.state_file import DamagedFileError
+from llmrl.data.tensordicts import batch_elements, plain
+
+_DTYPES = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "log_probs": np.float32,
+    "trainer_log_probs": np.float32,
+    "versions": np.int32,
+}
+TOKEN_KEYS = (
+    ("tokens", "full"),
+    ("masks", "all_assistant_mask"),
+    ("log_probs", "full"),
+    ("policy_versions", "full"),
+    ("rollout", "rollout_id"),
+    ("rollout", "row_index"),
+)
+"""What is read of a row, besides its advantage."""
+
+
+@dataclass(slots=True)
+class TokenRow:
+    """One training row as it is shown, every column `[num_tokens]`."""
+
+    rollout_id: str
+    row_index: int
+    advantage: float
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """The sampler's."""
+    trainer_log_probs: list[float] = field(default_factory=list)
+    """The trainer's before its update; NaN where they were not kept."""
+    versions: list[int] = field(default_factory=list)
+
+
+class TokenLog:
+    """A folder with one compressed file per step.
+
+    Args:
+        path: the folder; created by the first write.
+
+    Example:
+        >>> import tempfile
+        >>> TokenLog(tempfile.mkdtemp()).steps()
+        []
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def write(
+        self,
+        step: int,
+        rows: TensorDictBase | Sequence[TensorDictBase],
+        trainer_log_probs: Iterable[torch.Tensor] | None = None,
+        *,
+        not_trained: Sequence[TensorDictBase] = (),
+        split: str = "train",
+    ) -> None:
+        """Keep a batch of rows.
+
+        Args:
+            step: of training.
+            rows: as a collector yields them, or as `rollout_rows` gives them.
+            trainer_log_probs: one `[num_tokens]` per row, NaN where there is none.
+            not_trained: further rows, of rollouts that were dropped; they have the entries `TOKEN_KEYS`.
+            split: `"train"`, or the evaluation that they are of.
+
+        Raises:
+            ValueError: when a row's trainer log-probs are not one per token.
+        """
+        elements = batch_elements(rows) if isinstance(rows, TensorDictBase) else list(rows)
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
+        given: list[torch.Tensor | None] = [None] * len(elements)
+        if trainer_log_probs is not None:
+            given = list(trainer_log_probs)
+        elements += not_trained
+        given += [None] * len(not_trained)
+        for row, trainer in zip(elements, given, strict=True):
+            token_ids = row.get(("tokens", "full"))
+            if trainer is None:
+                trainer = torch.full(token_ids.shape, torch.nan)
+            elif trainer.shape != token_ids.shape:
+                raise ValueError(
+                    f"trainer_log_probs has shape {tuple(trainer.shape)} for a row of {len(token_ids)} tokens; "
+                    "give one per token, NaN where there is none."
+                )
+            values = {
+                "token_ids": token_ids,
+                "loss_mask": row.get(("masks", "all_assistant_mask")),
+                "log_probs": row.get(("log_probs", "full")),
+                "trainer_log_probs": trainer,
+                "versions": row.get(("policy_versions", "full")),
+            }
+            for name, value in values.items():
+                columns[name].append(value.detach().cpu().numpy().astype(_DTYPES[name]))
+        advantages = [_advantage(row) for row in elements]
+        self.path.mkdir(parents=True, exist_ok=True)
+        arrays = dict(
+            lengths=np.array([len(ids) for ids in columns["token_ids"]], dtype=np.int64),
+            rollout_ids=np.array([plain(row.get(("rollout", "rollout_id"))) for row in elements], dtype=np.str_),
+            row_indices=np.array([int(row.get(("rollout", "row_index"))) for row in elements], dtype=np.int32),
+            advantages=np.array(advantages, np.float32),
+            **{name: np.concatenate(parts) for name, parts in columns.items()},
+        )
+
+        def write(temporary: Path) -> None:
+            with temporary.open("wb") as file:  # given a name, NumPy would append its suffix
+                np.savez_compressed(file, **arrays)
+
+        write_atomically(self._path(step, split), write)
+
+    def _path(self, step: int, split: str) -> Path:
+        return self.path / (f"{step:06d}.npz" if split == "train" else f"{step:06d}-{quote(split, safe='')}.npz")
+
+    def steps(self) -> list[tuple[int, str]]:
+        """Return steps and splits that were kept, in order."""
+        stems = (path.stem.partition("-") for path in self.path.glob("[0-9]*.npz"))
+        return sorted((int(step), unquote(split) or "train") for step, _, split in stems)
+
+    def read(self, step: int, split: str = "train") -> list[TokenRow]:
+        """Return the rows of a step.
+
+        Raises:
+            FileNotFoundError: when that step was not kept.
+            DamagedFileError: when its file is not what was written.
+        """
+        path = self._path(step, split)
+        try:
+            return self._read(path)
+        except (ValueError, KeyError, EOFError, TypeError, AttributeError, zlib.error, zipfile.BadZipFile) as error:
+            raise DamagedFileError(f"{path} is damaged: {error}. Remove it to see the rest of the run.") from error
+
+    @staticmethod
+    def _read(path: Path) -> list[TokenRow]:
+        with open_file(path, "rb") as file, np.load(file) as data:
+            ends = data["lengths"].cumsum()[:-1]
+            columns = {name: [part.tolist() for part in np.split(data[name], ends)] for name in _DTYPES}
+            heads = zip(data["rollout_ids"], data["row_indices"], data["advantages"], strict=True)
+            return [
+                TokenRow(str(rollout_id), int(row_index), float(advantage), *values)
+                for (rollout_id, row_index, advantage), *values in zip(heads, *columns.values(), strict=True)
+            ]
+
+
+def _advantage(row: TensorDictBase) -> float:
+    """Return the row's advantage, of tokens' advantages their mean over trained ones; NaN where there is none."""
+    advantage = row.get("advantage", None)
+    if advantage is None:
+        return math.nan
+    mask = row.get(("masks", "all_assistant_mask"))
+    return float((advantage.reshape(-1)[mask] if advantage.numel() == len(mask) else advantage).mean())

@@ -1,0 +1,330 @@
+"""Trackers: where a run's metrics and conversations go. A table in its folder always, others when asked.
+
+torchrl's loggers are used for TensorBoard, Weights & Biases and trackio; its MLflow logger begins a run anew each time.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmrl._utils.arguments import nearest
+from llmrl._utils.files import open_file, read_text, write_atomically
+from llmrl._utils.imports import require
+from llmrl._utils.types import JSON, Row
+from llmrl.data import text_of
+from llmrl.data.state_file import DamagedFileError
+
+PROJECT = "llmrl"
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+"""Names of those that can be opened."""
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> object:
+        """Record one step's metrics."""
+        ...
+
+    def log_traces(self, records: Sequence[Row], step: int) -> None:
+        """Show conversations of a step, from rollouts' records."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and end."""
+        ...
+
+
+_PERFORMANCE = ("seconds", "_per_second", "_gib")
+"""How metrics end that say how fast something was, and what it took; those of engines begin with `engine_`."""
+
+
+def grouped_name(name: str) -> str:
+    """Return a metric's name as trackers have it, which show what is in one group together.
+
+    Example:
+        >>> [grouped_name(name) for name in ("reward_mean", "train_seconds", "eval/sums/pass@1")]
+        ['train/reward_mean', 'perf/train_seconds', 'eval/sums/pass@1']
+    """
+    if name.startswith(("eval/", "env/")):
+        return name
+    is_performance = name.endswith(_PERFORMANCE) or name.startswith("engine_")
+    return f"{'perf' if is_performance else 'train'}/{name}"
+
+
+def spread(records: Sequence[Row], count: int) -> list[Row]:
+    """Return so many of a step's records, as far apart as they can be, since neighbours answer the same prompt.
+
+    Example:
+        >>> spread([{"reward": reward} for reward in range(8)], 3)
+        [{'reward': 0}, {'reward': 2}, {'reward': 5}]
+    """
+    count = min(count, len(records))
+    return [records[index * len(records) // count] for index in range(count)]
+
+
+_TRACE_COLUMNS = ("rollout_id", "env", "reward", "status", "reason", "num_turns")
+
+
+def trace_table(records: Sequence[Row], step: int) -> dict[str, list[JSON]]:
+    """Return conversations as columns: what is known of each, and its text."""
+    columns = {name: [record[name] for record in records] for name in _TRACE_COLUMNS}
+    return {"step": [step] * len(records), **columns, "conversation": [_as_read(one["messages"]) for one in records]}
+
+
+def _as_read(messages: Sequence[Row]) -> str:
+    def said(message: Row) -> str:
+        calls = [json.dumps(one["function"], ensure_ascii=False) for one in message.get("tool_calls") or ()]
+        thoughts = message.get("reasoning_content")
+        return "\n".join([*([thoughts] if thoughts else []), text_of(message.get("content")), *calls])
+
+    return "\n\n".join(f"{message['role']}: {said(message)}" for message in messages)
+
+
+def _written(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def as_recorded(value: float) -> float:
+    """Return a metric as `metrics.csv` has it, so that a run that reads it again decides as the one that measured it.
+
+    Example:
+        >>> as_recorded(2 / 3)
+        0.666667
+    """
+    return float(_written(value))
+
+
+class CSVTracker:
+    """One table with a row per step; metrics that come later add columns.
+
+    Args:
+        path: the file, written when the first step is logged.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tracker = CSVTracker(Path(folder, "metrics.csv"))
+        ...     tracker.log_metrics({"reward_mean": 0.5}, step=1)
+        ...     tracker.read()
+        [{'step': 1.0, 'reward_mean': 0.5}]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append a row; a new metric rewrites the file, so that a kill leaves the old table or the new one."""
+        named = {name.encode(errors="backslashreplace").decode(): _written(value) for name, value in metrics.items()}
+        row = {"step": str(step), **named}
+        rows, names = self._read_rows()
+        if set(row) <= set(names):
+            with open_file(self.path, "a", newline="") as file:
+                csv.DictWriter(file, names).writerow(row)
+            return
+        names += [name for name in row if name not in names]
+
+        def write(path: Path) -> None:
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, names)
+                writer.writeheader()
+                writer.writerows([*rows, row])
+
+        write_atomically(self.path, write)
+
+    def read(self) -> list[dict[str, float]]:
+        """Return all steps' metrics; of a metric that was logged twice (before and after a kill) the last.
+
+        Raises:
+            DamagedFileError: when it is no table of steps.
+        """
+        steps: dict[int, dict[str, float]] = {}
+        for row in self._read_rows()[0]:
+            numbers = {name: float(value) for name, value in row.items() if value}
+            if "step" in numbers:
+                steps.setdefault(int(numbers["step"]), {}).update(numbers)
+        return list(steps.values())
+
+    def close(self) -> None:
+        """Do nothing: every row is written at once."""
+
+    def _read_rows(self) -> tuple[list[dict[str, str]], list[str]]:
+        """Return the rows and columns; a row that is cut short, or of which something is no number, is left out."""
+        if not self.path.exists():
+            return [], []
+        text = read_text(self.path, newline="", errors="replace")
+        lines = (f"{line}\n" for line in text.replace("\0", "").split("\n")[:-1])
+        try:
+            names = next(csv.reader(lines), [])
+        except csv.Error:
+            names = [""]
+        if names and names[0] != "step":
+            raise DamagedFileError(f"{self.path} is damaged: no table of steps. Remove it, or put a copy in its place.")
+        rows = [line.rstrip("\r\n").split(",") for line in lines]
+        return [dict(zip(names, row, strict=True)) for row in rows if _is_whole(row, names)], names
+
+
+def _is_whole(row: list[str], names: list[str]) -> bool:
+    try:
+        return len(row) == len(names) and bool([float(value) for value in row if value])
+    except ValueError:
+        return False
+
+
+def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
+    """Open the trackers of a folder's run; one that was tracked before is continued, also where the folder was moved.
+
+    Args:
+        names: `"tensorboard"` writes into the folder. `"wandb"` obeys its own settings, such as `WANDB_MODE=offline`,
+            and `"trackio"` writes to its own local database; the project is `llmrl`, or `WANDB_PROJECT`. `"mlflow"`
+            writes to `MLFLOW_TRACKING_URI`, or a database in the folder.
+        path: the run's folder.
+
+    Raises:
+        TypeError: for a string, which is a sequence of letters.
+        ValueError: for an unknown name, with the nearest one.
+        MissingExtraError: when a tracker's package is not installed, with the command that installs it.
+
+    Example:
+        >>> open_trackers(["wnadb"], Path("run"))
+        Traceback (most recent call last):
+        ...
+        ValueError: trackers has no 'wnadb'; there are 'tensorboard', 'wandb', 'trackio', ... Did you mean 'wandb'?
+    """
+    if isinstance(names, str):
+        raise TypeError(f"trackers must be a list of names, got the string {names!r}; write [{names!r}].")
+    for name in names:
+        if name not in _OPENERS:
+            near = nearest(str(name), _OPENERS)
+            hint = f" Did you mean {near!r}?" if near else ""
+            if name == "csv":
+                hint = " The table metrics.csv is always written."
+            raise ValueError(f"trackers has no {name!r}; there are {', '.join(map(repr, _OPENERS))}.{hint}")
+        require(name, extra={"tensorboard": "scripts", "mlflow": "mlflow"}.get(name, "tracking"))
+    return [_OPENERS[name](path) for name in names]
+
+
+def _open_tensorboard(path: Path) -> Tracker:
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    class Logger(TensorboardLogger):
+        def log_traces(self, records: Sequence[Row], step: int) -> None:
+            """Show a step's conversations as texts, of which TensorBoard keeps ten."""
+            for number, text in enumerate(trace_table(records, step)["conversation"]):
+                # Four spaces are Markdown's for text as it is.
+                indented = "\n".join(f"    {line}" for line in str(text).splitlines())
+                self.experiment.add_text(f"traces/{number}", indented, global_step=step)
+
+    return Logger(exp_name="tensorboard", log_dir=str(path))
+
+
+def _open_wandb(path: Path) -> Tracker:
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    class Logger(WandbLogger):
+        def log_traces(self, records: Sequence[Row], step: int) -> None:
+            """Show a step's conversations as a table."""
+            import wandb
+
+            columns = trace_table(records, step)
+            rows = [list(row) for row in zip(*columns.values(), strict=True)]
+            self.experiment.log({"train/traces": wandb.Table(columns=list(columns), data=rows), "train/step": step})
+
+    return Logger(
+        exp_name=path.name,
+        id=_run_id(path),
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        save_dir=path,
+        log_env_packages=False,
+    )
+
+
+def _open_trackio(path: Path) -> Tracker:
+    from torchrl.record.loggers.trackio import TrackioLogger
+
+    class Logger(TrackioLogger):
+        def log_traces(self, records: Sequence[Row], step: int) -> None:
+            """Show a step's conversations, which trackio draws as such."""
+            import trackio
+
+            told = [{name: record[name] for name in _TRACE_COLUMNS} for record in records]
+            traces = [
+                trackio.Trace(list(record["messages"]), metadata)
+                for record, metadata in zip(records, told, strict=True)
+            ]
+            self.experiment.log({"train/traces": traces}, step=step)
+
+        def close(self, timeout: float | None = None) -> None:
+            """Write what is buffered now: torchrl leaves it to the end of the process."""
+            import trackio
+
+            super().close(timeout)
+            if trackio.context_vars.current_run.get() is not None:
+                trackio.finish()
+
+    # It knows runs by name alone: folders of the same name must not become one run.
+    return Logger(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
+
+
+class MLflowTracker:
+    """A run of MLflow, which is found again by the folder's id; nothing of MLflow's global state is touched.
+
+    Args:
+        path: the run's folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from mlflow import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client: Any = MlflowClient(uri or f"sqlite:///{path.absolute() / 'mlflow.db'}")
+        experiment = self._client.get_experiment_by_name(PROJECT)
+        artifacts = None if uri else (path.absolute() / "mlflow").as_uri()
+        number = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT, artifacts)
+        tags = {"llmrl.run_id": _run_id(path)}
+        runs = self._client.search_runs([number], f"tags.`llmrl.run_id` = '{tags['llmrl.run_id']}'")
+        run = runs[0] if runs else self._client.create_run(number, tags=tags, run_name=path.name)
+        self._id = run.info.run_id
+        self._client.set_terminated(self._id, "RUNNING")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record a step's metrics; of a name what MLflow refuses, as in `pass@1`, is `_`."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        named = [(re.sub(r"[^\w\-. :/]", "_", name), value) for name, value in metrics.items()]
+        self._client.log_batch(self._id, [Metric(name, value, now, step) for name, value in named])
+
+    def log_traces(self, records: Sequence[Row], step: int) -> None:
+        """Keep a step's conversations as an artifact; a table would be named in a tag, which 130 of them fill."""
+        self._client.log_dict(self._id, trace_table(records, step), f"traces/{step:06d}.json")
+
+    def close(self) -> None:
+        """Call the run finished."""
+        self._client.set_terminated(self._id)
+
+
+_OPENERS: dict[str, Callable[[Path], Tracker]] = {
+    "tensorboard": _open_tensorboard,
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+    "mlflow": MLflowTracker,
+}
+
+
+def _run_id(path: Path) -> str:
+    """Return what trackers know the run by, kept in its folder."""
+    file = path / "run_id"
+    if not file.exists():
+        write_atomically(file, lambda path: path.write_text(secrets.token_hex(4)))
+    return read_text(file)

@@ -1,0 +1,128 @@
+"""A resumed run goes on with its own configuration and what the command line changes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from llmrl.config.launch import register_schemas, typed
+from llmrl.config.resumed import resumed_config, save_config
+from llmrl.config.sections import GRPOConfig
+
+pytestmark = pytest.mark.usefixtures("takes_long")  # hydra composes configurations
+
+FOLDER = Path(__file__).resolve().parents[2] / "sota-implementations" / "config"
+
+
+def composed(algorithm, *overrides):
+    register_schemas()
+    with initialize_config_dir(str(FOLDER), version_base=None):
+        return compose(algorithm, list(overrides))
+
+
+@pytest.fixture
+def run_path(tmp_path):
+    """Of a run that was begun with choices of its own."""
+    own = ("task=gsm8k", "hardware=gpu1", "model.path=mine", "train.learning_rate=3.0e-6", "collect.group_size=4")
+    save_config(typed(composed("grpo-async", f"run.path={tmp_path}", *own), GRPOConfig), tmp_path)
+    return tmp_path
+
+
+def resumed(run_path, *overrides, algorithm="grpo-async"):
+    overrides = (f"run.path={run_path}", "resume=true", *overrides)
+    return resumed_config(composed(algorithm, *overrides), overrides=overrides, config_folders=[FOLDER])
+
+
+def test_the_readmes_own_command_goes_on_with_what_the_run_was_begun_with(run_path):
+    cfg, changes = resumed(run_path)
+    assert changes == {}
+    assert (cfg.env.name, cfg.model.path, cfg.train.learning_rate) == ("gsm8k", "mine", 3.0e-6)
+    assert (cfg.train.device, cfg.collect.group_size, cfg.collect.max_staleness) == ("cuda", 4, 1)
+    assert cfg.resume is True
+
+
+@pytest.mark.parametrize("value", ["1.0e-5", "2.0e-5", "1e-6"])  # the second is the demo's
+def test_a_learning_rate_that_is_asked_for_is_obeyed_and_shown(run_path, value):
+    cfg, changes = resumed(run_path, f"train.learning_rate={value}", "train.num_steps=70")
+    assert cfg.train.learning_rate == float(value) and cfg.train.num_steps == 70
+    saved = OmegaConf.load(run_path / "config.yaml")
+    assert changes == {
+        "train.learning_rate": (3.0e-6, float(value)),
+        "train.num_steps": (saved.train.num_steps, 70),
+    }
+
+
+def test_a_hardware_that_builds_on_another_is_taken_with_it(run_path):
+    cfg, changes = resumed(run_path, "hardware=cpu-2ranks")
+    assert cfg.train.num_ranks == 2 and cfg.train.token_budget == 8192
+    assert changes["train.num_ranks"] == (1, 2) and "defaults" not in cfg
+
+
+def test_another_hardware_is_taken_as_a_whole_and_leaves_the_rest(run_path):
+    cfg, changes = resumed(run_path, "hardware=cpu", "model.dtype=bfloat16")
+    expected = OmegaConf.load(FOLDER / "hardware/cpu.yaml")
+    assert (cfg.train.device, cfg.sync.transport, cfg.model.dtype) == ("cpu", expected.sync.transport, "bfloat16")
+    assert cfg.train.learning_rate == 3.0e-6 and cfg.env.name == "gsm8k"
+    assert changes["train.device"] == ("cuda", "cpu")
+    # Only what that file gives, or the command line.
+    given = OmegaConf.to_container(expected)
+    assert {tuple(name.split(".")[:2]) for name in changes} <= {(room, name) for room in given for name in given[room]}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("task=addition", r"env\.name='gsm8k' and cannot go on with 'addition'"),
+        ("model.path=other", r"model\.path='mine'"),
+        ("collect.group_size=8", r"collect\.group_size=4"),
+        ("seed=3", "seed=0"),
+        ("env.data=other.jsonl", r"env\.data"),
+        ("~env.options.num_digits", "set the entry"),
+        ("model.lora.rank=8", r"model\.lora\.rank=None"),
+    ],
+)
+def test_another_run_is_refused(run_path, override, message):
+    before = (run_path / "config.yaml").read_text()
+    with pytest.raises(ValueError, match=message):
+        resumed(run_path, override)
+    assert (run_path / "config.yaml").read_text() == before
+
+
+def test_another_algorithm_is_refused(run_path):
+    with pytest.raises(ValueError, match="algorithm='grpo' and cannot go on with 'expert-iteration'"):
+        resumed(run_path, "algorithm=expert-iteration", algorithm="expert-iteration")
+
+
+def test_the_task_of_the_run_may_be_named_again(run_path):
+    assert resumed(run_path, "task=gsm8k")[1] == {}
+
+
+def test_an_entry_that_came_with_a_newer_version_has_its_default(run_path):
+    saved = OmegaConf.load(run_path / "config.yaml")
+    del saved.train["weight_decay"]
+    OmegaConf.save(saved, run_path / "config.yaml")
+    cfg, changes = resumed(run_path)
+    assert cfg.train.weight_decay == 0.0 and changes == {"train.weight_decay": (None, 0.0)}
+
+
+def test_a_folder_that_was_moved_is_where_it_is_now(run_path, tmp_path_factory):
+    moved = tmp_path_factory.mktemp("moved") / "run"
+    run_path.rename(moved)
+    cfg, changes = resumed(moved)
+    assert cfg.run.path == str(moved) and changes == {}
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        resumed(tmp_path)
+
+
+def test_without_a_command_line_every_entry_is_asked_for(run_path):
+    own = ("task=gsm8k", "model.path=mine", "collect.group_size=4", f"run.path={run_path}", "resume=true")
+    cfg = typed(composed("grpo-async", *own), GRPOConfig)
+    asked, changes = resumed_config(cfg)
+    assert asked.train.device == "cpu" and asked.train.learning_rate == cfg.train.learning_rate
+    assert changes["train.device"] == ("cuda", "cpu") and typed(asked, GRPOConfig) == cfg

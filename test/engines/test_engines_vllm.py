@@ -1,0 +1,355 @@
+"""AsyncVLLM against the real engine on CPU, compared with transformers on the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from waiting import is_running
+
+from llmrl.engines import AsyncVLLM, Engine, EngineError, SamplingConfig
+from llmrl.engines.hang_detector import HangWatch
+from llmrl.engines.vllm.private import processes_of
+from llmrl.engines.vllm.requests import read_completion
+
+# Engine and reference compute in float32: log-probs differ by 1e-5 on average here.
+MEAN_TOLERANCE = 0.001
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(tokenizer):
+    chat = [{"role": "user", "content": "Tell me about the sea."}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+
+
+def reference_log_probs(model, prompt_ids, completion, sampling):
+    """[num_tokens] log-probs of the completion under the distribution that `sampling` describes."""
+    token_ids = torch.tensor(completion.token_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt_ids, *completion.token_ids]])).logits[0, len(prompt_ids) - 1 : -1]
+    logits = logits / (sampling.temperature or 1.0)
+    if sampling.top_k:
+        floor = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    return logits.log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
+
+
+def differences(model, prompt_ids, completions, sampling):
+    return torch.cat(
+        [
+            (reference_log_probs(model, prompt_ids, one, sampling) - torch.tensor(one.log_probs)).abs()
+            for one in completions
+        ]
+    )
+
+
+def test_it_is_an_engine(vllm_engine):
+    assert isinstance(vllm_engine, Engine)
+    assert vllm_engine.is_alive
+    assert vllm_engine.max_model_len == 2048
+    assert vllm_engine.start_s > 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.5, 0.0])
+def test_log_probs_are_those_of_the_distribution_sampled_from(vllm_engine, reference_model, prompt_ids, temperature):
+    sampling = SamplingConfig(max_new_tokens=32, temperature=temperature)
+    completions = vllm_engine.generate_batch([prompt_ids] * 4, sampling)
+    difference = differences(reference_model, prompt_ids, completions, sampling)
+    assert difference.mean() < MEAN_TOLERANCE
+    if temperature not in (0.0, 1.0):
+        raw = differences(reference_model, prompt_ids, completions, sampling.with_changes(temperature=1.0))
+        assert raw.mean() > 2 * MEAN_TOLERANCE, "the comparison would not see unscaled log-probs"
+
+
+def test_top_k_is_part_of_the_distribution(vllm_engine, reference_model, prompt_ids):
+    sampling = SamplingConfig(max_new_tokens=32, top_k=5)
+    completions = vllm_engine.generate_batch([prompt_ids] * 4, sampling)
+    # Rounding may rank the fifth and sixth token the other way round: the reference then says minus infinity.
+    difference = differences(reference_model, prompt_ids, completions, sampling)
+    is_ranked_alike = difference.isfinite()
+    assert is_ranked_alike.float().mean() > 0.9
+    assert difference[is_ranked_alike].mean() < 2 * MEAN_TOLERANCE
+
+
+def test_top_k_of_one_is_certain(vllm_engine, prompt_ids):
+    greedy, certain = (
+        vllm_engine.generate_batch([prompt_ids], SamplingConfig(max_new_tokens=8, **options))[0]
+        for options in ({"temperature": 0.0}, {"top_k": 1})
+    )
+    assert certain.token_ids == greedy.token_ids
+    assert certain.log_probs == [0.0] * 8
+
+
+def test_min_p_narrows_the_distribution(vllm_engine, prompt_ids):
+    sampling = SamplingConfig(max_new_tokens=16, temperature=2.0, ignore_eos=True, replay=False)
+    [wild] = vllm_engine.generate_batch([prompt_ids], sampling)
+    [tame] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(min_p=0.9))
+    assert sum(tame.log_probs) > sum(wild.log_probs) / 4
+
+
+def test_a_seed_of_a_request_is_refused_on_cpu_where_long_prompts_would_end_the_engine(vllm_engine, prompt_ids):
+    sampling = SamplingConfig(max_new_tokens=16, temperature=1.5, seed=7)
+    with pytest.raises(ValueError, match="seed of its own"):
+        vllm_engine.generate_batch([prompt_ids], sampling)
+    [greedy] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(temperature=0.0))
+    assert len(greedy.token_ids) == 16
+    free = vllm_engine.generate_batch([prompt_ids] * 4, sampling.with_changes(seed=None))
+    assert len({tuple(one.token_ids) for one in free}) > 1
+
+
+def test_a_repetition_penalty_is_honoured(vllm_engine, tokenizer):
+    prompt_ids = tokenizer("one one one one one one one one")["input_ids"]
+    sampling = SamplingConfig(max_new_tokens=12, temperature=0.0)
+    [plain] = vllm_engine.generate_batch([prompt_ids], sampling)
+    [varied] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(repetition_penalty=5.0))
+    assert len(set(varied.token_ids)) > len(set(plain.token_ids))
+
+
+def test_a_sampled_stop_token_stays(vllm_engine, tokenizer):
+    chat = [{"role": "user", "content": "Say yes."}]
+    prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    completion = vllm_engine.generate_batch([prompt_ids], SamplingConfig(max_new_tokens=200, temperature=0.0))[0]
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids[-1] == tokenizer.eos_token_id
+    assert len(completion.log_probs) == len(completion.versions) == len(completion.token_ids)
+
+
+def test_extra_stop_tokens_end_and_stay(vllm_engine, prompt_ids):
+    sampling = SamplingConfig(max_new_tokens=16, temperature=0.0)
+    [whole] = vllm_engine.generate_batch([prompt_ids], sampling)
+    stop = whole.token_ids[5]
+    [cut] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(stop_token_ids=(stop,)))
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+
+
+def test_a_stop_string_inside_a_token_keeps_the_sampled_ids(vllm_engine, tokenizer, prompt_ids):
+    sampling = SamplingConfig(max_new_tokens=24, temperature=0.0)
+    [whole] = vllm_engine.generate_batch([prompt_ids], sampling)
+    words = [tokenizer.decode([token]) for token in whole.token_ids]
+    index = next(i for i in range(3, len(words)) if len(words[i].strip()) >= 5)
+    stop = words[index].strip()[:-1]  # ends one letter before the token does
+    [cut] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(stop=(stop,)))
+    assert cut.stop_string == stop
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert stop in tokenizer.decode(cut.token_ids)
+    assert stop not in tokenizer.decode(cut.token_ids[:-1])
+    assert len(cut.log_probs) == len(cut.versions) == len(cut.token_ids)
+
+
+def test_the_budget_is_clipped_to_the_context(vllm_engine):
+    [completion] = vllm_engine.generate_batch([[5] * 2045], SamplingConfig(max_new_tokens=100, ignore_eos=True))
+    assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "empty"), ([5] * 2048, "2048"), ([10**7], "out of vocabulary"), ([-3], "vocabulary")]
+)
+def test_prompts_that_cannot_be_served_are_refused(vllm_engine, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(vllm_engine.generate(prompt, SamplingConfig()))
+    assert vllm_engine.is_alive
+
+
+def test_abort_returns_what_it_has(vllm_engine, prompt_ids):
+    async def run():
+        sampling = SamplingConfig(max_new_tokens=1500, ignore_eos=True)
+        task = asyncio.create_task(vllm_engine.generate(prompt_ids, sampling, request_id="long"))
+        await asyncio.sleep(1.0)
+        with pytest.raises(ValueError, match="in flight"):
+            await vllm_engine.generate(prompt_ids, sampling, request_id="long")
+        await vllm_engine.abort("long")
+        await vllm_engine.abort("never seen")
+        return await task
+
+    completion = asyncio.run(run())
+    assert completion.finish_reason == "abort"
+    assert 0 < len(completion.token_ids) < 1500
+    assert len(completion.log_probs) == len(completion.versions) == len(completion.token_ids)
+
+
+def test_cancelling_aborts_in_the_engine(vllm_engine, prompt_ids):
+    async def run():
+        sampling = SamplingConfig(max_new_tokens=1500, ignore_eos=True)
+        task = asyncio.create_task(vllm_engine.generate(prompt_ids, sampling))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(100):
+            if not vllm_engine._llm.output_processor.request_states:
+                break
+            await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+    assert not vllm_engine._llm.output_processor.request_states
+    assert vllm_engine.num_in_flight == 0
+
+
+def test_the_prefix_cache_serves_shared_prompts_until_it_is_reset(vllm_engine):
+    prompt_ids = list(range(100, 500))
+    sampling = SamplingConfig(max_new_tokens=1)
+    vllm_engine.reset_prefix_cache()
+    cached = [vllm_engine.generate_batch([prompt_ids], sampling)[0].metrics["num_cached_tokens"] for _ in range(2)]
+    assert cached[0] == 0
+    assert cached[1] >= 256
+    vllm_engine.reset_prefix_cache()
+    assert vllm_engine.generate_batch([prompt_ids], sampling)[0].metrics["num_cached_tokens"] == 0
+
+
+def test_the_load_is_what_its_requests_say_of_themselves(vllm_engine, prompt_ids):
+    vllm_engine.reset_prefix_cache()
+    vllm_engine.take_load()
+    prompt, sampling = prompt_ids * 8, SamplingConfig(max_new_tokens=24, ignore_eos=True)
+    first = vllm_engine.generate_batch([prompt], sampling)
+    later = vllm_engine.generate_batch([prompt] * 6, sampling)
+    load = vllm_engine.take_load()
+    assert load.num_prompt_tokens == 7 * len(prompt)
+    assert load.num_cached_tokens == sum(one.metrics["num_cached_tokens"] for one in first + later) > 0
+    cache = vllm_engine._llm.vllm_config.cache_config
+    blocks = 6 * (24 // cache.block_size)  # that six answers fill on their own
+    assert blocks / cache.num_gpu_blocks <= load.kv_use_max < 1
+    assert load.num_preemptions == 0
+    assert vllm_engine.take_load().to_metrics() == {
+        "engine_kv_use_max": 0, "engine_waiting_max": 0, "engine_preemptions": 0
+    }  # fmt: skip
+
+
+def test_pause_keeps_requests_and_resume_finishes_them(vllm_engine, prompt_ids):
+    async def run():
+        sampling = SamplingConfig(max_new_tokens=64, ignore_eos=True)
+        task = asyncio.create_task(vllm_engine.generate(prompt_ids, sampling))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(vllm_engine.pause)
+        await asyncio.sleep(1.0)
+        assert not task.done()
+        await asyncio.to_thread(vllm_engine.resume)
+        return await task
+
+    assert len(asyncio.run(run()).token_ids) == 64
+
+
+def test_an_engine_whose_process_is_stopped_hangs_and_says_what_to_do(vllm_engine, prompt_ids, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(vllm_engine, "shutdown", ended.set)  # the session's engine goes on
+    monkeypatch.setattr(vllm_engine, "_watch", HangWatch(0.8))
+    processes = processes_of(vllm_engine._llm)
+
+    async def run():
+        task = asyncio.create_task(vllm_engine.generate(prompt_ids, SamplingConfig(max_new_tokens=32, ignore_eos=True)))
+        await asyncio.sleep(0.1)
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        try:
+            await asyncio.to_thread(ended.wait, 60)
+            assert ended.is_set() and not vllm_engine.is_alive
+            with pytest.raises(EngineError, match=r"no token for 0.8 s.*Start it again.*hang_timeout_seconds"):
+                await vllm_engine.generate(prompt_ids, SamplingConfig())
+            with pytest.raises(EngineError, match=r"no token for 0\.8 s"):
+                vllm_engine.reset_prefix_cache()
+        finally:
+            for process in processes:
+                os.kill(process.pid, signal.SIGCONT)
+        await task
+
+    asyncio.run(run())
+
+
+def test_unknown_engine_arguments_are_refused_with_the_nearest_name(model_path):
+    with pytest.raises(TypeError, match="did you mean 'tensor_parallel_size'"):
+        AsyncVLLM.from_pretrained(model_path, engine_args={"tensor_paralel_size": 2})
+    with pytest.raises(TypeError, match="log-probs depend on it"):
+        AsyncVLLM.from_pretrained(model_path, engine_args={"logprobs_mode": "raw_logprobs"})
+    with pytest.raises(TypeError, match="kv_cache_memory="):
+        AsyncVLLM.from_pretrained(model_path, engine_args={"kv_cache_memory_bytes": 1})
+    with pytest.raises(TypeError, match="did you mean 'max_model_len'"):
+        AsyncVLLM.from_pretrained(model_path, max_model_length=5)
+
+
+@pytest.mark.parametrize("name", ["use_ray", "ray_options", "ray_init_config"])
+def test_what_starts_several_engines_is_named_where_it_is_asked_for(model_path, name):
+    with pytest.raises(TypeError, match=rf"no argument '{name}': call EngineReplicas\.from_pretrained"):
+        AsyncVLLM.from_pretrained(model_path, **{name: 2})
+
+
+def test_a_model_that_does_not_exist_is_an_engine_error(tmp_path):
+    with pytest.raises(EngineError, match="did not start"):
+        AsyncVLLM.from_pretrained(tmp_path)
+
+
+def test_a_value_that_vllm_does_not_take_is_refused(vllm_engine):
+    with pytest.raises(ValueError, match="temperature"):
+        vllm_engine.generate_batch([[1]], SamplingConfig(temperature=3.0))
+
+
+@pytest.mark.parametrize("column", ["logprobs", "weight_versions"])
+def test_answers_without_a_value_for_each_token_are_refused(column):
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+
+    columns = {
+        "logprobs": FlatLogprobs(logprobs=[-0.1, -0.2], token_ids=[1, 2], start_indices=[0, 1], end_indices=[1, 2]),
+        "weight_versions": [WeightVersionSpan("default", 0, 1), WeightVersionSpan("3", 1, 2)],
+    }
+
+    def output(**changes):
+        sample = CompletionOutput(0, "", [1, 2], None, finish_reason="stop", **{**columns, **changes})
+        return RequestOutput("id", None, [9], None, [sample], True)
+
+    assert read_completion(output(), 9).versions == [0, 3]
+    assert read_completion(output(), 9).log_probs == [-0.1, -0.2]
+    with pytest.raises(EngineError, match="one per token"):
+        read_completion(output(**{column: None}), 9)
+
+
+def start_tiny(path):
+    return AsyncVLLM.from_pretrained(
+        path, max_model_len=2048, kv_cache_memory=1 << 26, engine_args={"skip_tokenizer_init": True}
+    )
+
+
+def engine_processes(engine):
+    return [process.pid for process in engine._llm.engine_core.resources.engine_manager.processes]
+
+
+def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_path, real_vllm):
+    engine = start_tiny(tiny_model_path)
+    [pid] = engine_processes(engine)
+    sampling = SamplingConfig(max_new_tokens=2000, ignore_eos=True)
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate([1, 2], sampling)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 240)
+
+    results = asyncio.run(run())
+    assert [type(result) for result in results] == [EngineError] * 4
+    assert not engine.is_alive
+    with pytest.raises(EngineError):
+        asyncio.run(engine.generate([1], sampling))
+    with pytest.raises(EngineError):
+        engine.pause()
+    engine.shutdown()
+    engine.shutdown()
+    assert not is_running(pid)
+
+
+def test_collection_ends_the_engine(tiny_model_path, real_vllm):
+    engine = start_tiny(tiny_model_path)
+    [pid] = engine_processes(engine)
+    background = engine._background
+    assert is_running(pid)
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 240
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(pid)
+    assert background.is_closed

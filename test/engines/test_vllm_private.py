@@ -1,0 +1,52 @@
+"""What llmrl uses of vLLM beyond its top-level names is there, and its executor hears every worker."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from llmrl.engines.vllm import private as vllm_private
+
+vllm = pytest.importorskip("vllm")
+
+
+@pytest.mark.parametrize("name", sorted(vllm_private._MODULES))
+def test_vllm_has_the_name(name):
+    found = getattr(vllm_private, name)
+    assert found is getattr(vllm_private, name) is not None
+    assert getattr(found, "__module__", "vllm").startswith("vllm")
+
+
+def test_names_that_nobody_uses_are_not_handed_on():
+    with pytest.raises(AttributeError, match="has no attribute 'LLM'"):
+        vllm_private.LLM  # noqa: B018
+
+
+def test_the_executor_is_found_by_name_in_the_engines_process():
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    executor = resolve_obj_by_qualname(vllm_private.EXECUTOR)
+    assert issubclass(executor, MultiprocExecutor)
+    assert pickle.loads(pickle.dumps(executor)) is executor
+
+
+def test_an_answer_of_one_worker_is_given_when_all_have_answered():
+    asked = []
+
+    def queue(index):
+        def dequeue(timeout=None):
+            asked.append(index)
+            return f"answer {index}"
+
+        return SimpleNamespace(dequeue=dequeue, name=f"queue {index}")
+
+    queues = vllm_private._AllAnswers([queue(0), queue(1), queue(2)])
+    for one in queues:  # as vLLM does, which stops at the first error
+        assert one.dequeue(timeout=1.0) == "answer 0"
+        assert one.name == "queue 0"
+        break
+    assert asked == [0, 1, 2]
+    assert [one.dequeue() for one in queues] == ["answer 0", "answer 1", "answer 2"]

@@ -1,0 +1,137 @@
+"""`OpenEnvChatEnv` against a server that says, frame by frame, what one of openenv-core 0.3.0 said."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from openenv_server import GuessingServer
+
+from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.data import RolloutStatus
+from llmrl.envs import OpenEnvChatEnv
+from llmrl.policies import LLMWrapperBase
+from llmrl.testing import ScriptedEngine
+
+
+@pytest.fixture
+def start():
+    servers = []
+
+    def start(*args, **options):
+        servers.append(GuessingServer(*args, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def play(renderer, env, num_rollouts, *answers, latency_s=0.0, max_turns=6):
+    def answer(prompt_ids):
+        return f"{answers[renderer.decode(prompt_ids).count('<|im_start|>assistant') - 1]}<|im_end|>"
+
+    engine = ScriptedEngine(answer, encode=renderer.encode, latency_s=latency_s)
+    policy = LLMWrapperBase(engine, renderer=renderer)
+    limits = RolloutLimits(max_turns=max_turns)
+    with LLMCollector(env, policy=policy, groups_per_batch=1, limits=limits) as collector:
+        rollouts = collector.play(num_rollouts)
+    env.close()
+    return rollouts
+
+
+def test_each_conversation_is_a_session_that_is_reset_with_its_row_and_closed(start, renderer):
+    server = start()
+    env = OpenEnvChatEnv(
+        server.url.replace("http", "ws"), [{"seed": 5}, {"seed": 6}], repeats=2, system_prompt="Be brief."
+    )
+    rollouts = play(renderer, env, 4, "3", "4")
+    assert [one.status for one in rollouts] == [RolloutStatus.COMPLETED] * 4
+    assert [one.reward for one in rollouts] == [0.75] * 4
+    assert [message["content"] for message in rollouts[2].messages] == [
+        "Be brief.", "Guess my number (seed 6).", "3", "higher", "4"
+    ]  # fmt: skip
+    assert sorted(row["seed"] for row in server.resets) == [5, 5, 6, 6]
+    assert server.events == {"opened": 4, "closed": 4}
+
+
+def test_a_session_lives_on_while_the_policy_thinks(start, renderer):
+    # A ping has to be answered in half of that time, which a busy machine needs.
+    server = start(seconds_between_pings=1.6)
+    [rollout] = play(renderer, OpenEnvChatEnv(server.url), 1, "3", "4", latency_s=2.6)
+    assert rollout.reward == 0.75 and server.events == {"opened": 1, "closed": 1}
+
+
+def test_what_a_server_has_no_place_for_waits(start, renderer):
+    server = start(max_sessions=1)
+    rollouts = play(renderer, OpenEnvChatEnv(server.url, repeats=3), 3, "3", "4")
+    assert [one.reward for one in rollouts] == [0.75] * 3
+    assert server.events["full"] > 0 and server.events["opened"] == server.events["closed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("guess", "reason"),
+    [
+        ("many", "EXECUTION_ERROR, invalid literal"),
+        ("sleep", "did not answer within 0.3 s"),
+        ("leave", "ended the session: closed with code 1011"),
+        ("crash", "ended the session: closed with code 1006"),
+        ("broken", "which is no message of OpenEnv: JSONDecodeError"),
+        ("empty", "which is no message of OpenEnv: KeyError: 'observation'"),
+        ("list", "which is no message of OpenEnv"),
+        ("nan", "finite"),
+    ],
+)
+def test_a_server_that_misbehaves_ends_its_rollout_with_the_reason(start, renderer, guess, reason):
+    server = start()
+    [rollout] = play(renderer, OpenEnvChatEnv(server.url, timeout=0.3), 1, "3", guess, "4")
+    assert rollout.status is RolloutStatus.ERROR and reason in rollout.error
+    assert [one["content"] for one in rollout.messages[1:]] == ["3", "higher", guess]
+    assert server.events["opened"] == 1
+
+
+def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next_one(start, renderer):
+    [rollout] = play(renderer, OpenEnvChatEnv(start().url), 1, "twice", "4", latency_s=0.05)
+    assert rollout.status is RolloutStatus.ERROR and "which nobody asked for" in rollout.error
+
+
+def test_a_server_that_is_gone_or_refuses_sessions_is_waited_for_and_named(start, renderer):
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        [rollout] = play(renderer, OpenEnvChatEnv(gone, timeout=0.3), 1, "4")
+    assert rollout.status is RolloutStatus.ERROR and f"{gone} opened no session within 0.3 s: Client" in rollout.error
+    [rollout] = play(renderer, OpenEnvChatEnv(start(max_sessions=0).url, timeout=0.3), 1, "4")
+    assert "it has no place for a session: Server at capacity" in rollout.error
+    [rollout] = play(renderer, OpenEnvChatEnv(f"{start().url}/elsewhere"), 1, "4")
+    assert "is no OpenEnv server" in rollout.error and "404" in rollout.error
+
+
+def test_adapters_make_actions_and_texts(start, renderer):
+    server = start()
+    env = OpenEnvChatEnv(
+        server.url,
+        action_adapter=lambda text: {"message": text.split()[-1]},
+        observation_adapter=lambda observation: {**observation, "length": len(observation["hint"])},
+    )
+    [rollout] = play(renderer, env, 1, "I say 3", "no, 4")
+    assert rollout.reward == 0.75 and rollout.info == {"hint": "right", "length": 5}
+    assert json.loads(rollout.messages[2]["content"]) == {"hint": "higher", "length": 6}
+    [rollout] = play(renderer, OpenEnvChatEnv(server.url, action_adapter=lambda text: {"text": text}), 1, "3")
+    assert "VALIDATION_ERROR" in rollout.error and "Field required" in rollout.error
+
+
+def test_actions_that_are_no_text_need_an_adapter(start, renderer):
+    fields = {"metadata": {"type": "object"}, "row": {"type": "integer"}, "column": {"type": "integer"}}
+    server = start(schema={"action": {"properties": fields, "required": ["row", "column"]}})
+    [rollout] = play(renderer, OpenEnvChatEnv(server.url), 1, "4")
+    assert "it has the fields ['column', 'row']: pass action_adapter" in rollout.error
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        OpenEnvChatEnv(server.url, timeout=0)
+
+
+def test_what_is_over_before_it_begins_is_an_error(start, renderer):
+    server = start()
+    [rollout] = play(renderer, OpenEnvChatEnv(server.url, [{"secret": 0}]), 1, "4")
+    assert "over before its first answer" in rollout.error and server.events == {"opened": 1, "closed": 1}

@@ -1,0 +1,216 @@
+"""Every public name of TorchRL's LLM layer, its arguments and methods are here or on the page on moving from it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl._utils.arguments import keywords_of
+from llmrl._utils.torchrl_names import TABLE, instead_of
+
+pytestmark = pytest.mark.usefixtures("takes_long")
+
+PAGE = Path(__file__).parents[2] / "docs/migrating-from-torchrl.md"
+NAMESPACES = [
+    "torchrl.data.llm",
+    "torchrl.envs.llm",
+    "torchrl.envs.llm.transforms",
+    "torchrl.modules.llm",
+    "torchrl.objectives.llm",
+    "torchrl.collectors.llm",
+    "torchrl.weight_update.llm",
+]
+# What the classes of a namespace inherit is theirs, too, where ours inherit from nothing of TorchRL's.
+LAYERS = (*NAMESPACES, "torchrl.envs.llm", "torchrl.collectors", "torchrl.weight_update")
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def section(title):
+    return PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+@functools.cache
+def counterparts():
+    """TorchRL's name -> ours, None for what is not there."""
+    found = {}
+    same, _, other = section("Names").partition("Another name")
+    for ours, names in re.findall(r"^\| `torchrl[\w.]+` \| `([\w.]+)` \| (`.*`) \|$", same, re.MULTILINE):
+        found |= {name: f"{ours}.{name}" for name in re.findall(r"`(\w+)`", names)}
+    for names, ours in re.findall(r"^\| (`.*?`) \| (?:`([\w.]+)`|—) \|", other, re.MULTILINE):
+        found |= dict.fromkeys(re.findall(r"`(\w+)`", names), ours or None)
+    return found
+
+
+def resolved(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_every_name_of_torchrl_is_listed_and_no_other():
+    assert set(counterparts()) == {name for one in NAMESPACES for name in importlib.import_module(one).__all__}
+    for ours in filter(None, counterparts().values()):
+        resolved(ours)
+
+
+def taken(function):
+    parameters = inspect.signature(function).parameters.values()
+    return [one.name for one in parameters if one.kind not in VARIADIC and one.name not in ("self", "cls")]
+
+
+def known(ours):
+    """Keywords that a class or function of ours takes, those that its bases take for it included."""
+    if not isinstance(ours, type):
+        return set(keywords_of(ours) or ())
+    names = set(inspect.signature(ours).parameters)
+    if "__signature__" in vars(ours):
+        return names
+    for base in ours.__mro__:
+        if base.__module__.startswith("llmrl.") and "__init__" in vars(base):
+            names |= set(keywords_of(base.__init__) or taken(base.__init__))
+    return names
+
+
+def members(theirs):
+    """Public methods and properties that TorchRL's LLM layer defines for a class."""
+    for name in dir(theirs):
+        owner = next(base for base in theirs.__mro__ if name in vars(base)) if hasattr(theirs, name) else object
+        if name.startswith("_") or name in dir(torch.nn.Module) or not owner.__module__.startswith(LAYERS):
+            continue
+        value = vars(owner)[name]
+        # A tensorclass has TensorDict's methods; what a transform makes of specs TorchRL calls by position.
+        if (hasattr(theirs, "from_tensordict") and hasattr(TensorDict, name)) or name.startswith("transform_"):
+            continue
+        if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
+            yield name, value
+
+
+def has(ours, name):
+    """Whether a class has an attribute, or sets it on its instances."""
+    bases = [base for base in ours.__mro__ if base.__module__.startswith("llmrl.")]
+    is_set = any(re.search(rf"self\.{name}\b[^=()\n]* = ", inspect.getsource(base)) for base in bases)
+    return is_set or hasattr(ours, name) or any(name in inspect.get_annotations(base) for base in bases)
+
+
+def same_names():
+    """(name, theirs, ours) of everything public that has TorchRL's name."""
+    for namespace in NAMESPACES:
+        for name in importlib.import_module(namespace).__all__:
+            path = counterparts()[name]
+            if path is not None and path.rpartition(".")[2] == name:
+                yield name, resolved(f"{namespace}.{name}"), resolved(path)
+
+
+@functools.cache
+def missing():
+    """(owner, entry) of everything that TorchRL takes and ours does not, where the name is the same."""
+    found = set()
+    for name, theirs, ours in same_names():
+        made = theirs.__init__ if isinstance(theirs, type) else theirs
+        found |= {(name, one) for one in taken(made) if one not in known(ours)}
+        for member, value in members(theirs) if isinstance(theirs, type) else ():
+            if not has(ours, member):
+                found.add((name, f".{member}"))
+            elif not isinstance(value, property):
+                method = getattr(ours, member)
+                keywords = keywords_of(getattr(method, "__func__", method))
+                if keywords is None:  # what else it takes goes to the constructor, or to a template
+                    keywords = {*taken(method), *known(ours)}
+                found |= {(f"{name}.{member}", one) for one in taken(getattr(theirs, member)) if one not in keywords}
+    return found
+
+
+def table():
+    return {
+        (owner, entry): mend for owners, entries, mend in TABLE for owner in owners.split() for entry in entries.split()
+    }
+
+
+def test_what_is_missing_is_in_the_table_and_nothing_else():
+    assert sorted(missing() - table().keys()) == []
+    unused = {(owner, entry) for owner, entry in table().keys() - missing() if not owner.startswith("AsyncVLLM.from_")}
+    assert sorted(unused) == []
+
+
+def test_the_page_prints_the_table():
+    rows = re.findall(
+        r"^\| (`.*`) \| (`.*`) \| (.+) \|$", section("Arguments and methods that are not there"), re.MULTILINE
+    )
+    printed = [
+        (" ".join(re.findall(r"`([^`]+)`", a)), " ".join(re.findall(r"`([^`]+)`", b)), mend) for a, b, mend in rows
+    ]
+    assert printed == [(owners, entries, mend) for owners, entries, mend in TABLE]
+
+
+def defaults(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind not in VARIADIC}
+
+
+def our_defaults(ours):
+    """Of a function, or of a constructor and of those that it hands keywords on to."""
+    bases = [base for base in ours.__mro__ if base.__module__.startswith("llmrl.")] if isinstance(ours, type) else []
+    made = [base.__init__ for base in bases if "__init__" in vars(base)] or [ours]
+    return {name: value for one in reversed(made) for name, value in defaults(one).items()}
+
+
+def differing(owner, theirs, ours):
+    for name, default in theirs.items():
+        if default is not inspect.Parameter.empty and name in ours and ours[name] != default:
+            here = "needed" if ours[name] is inspect.Parameter.empty else repr(ours[name])
+            yield owner, name, repr(default), here
+
+
+def test_defaults_that_differ_are_on_the_page_and_no_others():
+    found = set()
+    for name, theirs, ours in same_names():
+        made = theirs.__init__ if isinstance(theirs, type) else theirs
+        found.update(differing(name, defaults(made), our_defaults(ours)))
+        for member, value in members(theirs) if isinstance(theirs, type) else ():
+            if has(ours, member) and not isinstance(value, property) and callable(getattr(ours, member)):
+                theirs_of, ours_of = defaults(getattr(theirs, member)), defaults(getattr(ours, member))
+                found.update(differing(f"{name}.{member}", theirs_of, ours_of))
+    rows = re.findall(
+        r"^\| (`.*`) \| (`.*`) \| `(.+?)` \| (.+?) \| .+ \|$", section("Defaults that differ"), re.MULTILINE
+    )
+    printed = {
+        (owner, argument, theirs, ours.strip("`"))
+        for owners, arguments, theirs, ours in rows
+        for owner in re.findall(r"`([^`]+)`", owners)
+        for argument in re.findall(r"`([^`]+)`", arguments)
+    }
+    assert sorted(found - printed) == sorted(printed - found) == []
+
+
+@pytest.mark.parametrize("name", ["LLMCollector", "RayLLMCollector"])
+def test_a_method_that_a_collector_has_not_is_missed_with_what_to_do(name):
+    collector = object.__new__(resolved(counterparts()[name]))
+    methods = [entry for owner, entry in table() if owner == name and entry.startswith(".")]
+    assert len(methods) > 20
+    for method in methods:
+        with pytest.raises(AttributeError, match=re.escape(f"has no {method[1:]!r}: {instead_of(name)[method]}.")):
+            getattr(collector, method[1:])
+
+
+def refusals():
+    """Arguments of constructors and functions of the table; methods of instances are refused by Python."""
+    return sorted({(owner, entry) for owner, entry in table() if "." not in entry and owner.count(".") == 0})
+
+
+def test_every_argument_is_refused_by_its_name_with_what_to_do_instead():
+    silent = []
+    for owner, argument in refusals():
+        ours = resolved(counterparts()[owner])
+        needed = [one for one in inspect.signature(ours).parameters.values() if one.default is one.empty]
+        given = () if isinstance(ours, type) else (None for one in needed if one.kind is one.POSITIONAL_OR_KEYWORD)
+        with pytest.raises(TypeError) as error:
+            ours(*given, **{argument: None})
+        if f"{argument!r}: {instead_of(owner)[argument]}." not in str(error.value):
+            silent.append(f"{owner}({argument}=): {error.value}")
+    assert len(refusals()) > 100 and not silent, "\n".join(silent)

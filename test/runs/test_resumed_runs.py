@@ -1,0 +1,145 @@
+"""What a loop knew before it was killed (the best, the end, where it was) it knows when it is resumed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from killed_runs import train
+
+from llmrl.config.sections import EvalConfig
+from llmrl.runs.run_folder import RunFolder
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_at(last):
+    """Ends a run in the midst of a step, as a kill does: the step's batch is saved, and nothing of it is learned."""
+
+    def on_step(step, batch):
+        if step == last:
+            raise Killed
+
+    return on_step
+
+
+def best_of(path):
+    return json.loads((path / "model-best/weights.json").read_text())
+
+
+def rows_of(path):
+    return RunFolder(path, read_only=True).read_metrics()
+
+
+def records_of(path):
+    return [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
+
+
+def steps_of(path):
+    return sorted(int(row["step"]) for row in rows_of(path))
+
+
+SCORES = {0: 0.1, 1: 1 / 3, 2: 0.2, 3: 0.3, 4: 1 / 3, 5: 0.31}
+BY_SCORE = EvalConfig(every=1, metric="eval/score")
+
+
+@pytest.mark.parametrize("killed", range(2, 6))
+def test_the_best_model_is_no_worse_one_after_a_kill(renderer, tmp_path, killed):
+    options = {"evaluation": BY_SCORE, "score": SCORES.__getitem__}
+    with pytest.raises(Killed):
+        train(tmp_path / "run", renderer, resume=False, on_step=killed_at(killed), **options)
+    first = best_of(tmp_path / "run")
+    train(tmp_path / "run", renderer, resume=True, **options)
+    assert best_of(tmp_path / "run") == first  # of step 1; that of step 4, a third too, is not better
+
+
+@pytest.mark.parametrize("killed", range(2, 5))
+def test_patience_goes_on_where_it_was(renderer, tmp_path, killed):
+    evaluation = EvalConfig(every=1, metric="eval/score", patience=3)
+    options = {"evaluation": evaluation, "score": SCORES.__getitem__}
+    with pytest.raises(Killed):
+        train(tmp_path, renderer, resume=False, on_step=killed_at(killed), **options)
+    why = "eval/score was best at step 1, and eval.patience is over"
+    for _ in range(2):  # an ended run stays ended
+        assert train(tmp_path, renderer, resume=True, **options) == why
+        assert steps_of(tmp_path) == [0, 1, 2, 3, 4]
+    # With more patience it goes on.
+    options["evaluation"] = EvalConfig(every=1, metric="eval/score", patience=9)
+    assert train(tmp_path, renderer, resume=True, **options) == "all 5 steps are done"
+
+
+def test_a_run_that_has_reached_its_target_is_not_trained_further(renderer, tmp_path):
+    train(tmp_path / "whole", renderer, resume=False)
+    rewards = {int(row["step"]): row.get("reward_mean", 0.0) for row in rows_of(tmp_path / "whole")}
+    reached = min(step for step in rewards if rewards[step] >= sorted(rewards.values())[-2])
+    assert 0 < reached < 5
+    for name, killed in (("ended", None), ("killed", reached)):
+        path, options = tmp_path / name, {"target_reward": rewards[reached]}
+        if killed is None:
+            train(path, renderer, resume=False, **options)
+        else:
+            with pytest.raises(Killed):
+                train(path, renderer, resume=False, on_step=killed_at(killed), **options)
+        assert f"at step {reached}" in train(path, renderer, resume=True, **options)
+        assert steps_of(path) == list(range(reached + 1))
+    options = {"target_reward": 2.0}  # a higher one is trained for
+    assert train(path, renderer, resume=True, **options) == "all 5 steps are done"
+
+
+def test_without_its_checkpoint_a_run_is_not_resumed_from_the_first_model(renderer, tmp_path):
+    with pytest.raises(Killed):
+        train(tmp_path, renderer, resume=False, on_step=killed_at(4))
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    checkpoint.rename(tmp_path / "copy")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    for batches in (2, 1, 0):  # that are left
+        with pytest.raises(ValueError, match=r"checkpoint\.safetensors is missing.*put a copy of it in its place"):
+            train(tmp_path, renderer, resume=True)
+        if batches == 2:
+            assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        if batches:
+            max(tmp_path.glob("batches/*.safetensors")).unlink()
+    (tmp_path / "copy").rename(checkpoint)
+    assert train(tmp_path, renderer, resume=True) == "all 5 steps are done"
+    assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_old_checkpoint_goes_on_only_without_the_batches_of_later_weights(renderer, tmp_path):
+    with pytest.raises(Killed):
+        train(tmp_path, renderer, resume=False, on_step=killed_at(4))
+    old = (tmp_path / "checkpoint.safetensors").read_bytes()  # of step 2
+    train(tmp_path, renderer, resume=True)
+    (tmp_path / "checkpoint.safetensors").write_bytes(old)
+    assert {path.stem for path in tmp_path.glob("batches/*")} == {"000004", "000005"}
+    with pytest.raises(ValueError, match=r"checkpoint\.safetensors is of step 2.*step 3 is missing.*step 4"):
+        train(tmp_path, renderer, resume=True)
+    for path in tmp_path.glob("batches/*"):
+        path.unlink()
+    evaluation = EvalConfig(every=1, metric="eval/score", patience=9)
+    scores = {2: 0.2, 3: 0.5, 4: 0.6, 5: 0.7}
+    options = {"evaluation": evaluation, "score": lambda step: scores.get(step, 0.0)}
+    assert train(tmp_path, renderer, resume=True, **options) == "all 5 steps are done"
+    assert [row.get("eval/score", 0.0) for row in rows_of(tmp_path)][3:] == [0.5, 0.6, 0.7]
+    assert best_of(tmp_path) == json.loads((tmp_path / "weights.json").read_text())["weights"]
+
+
+def test_batches_drawn_after_one_that_was_set_aside_are_not_trained_on(renderer, tmp_path):
+    with pytest.raises(Killed):
+        train(tmp_path, renderer, resume=False, on_step=killed_at(4))  # batches of steps 3 and 4 are there
+
+    def fail(step, batch):
+        if step == 3 and not (tmp_path / "set-aside").exists():
+            raise ValueError("no update is made of this")
+
+    stale = (tmp_path / "batches/000004.safetensors").read_bytes()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no update"):
+            train(tmp_path, renderer, resume=True, on_step=fail)
+    with pytest.raises(Killed):
+        train(tmp_path, renderer, resume=True, on_step=killed_at(3))
+    train(tmp_path, renderer, resume=True)
+    assert (tmp_path / "batches/000004.safetensors").read_bytes() != stale
+    ids = [record["rollout_id"] for record in records_of(tmp_path) if record["split"] == "train"]
+    assert len(ids) == len(set(ids))

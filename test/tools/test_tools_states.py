@@ -1,0 +1,204 @@
+"""Tools with a memory: made for each conversation with its row, read by rewards, closed when it is scored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+
+import pytest
+from tensordict import TensorDict
+
+from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.data import ChatHistory, RolloutStatus
+from llmrl.envs import ChatEnv, DatasetChatEnv
+from llmrl.policies import LLMWrapperBase
+from llmrl.rewards import Rubric, UnknownRewardInput
+from llmrl.testing import ScriptedEngine
+from llmrl.tools import ExecuteToolsInOrder, JSONCallParser, ToolRegistry, ToolTransform, XMLBlockParser
+from llmrl.tools.output import as_text
+from llmrl.transforms import RubricReward
+from llmrl.watch.rollout_metrics import rollout_metrics
+
+
+class ShoppingBasket:
+    """What one customer has taken."""
+
+    events: list = []  # noqa: RUF012
+
+    def __init__(self):
+        self.items = []
+
+    def reset(self, budget, owner="nobody"):
+        """Begin with the row's budget."""
+        self.budget, self.owner = budget, owner
+
+    def take(self, item: str) -> str:
+        """Put something into the basket."""
+        self.items.append(item)
+        self.budget -= 1
+        return f"{self.budget} left"
+
+    async def close(self):
+        """Take a moment."""
+        await asyncio.sleep(0.05)
+        ShoppingBasket.events.append("closed")
+
+
+ROWS = [{"query": "Buy.", "budget": 5}, {"query": "Buy!", "budget": 7}]
+
+
+def call(name, **arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call><|im_end|>'
+
+
+@pytest.fixture
+def played(renderer):
+    collectors = []
+
+    def play(env, answers, num_rollouts=2, **limits):
+        engine = ScriptedEngine(answers, encode=renderer.encode)
+        policy = LLMWrapperBase(engine, renderer=renderer)
+        limits = RolloutLimits(max_turns=3, **limits)
+        collectors.append(LLMCollector(env, policy=policy, yield_completed_trajectories=True, limits=limits))
+        return collectors[-1].play(num_rollouts)
+
+    yield play
+    for collector in collectors:
+        collector.shutdown()
+
+
+def shopping_env(reward, **options):
+    env = DatasetChatEnv(ROWS, shuffle=False)
+    return env.append_transform(ToolTransform([ShoppingBasket], **options)).append_transform(RubricReward(reward))
+
+
+def buys_once(renderer):
+    def answer(prompt_ids):
+        return "Done<|im_end|>" if "<|im_start|>tool" in renderer.decode(prompt_ids) else call("take", item="tea")
+
+    return answer
+
+
+def test_a_reward_reads_by_name_what_a_tool_keeps_which_began_with_the_row(renderer, played):
+    ShoppingBasket.events.clear()
+
+    def spent(shopping_basket, budget):
+        ShoppingBasket.events.append("scored")
+        assert shopping_basket.items == ["tea"] and shopping_basket.owner == "nobody"
+        return float(budget - shopping_basket.budget) + shopping_basket.budget / 100
+
+    rollouts = played(shopping_env(spent), buys_once(renderer))
+    assert sorted(rollout.reward for rollout in rollouts) == pytest.approx([1.04, 1.06])
+    # Closed when scored, and waited for: both are closed when the rollouts are there.
+    assert sorted(ShoppingBasket.events) == ["closed", "closed", "scored", "scored"]
+    assert rollouts[0].tool_calls == {"answered": 1} and rollout_metrics(rollouts)["num_tool_calls"] == 2
+    assert "tool_states" not in rollouts[0].to_record()
+
+
+def test_a_judge_reads_it_too_before_it_is_closed(renderer, played):
+    ShoppingBasket.events.clear()
+
+    async def judge(shopping_basket):
+        await asyncio.sleep(0.02)
+        ShoppingBasket.events.append("scored")
+        return float(len(shopping_basket.items))
+
+    rollouts = played(shopping_env(judge), buys_once(renderer), num_rollouts=1)
+    assert [rollout.reward for rollout in rollouts] == [1.0]
+    assert ShoppingBasket.events == ["scored", "closed"]
+
+
+def test_what_is_never_called_is_there_all_the_same(played):
+    def untouched(shopping_basket):
+        return float(shopping_basket.items == [] and shopping_basket.budget > 0)
+
+    assert [rollout.reward for rollout in played(shopping_env(untouched), ["No.<|im_end|>"])] == [1.0, 1.0]
+
+
+def test_a_reset_that_fails_or_hangs_ends_its_rollout_with_the_traceback(renderer, played):
+    class Needy(ShoppingBasket):
+        """Wants a column that there is not."""
+
+        def reset(self, purse):
+            """Begin."""
+
+    class Slow(ShoppingBasket):
+        """Never begins."""
+
+        async def reset(self):
+            """Wait."""
+            await asyncio.sleep(30)
+
+    for tool, words in ((Needy, "purse"), (Slow, "TimeoutError")):
+        env = DatasetChatEnv(ROWS).append_transform(ToolTransform([tool], timeout=0.2))
+        env = env.append_transform(RubricReward(length_of))
+        [rollout] = played(env, ["No.<|im_end|>"], num_rollouts=1)
+        assert rollout.status is RolloutStatus.ERROR and words in rollout.error and "Traceback" in rollout.traceback
+
+
+def length_of(completion):
+    return float(len(completion))
+
+
+def test_an_order_that_never_answers_is_refused_where_the_environment_is_taken(renderer):
+    late = DatasetChatEnv(ROWS).append_transform(RubricReward(length_of))
+    late = late.append_transform(ToolTransform([ShoppingBasket]))
+    policy = LLMWrapperBase(ScriptedEngine(["a"], encode=renderer.encode), renderer=renderer)
+    with pytest.raises(ValueError, match=r"the tools \['take'\] are appended after RubricReward"):
+        LLMCollector(late, policy=policy, yield_completed_trajectories=True)
+
+    def reads(basket):
+        return 0.0
+
+    with pytest.raises(UnknownRewardInput, match="shopping_basket"):  # among what there is
+        shopping_env(Rubric(reads))
+
+
+class Place:
+    """An object without a text."""
+
+
+@pytest.mark.parametrize("value", [Place(), [Place()], {"a": Place()}, (n for n in ()), threading.Lock()])
+def test_an_object_is_no_answer(value, renderer, played):
+    def look() -> object:
+        """Look."""
+        return value
+
+    with pytest.raises(TypeError, match="says nothing to a model"):
+        as_text(value)
+    env = DatasetChatEnv(ROWS).append_transform(ToolTransform([look])).append_transform(RubricReward(length_of))
+    answers = [call("look"), "Done<|im_end|>"]
+    [rollout] = played(env, answers, num_rollouts=1)
+    said = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+    assert "says nothing to a model" in said[0] and rollout.tool_calls == {"failed": 1}
+
+
+def test_tools_in_order_answer_by_one_message_and_end_no_rollout():
+    class Count:
+        name = "count"
+
+        def __call__(self, by, _state):
+            _state["total"] = _state.get("total", 0) + by
+            return {"total": _state["total"]}
+
+    def contents(text, parser, **options):
+        env = ChatEnv().append_transform(ExecuteToolsInOrder(ToolRegistry([Count()]), parser, **options))
+        data = env.reset(TensorDict(query="Count."))
+        full = data["history"].prompt.append({"role": "assistant", "content": text})
+        data["history"] = ChatHistory(full=full, batch_size=())
+        return [m["content"] for m in env.step(data)["next", "history"].prompt.chats if m["role"] == "tool"]
+
+    calls = [("count", 2), ("cuont", 1), ("count", 3)]
+    blocks = "".join(f'<tool name="{name}">{{"by": {by}}}</tool>' for name, by in calls)
+    [answer] = contents(blocks, XMLBlockParser())
+    found = re.findall(r'\w+ succeeded: {"total": (\d)}|(\w+) failed: .*Unknown tool', answer)
+    assert found == [("2", ""), ("", "cuont"), ("5", "")]
+    assert contents(blocks, XMLBlockParser(), stop_on_error=True)[0].count("\n") == 1
+    assert "failed" in contents(blocks, XMLBlockParser(), pass_state_to_tools=False)[0]
+    assert contents("Nothing to call.", XMLBlockParser()) == contents("[1]", JSONCallParser()) == []
+    one = '{"tools": [{"tool": "count", "args": {"by": 1}}]}'
+    assert contents(one, JSONCallParser()) == ['count succeeded: {"total": 1}']
+    assert "cannot be read" in contents('{"tools": [{"name": "count"}]}', JSONCallParser())[0]
+    assert "failed" in contents('{"tools": [{"tool": "count", "args": [1]}]}', JSONCallParser())[0]

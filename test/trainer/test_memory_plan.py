@@ -1,0 +1,150 @@
+"""What training takes of a device: the table of the documentation, what is refused, and what would fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from script_configs import config
+
+from llmrl.cli.doctor import print_plan
+from llmrl.config.fit import check_fit
+from llmrl.trainer.memory_plan import ModelShape, TrainingShape, plan_memory, what_fits
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/memory.md"
+MODELS = {
+    "0.5B": (896, 4864, 24, 151_936, 896, 128, True),
+    "1.5B": (1536, 8960, 28, 151_936, 1536, 256, True),
+    "3B": (2048, 11_008, 36, 151_936, 2048, 256, True),
+    "8B": (4096, 12_288, 36, 151_936, 4096, 1024, False),
+    "32B": (5120, 27_648, 64, 152_064, 5120, 1024, False),
+}
+NAMES = ("hidden_size", "intermediate_size", "num_layers", "vocab_size", "query_size", "key_size", "is_tied")
+TRAINING = TrainingShape(token_budget=16_384, bin_length=4096, gradient_checkpointing=True)
+
+
+def shape(name: str) -> ModelShape:
+    return ModelShape(**dict(zip(NAMES, MODELS[name], strict=True)))
+
+
+def rows() -> list[str]:
+    """The table's, as the page has them."""
+    lines = []
+    for name in MODELS:
+        for ranks in (1, 2, 8):
+            whole = plan_memory(shape(name), replace(TRAINING, num_ranks=ranks))
+            adapted = plan_memory(shape(name), replace(TRAINING, num_ranks=ranks, lora_rank=16))
+            full = plan_memory(shape(name), replace(TRAINING, num_ranks=ranks, gradient_checkpointing=False))
+            parts = [*whole.lasting.values(), whole.passing["activations"], full.passing["activations"]]
+            parts += [whole.passing["gathered"], whole.passing["head"], whole.loading]
+            fits = ["80" if whole.total <= 0.92 * 80e9 else "141" if whole.total <= 0.92 * 141e9 else "none"]
+            numbers = [f"{part / 2**30:.1f}" for part in (*parts, whole.total, adapted.total)]
+            lines.append("| " + " | ".join([name, str(ranks), *numbers, *fits]) + " |")
+    return lines
+
+
+def test_the_table_of_the_documentation_is_what_is_computed() -> None:
+    text = PAGE.read_text()
+    assert [line for line in rows() if line not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"), [("0.5B", 0.49e9), ("3B", 3.09e9), ("8B", 8.19e9), ("32B", 32.8e9)]
+)
+def test_parameters_are_those_that_models_are_published_with(name: str, num_parameters: float) -> None:
+    assert shape(name).num_parameters == pytest.approx(num_parameters, rel=0.01)
+
+
+def test_ranks_divide_what_lasts() -> None:
+    one, eight = (plan_memory(shape("8B"), replace(TRAINING, num_ranks=ranks)) for ranks in (1, 8))
+    assert sum(one.lasting.values()) == 16 * shape("8B").num_parameters
+    assert sum(eight.lasting.values()) == pytest.approx(sum(one.lasting.values()) / 8)
+
+
+def test_what_would_fit_fits_and_comes_least_change_first() -> None:
+    training = replace(TRAINING, gradient_checkpointing=False, token_budget=65_536)
+    found = what_fits(shape("1.5B"), training, int(70e9))
+    assert found[0].startswith("train.token_budget=") and any("gradient_checkpointing" in one for one in found)
+    budget = int(found[0].partition("=")[2])
+    assert plan_memory(shape("1.5B"), replace(training, token_budget=budget)).total <= 70e9
+    assert plan_memory(shape("1.5B"), replace(training, token_budget=2 * budget)).total > 70e9
+    found = what_fits(shape("8B"), TRAINING, int(70e9))
+    assert [one.partition(" ")[0] for one in found] == ["train.num_ranks=4", "model.lora.rank=16"]
+    assert what_fits(shape("32B"), TRAINING, int(10e9)) == []
+
+
+def test_no_micro_batch_is_proposed_that_a_row_does_not_fit_in() -> None:
+    training = replace(TRAINING, gradient_checkpointing=False, token_budget=65_536, longest_row=40_000)
+    found = what_fits(shape("1.5B"), training, int(75e9))
+    assert found and all("token_budget=65536" in one for one in found)
+    rows = replace(TRAINING, token_budget=2048, longest_row=32_768)
+    assert plan_memory(shape("3B"), rows) == plan_memory(shape("3B"), replace(rows, token_budget=32_768))
+
+
+def test_offloading_keeps_two_layers_inputs_on_the_device() -> None:
+    plans = [plan_memory(shape("8B"), replace(TRAINING, offload_activations=offload)) for offload in (False, True)]
+    kept = plans[0].passing["activations"] - plans[1].passing["activations"]
+    assert kept == 4 * TRAINING.token_budget * 4096 * (36 - 2)
+
+
+def test_what_lasts_must_fit_beside_an_engine_that_sleeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda: 141 * 10**9)
+    entries = [f"model.path={folder}", "hardware=gpu1", "model.lora.rank=16", "train.token_budget=40960"]
+    check_fit(config("grpo", *entries))  # 31 GiB last and 38 pass: of 131 while the engine sleeps, of 72 beside it
+    with pytest.raises(ValueError, match=r"the trainer needs \d+"):
+        check_fit(config("grpo", *entries, "engine.sleep_while_training=false"))
+    with pytest.raises(ValueError, match=r"while the engine generates, 3\d\.\d GiB, does not fit beside it, in 24"):
+        check_fit(config("grpo", *entries, "engine.gpu_memory_utilization=0.8"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "vocab_size": 151_936,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("entries", "would"),
+    [
+        (["hardware=gpu8"], "train.num_ranks=2"),  # 61 of 68.5 GiB last, and a head and a layer pass
+        (["hardware=gpu1", "model.lora.rank=16", "train.token_budget=65536"], "train.token_budget="),
+        (["hardware=gpu8", "train.kl_to_ref_coeff=0.1", "train.num_ranks=2"], "model.lora.rank=16"),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_with_what_would(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, entries: list[str], would: str
+) -> None:
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda: 80 * 10**9)
+    with pytest.raises(
+        ValueError, match=r"the trainer needs \d+.* GiB on each GPU and has .*What would fit: "
+    ) as refused:
+        check_fit(config("grpo", f"model.path={folder}", *entries))
+    assert would in str(refused.value)
+
+
+def test_what_is_not_known_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fit(config("grpo", "model.path=organisation/model"))
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda: None)
+    check_fit(config("grpo", f"model.path={folder}", "hardware=gpu8"))
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), "num_experts": 8})
+    )
+    with pytest.raises(ValueError, match=r"dense transformers.*num_experts"):
+        ModelShape.read(folder)
+
+
+def test_a_plan_is_printed_for_a_folder_and_a_hardware(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PAGE.parent.parent.parent)
+    console = Console(width=300, record=True)
+    print_plan(folder, ["hardware=gpu8-4ranks", "train.token_budget=8192", "model.max_model_len=4096"], console)
+    text = console.export_text()
+    assert "8.19 B parameters on 4 device(s)" in text and "optimizer 15.3" in text and "80 GB: fits" in text
+    with pytest.raises(ValueError, match="no-such"):
+        print_plan(folder, ["hardware=no-such"], console)
