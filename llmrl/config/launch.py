@@ -87,7 +87,7 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
 
     Raises:
         ValueError: for an entry that there is none of, naming the nearest; for a value that is none of an entry's; and
-            see `resumed_config`.
+            see `llmrl.config.resumed`.
         FileNotFoundError: when there is no run to resume.
     """
     config = typed(own_config(cfg), config_type)

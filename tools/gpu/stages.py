@@ -17,7 +17,7 @@ from sizes import MODELS, Rows, Sizes, flops_of, make_batch, make_model
 
 Result = dict[str, Any]
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "test"))  # tiny models of every architecture
+sys.path.append(str(Path(__file__).resolve().parents[2] / "test" / "helpers"))  # tiny models of every architecture
 
 PEAK_FLOPS = 989e12
 """Of an H100 or H200, dense, in bfloat16: what shares of it (`mfu`) refer to."""
