@@ -19,22 +19,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console()
-_TEMPLATE_HELP = "Jinja file of the chat template, for a model without one, as base models are."
+_TEMPLATE_HELP = "Jinja file of the chat template, for a model that has no template, such as a base model."
 
 
 def _fail(message: object, *, exit_code: int = 2) -> typer.Exit:
-    """Print an error as a person reads it; by default its exit code is that of a wrong use."""
+    """Print an error for a person and return the exit; the default exit code is that of wrong usage."""
     Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
     return typer.Exit(exit_code)
 
 
 def _clamped(path: str, max_model_len: int) -> int:
-    """Return as many tokens as the model takes."""
+    """Return `max_model_len`, or the length of the model's context if that is shorter."""
     from llmrl.cli.models import length_of
 
     if (longest := length_of(path)) is None or max_model_len <= longest:
         return max_model_len
-    console.print(f"--max-model-len is {longest}, which the model has, in place of {max_model_len}", highlight=False)
+    console.print(
+        f"--max-model-len is {longest}, the length of the model's context, in place of {max_model_len}", highlight=False
+    )
     return longest
 
 
@@ -59,20 +61,20 @@ def main(
 def doctor(
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="Print what training this model takes of a GPU's memory."),
+        typer.Option(metavar="MODEL", help="Print the GPU memory that training this model needs."),
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Look at a server instead: what it can do as an engine."),
+        typer.Option(metavar="URL", help="Check a server instead: what it supports as an engine."),
     ] = None,
     entries: Annotated[
         list[str] | None,
-        typer.Argument(help="Of --plan: hardware=FILE, train.token_budget=8192, … as a script has them."),
+        typer.Argument(help="Entries of the configuration for --plan: hardware=FILE, train.token_budget=8192, …"),
     ] = None,
 ) -> None:
-    """Look at this machine: versions, CPU, GPUs, vLLM, Ray, model cache. Report what is wrong and how to fix it.
+    """Check this machine: versions, CPU, GPUs, vLLM, Ray, model cache. Report what is wrong and how to fix it.
 
-    Exits with 1 when something that llmrl cannot do without is wrong.
+    Exits with 1 if something that llmrl requires is wrong.
     """
     from llmrl.cli.doctor import examine, examine_server, print_findings, print_plan
 
@@ -96,11 +98,13 @@ def view(
     out: Annotated[Path | None, typer.Option(help="File to write; view.html in the first run by default.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Print the run here; write no page.")] = False,
     png: Annotated[bool, typer.Option("--png", help="Draw the curves to RUN/curve.png and write no page.")] = False,
-    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Keep only the last N rollouts of each run.")] = None,
+    max_rollouts: Annotated[
+        int | None, typer.Option(min=1, help="Number of rollouts to keep of each run, the last ones.")
+    ] = None,
 ) -> None:
-    """Write runs as one HTML page: curves over each other, conversations, and log-prob and version of every token.
+    """Write runs as one HTML page: their curves, their conversations, and the log-prob and version of every token.
 
-    While a run goes on the page is kept up to date, until Ctrl-C.
+    While a run is in progress, the page is kept up to date until Ctrl-C.
     """
     from llmrl.viewer import follow, last_run, print_run, read_run
 
@@ -121,7 +125,9 @@ def view(
                 if hint:
                     console.print(f"{page}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)
                     if is_live:
-                        console.print("[dim]the run goes on: the page follows it until Ctrl-C[/dim]", highlight=False)
+                        console.print(
+                            "[dim]the run is in progress: the page follows it until Ctrl-C[/dim]", highlight=False
+                        )
                 hint = ""
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise _fail(error) from None
@@ -139,14 +145,18 @@ def evaluate(
     ] = "embedded",
     data: Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")] = None,
     split: Annotated[str, typer.Option(help="Split of the environment's data.")] = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="Measure at most this many problems.")] = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Answers to sample for each problem.")] = 4,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of problems.")] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", "-n", min=1, help="Number of answers to sample for each problem.")
+    ] = 4,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 64,
-    max_model_len: Annotated[int, typer.Option(min=16, help="Maximum tokens of prompt and answer together.")] = 1024,
+    max_model_len: Annotated[
+        int, typer.Option(min=16, help="Maximum number of tokens of prompt and answer together.")
+    ] = 1024,
     chat_template: Annotated[Path | None, typer.Option(help=_TEMPLATE_HELP, exists=True, dir_okay=False)] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Save rollouts and results into this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to save rollouts and results in.")] = None,
     list_environments: Annotated[bool, typer.Option("--list", help="List the environments and stop.")] = False,
 ) -> None:
     """Measure a model in an environment: pass@1, pass@k, confidence intervals, and the mean of each reward."""
@@ -190,7 +200,8 @@ def chat(
         str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
     ] = "embedded",
     env: Annotated[
-        str | None, typer.Option("--env", "-e", help="Environment: a name, or FILE.py:FUNCTION; `/problem` asks one.")
+        str | None,
+        typer.Option("--env", "-e", help="Environment: a name, or FILE.py:FUNCTION; `/problem` asks a problem of it."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     tool: Annotated[list[str] | None, typer.Option(help="Tool that the model may call: `python`.")] = None,
@@ -231,11 +242,13 @@ def chat(
 @app.command()
 def push(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    repository: Annotated[str, typer.Argument(help="Of the hub, such as me/my-model; made where there is none.")],
+    repository: Annotated[
+        str, typer.Argument(help="Repository on the hub, such as me/my-model; created if it is missing.")
+    ],
     step: Annotated[int | None, typer.Option(min=1, help="Push the export of this step; by default the model.")] = None,
-    public: Annotated[bool, typer.Option("--public", help="Everybody may read a repository that is made.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a created repository public.")] = False,
 ) -> None:
-    """Push a run's model to the Hugging Face hub, with a card that says what trained, on what, and what came of it."""
+    """Push a run's model to the Hugging Face hub, with a card that describes the training, its data and its results."""
     from llmrl.cli.models import model_path
     from llmrl.runs.exports import push_folder
 
@@ -249,18 +262,22 @@ def push(
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder, hub name, folder of a run, or `embedded`.")] = "embedded",
-    name: Annotated[str | None, typer.Option(help="By which clients ask; MODEL's last part by default.")] = None,
-    host: Annotated[str, typer.Option(help="Address; another than this machine's wants a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    api_key: Annotated[str | None, typer.Option(envvar="LLMRL_API_KEY", help="Key that clients must have.")] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Engines that share the requests.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Where a client says nothing.")] = 1.0,
+    name: Annotated[str | None, typer.Option(help="Model name for clients; by default the last part of MODEL.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that other machines reach needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="LLMRL_API_KEY", help="API key that clients must send.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of engines that share the requests.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature for requests without one.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 1024,
-    max_model_len: Annotated[int, typer.Option(min=16, help="Maximum tokens of prompt and answer together.")] = 4096,
+    max_model_len: Annotated[
+        int, typer.Option(min=16, help="Maximum number of tokens of prompt and answer together.")
+    ] = 4096,
     chat_template: Annotated[Path | None, typer.Option(help=_TEMPLATE_HELP, exists=True, dir_okay=False)] = None,
-    out: Annotated[Path | None, typer.Option(help="Keep the conversations in this folder, for `view`.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to save the conversations in, for `view`.")] = None,
 ) -> None:
-    """Serve a model as OpenAI and Anthropic do: chat completions, responses, messages; `/metrics` counts."""
+    """Serve a model through the APIs of OpenAI and Anthropic: chat completions, responses, messages, and `/metrics`."""
     from llmrl.cli import serve as command
     from llmrl.cli.models import make_chat_renderer, model_path
     from llmrl.engines import AsyncVLLM, EngineError
@@ -279,7 +296,7 @@ def serve(
     except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
     try:
-        # Clients sample as they like, and nothing is trained here.
+        # Clients choose how to sample, and nothing is trained here.
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "replay": False}
         command.run(settings, vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling), console)
     except OSError as error:
@@ -293,7 +310,7 @@ def demo(context: typer.Context) -> None:
     """Post-train the embedded model on one-digit sums. Further arguments go to the script, for example `seed=1`."""
     checkout = Path(__file__).parents[2]
     script, project = checkout / "sota-implementations/grpo/grpo-sync.py", checkout / "pyproject.toml"
-    # Where packages are installed another one may have put a script of this name.
+    # In site-packages, another package may have installed a script of this name.
     if not project.is_file() or 'name = "llmrl"' not in project.read_text(encoding="utf-8") or not script.is_file():
         raise _fail(
             "llmrl demo runs a script of the checkout, and this llmrl is installed without one: get a checkout of "

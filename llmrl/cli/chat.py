@@ -20,7 +20,7 @@ from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PythonInterpreter
 
-HELP = "/tokens shows the last answer's tokens, /problem asks one of the environment's, /reset forgets, /quit ends"
+HELP = "/tokens: the last answer's tokens, /problem: the environment's next problem, /reset: start over, /quit: end"
 _MAX_TOOL_TURNS = 8
 _STYLES = ((0.9, "green"), (0.5, "yellow"), (0.0, "red"))
 
@@ -38,13 +38,13 @@ class ChatSession:
         self.policy, self.env = policy, env
         self._state: TensorDictBase | None = None
         self.reward = 0.0
-        """Of the last step."""
+        """Reward of the last step."""
 
     def problem(self) -> Iterator[Message]:
-        """Begin anew with the environment's next problem; gives it, and the messages that follow as they come.
+        """Start over with the environment's next problem; yields its messages, and those that follow as they come.
 
         Raises:
-            ValueError: in an environment without problems.
+            ValueError: if the environment has no problems.
         """
         if dataset_env_of(self.env) is None:
             raise ValueError("this environment has no problems; start with --env.")
@@ -53,7 +53,7 @@ class ChatSession:
         yield from self._go_on(state)
 
     def ask(self, text: str) -> Iterator[Message]:
-        """Say something; gives the assistant's messages and the tools' as they come."""
+        """Send a user message; yields the messages of the assistant and the tools as they come."""
         if self._state is None:
             state = self.env.reset(TensorDict({"query": text}))
             chat = state.get(("history", "prompt")).chats
@@ -95,7 +95,7 @@ def make_env(name: str | None = None, *, system_prompt: str | None, tools: list[
     """Make a task environment by its name, or a `ChatEnv`, with the named tools.
 
     Raises:
-        ValueError: for an unknown tool, or a system prompt for an environment that has its own; see `make_task_env`.
+        ValueError: if a tool is unknown, or if the environment has its own system prompt; see `make_task_env`.
     """
     if name is not None and system_prompt is not None:
         raise ValueError(f"--system is given, and the environment {name!r} has its own.")
@@ -141,13 +141,13 @@ def _line(message: Message) -> Text:
 
 
 def said(message: Message) -> str:
-    """Return what a message says, its tool calls included."""
+    """Return the text of a message, with its tool calls."""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     return printable("\n".join(part for part in (text_of(message.get("content")).strip(), *calls) if part))
 
 
 def coloured(tokens: list[tuple[int, float]], decode: Callable[[list[int]], str]) -> Group:
-    """Return each token with its probability, coloured by it, and the whole answer's log-prob."""
+    """Return each token with its probability, coloured by probability, and the answer's log-prob."""
     cells = []
     for token_id, log_prob in tokens:
         probability = math.exp(log_prob)

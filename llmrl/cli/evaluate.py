@@ -1,4 +1,4 @@
-"""`llmrl eval`: an environment and a model in, pass@k and intervals out."""
+"""`llmrl eval`: measure pass@k of a model in an environment, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class EvaluationSettings:
     """What to measure.
 
     Raises:
-        FileExistsError: when `out` holds a run.
+        FileExistsError: if `out` holds a run.
     """
 
     env: str
     model: str
-    """What vLLM loads."""
+    """The path or name that vLLM loads."""
     data: str | None
     split: str
     limit: int | None
@@ -45,7 +45,7 @@ class EvaluationSettings:
 
 
 class _Progress:
-    """How many answers have come, as `Live` draws it from time to time."""
+    """The number of answers so far, as `Live` draws it from time to time."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator, self._started = evaluator, time.perf_counter()
@@ -56,7 +56,7 @@ class _Progress:
 
 
 def run(settings: EvaluationSettings, env: EnvBase, renderer: Renderer, console: Console) -> EvaluationReport:
-    """Generate, score, print, save; gives the report."""
+    """Generate, score, print and save; return the report."""
     from llmrl.engines import AsyncVLLM
     from llmrl.policies import vLLMWrapper
 
@@ -79,7 +79,7 @@ def run(settings: EvaluationSettings, env: EnvBase, renderer: Renderer, console:
 
 
 def table_of(report: EvaluationReport) -> Table:
-    """Return what was measured, as people read it."""
+    """Return the results as a table for people."""
     title = f"{report.num_problems} problems, {report.num_samples} answers each"
     table = Table("", "mean", "95 % interval", title=title)
     for k, estimate in report.pass_at.items():

@@ -1,4 +1,4 @@
-"""Which model a command means."""
+"""Find and render the model that a command names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llmrl.testing.embedded_model import ensure_embedded_model
 
 
 def model_path(name: str) -> str:
-    """Return what vLLM loads: the embedded model, of a training run its trained model, else the name itself.
+    """Return the path or name that vLLM loads: of the embedded model, of a run's trained model, else the name itself.
 
-    Of a run that goes on, or was killed, it is the last export.
+    If a run is in progress, or was killed, this is its last export.
 
     Raises:
-        FileNotFoundError: for a path where nothing is, or a folder without a model, such as that of a run that has
-            not ended yet; for a name on the hub that cannot be downloaded.
+        FileNotFoundError: if the path does not exist, if the folder has no model, such as that of a run that has
+            not ended yet, or if a name on the hub cannot be downloaded.
 
     Example:
         >>> model_path("./no-such-folder")
@@ -39,7 +39,7 @@ def model_path(name: str) -> str:
         raise FileNotFoundError(f"--model is {name!r}, a run that has not written its model: it does when it ends.")
     if path.is_dir() and not (path / "config.json").exists():
         raise FileNotFoundError(f"--model is {name!r}, a folder without a model: there is no config.json in it.")
-    # organisation/model is a name on the hub, unless the first is a folder here.
+    # organisation/model is a name on the hub, unless `organisation` is a folder here.
     is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if not path.exists() and (is_path or ("/" in name and path.parent.is_dir())):
         raise FileNotFoundError(f"--model is {name!r}, which is no folder here and no name on the hub.")
@@ -49,7 +49,7 @@ def model_path(name: str) -> str:
 
 
 def _check_hub(name: str) -> None:
-    """Refuse a name that can be neither read from the cache nor downloaded, at once."""
+    """Raise FileNotFoundError at once if a name is not in the cache and cannot be downloaded."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -70,7 +70,7 @@ def _check_hub(name: str) -> None:
 
 
 def length_of(path: str) -> int | None:
-    """Return how many tokens a model takes, prompt and answer together; None where its configuration does not say."""
+    """Return the length of a model's context, in tokens; None if its configuration does not say."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path).get_text_config()
@@ -78,10 +78,10 @@ def length_of(path: str) -> int | None:
 
 
 def make_chat_renderer(path: str, chat_template: Path | None) -> Renderer:
-    """Return what renders conversations for a model, by its own template or that of a file.
+    """Return the renderer of a model's conversations, by its own template or that of a file.
 
     Raises:
-        ValueError: for a model without a template, or for one that cannot be rendered exactly.
+        ValueError: if the model has no template, or if its template cannot be rendered exactly.
     """
     from transformers import AutoTokenizer
 

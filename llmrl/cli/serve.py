@@ -1,4 +1,4 @@
-"""`llmrl serve`: a model behind a URL, in the dialects that agents speak; what was said there is kept, if wanted."""
+"""`llmrl serve`: a model behind a URL, in the API dialects of agents; conversations are saved if a folder is given."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ class ServeSettings:
     """Where to serve.
 
     Raises:
-        ValueError: for an address that others reach, without a key.
-        FileExistsError: when `out` holds a run.
+        ValueError: if other machines reach the address and there is no key.
+        FileExistsError: if `out` holds a run.
     """
 
     name: str
-    """By which clients ask for the model."""
+    """The model name that clients send."""
     host: str
     port: int
-    """0 takes a free one."""
+    """The port; 0 takes a free one."""
     api_key: str | None
     out: Path | None
 
     def __post_init__(self) -> None:
         if self.api_key is None and self.host not in LOOPBACK:
             raise ValueError(
-                f"--host {self.host} is reached from other machines: give a key that they need by --api-key."
+                f"--host {self.host} is reached from other machines: give a key that clients must send, by --api-key."
             )
         if self.out is not None and holds_run(self.out):
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
 
 
 class Recorder:
-    """Keeps what ended sessions said in a run's folder."""
+    """Saves ended sessions in a run's folder."""
 
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder(path, trackers=())
         self._steps = itertools.count(1)
 
     def add(self, session: Session) -> None:
-        """Write a session, if it was answered anything."""
+        """Write a session, if it has any answer."""
         tree = session.tree
         if not tree.turns:
             return
@@ -77,12 +77,12 @@ class Recorder:
         self._folder.log_evaluation(next(self._steps), "serve", [rollout])
 
     def save_tokenizer(self, policy: LLMWrapperBase) -> None:
-        """Keep the tokenizer, so that a viewer can name tokens."""
+        """Save the tokenizer, so that a viewer can decode tokens."""
         if policy.tokenizer is not None:
             self._folder.save_tokenizer(policy.tokenizer)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder."""
         self._folder.close()
 
 
@@ -90,7 +90,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     """Serve a policy until an event is set, by default on this machine alone.
 
     Raises:
-        OSError: when the port is taken.
+        OSError: if the port is taken.
     """
     completer, numbers = Completer(policy, num_retries=2), itertools.count()
     limits = SessionLimits(max_prompt_tokens=policy.engine.max_model_len - 1)

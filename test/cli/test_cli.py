@@ -77,8 +77,8 @@ def test_the_doctor_names_what_is_wrong_and_what_mends_it(tmp_path, own_programs
 def test_what_only_an_extra_needs_is_a_note():
     lines = ['ray==2.60.*; extra == "ray"', "numpy>=2.3", 'pytest>=9; extra == "dev"']
     ray, numpy = check_requirements(lines, {"numpy": "2.1"}.get)
-    assert (ray.state, ray.mend) == ("note", "pip install 'llmrl[ray]'")
-    assert (numpy.state, numpy.mend) == ("wrong", "pip install 'numpy>=2.3'")
+    assert (ray.state, ray.advice) == ("note", "pip install 'llmrl[ray]'")
+    assert (numpy.state, numpy.advice) == ("wrong", "pip install 'numpy>=2.3'")
 
 
 @pytest.fixture

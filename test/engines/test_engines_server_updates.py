@@ -293,7 +293,7 @@ def test_the_doctor_says_what_a_server_can_do(servers, options, states, words):
     server = servers(**options)
     findings = examine_server(server.url)
     assert [finding.state for finding in findings] == states
-    assert any(words in f"{finding.found} {finding.mend}" for finding in findings)
+    assert any(words in f"{finding.found} {finding.advice}" for finding in findings)
     server.close()
     [finding] = examine_server(server.url)
     assert (finding.state, "cannot be reached" in finding.found) == ("wrong", True)

@@ -191,7 +191,7 @@ def test_the_doctor_calls_a_machine_wrong_where_nothing_confines(monkeypatch):
     monkeypatch.setattr(launch.Launcher, "_start_zygote", raise_isolation_error)
     monkeypatch.setattr(launch.shutil, "which", lambda name: None)
     finding = doctor._isolation()
-    assert finding.state == "wrong" and "apt install bubblewrap" in finding.mend
+    assert finding.state == "wrong" and "apt install bubblewrap" in finding.advice
     assert "bubblewrap: the program bwrap" in finding.found
 
 
