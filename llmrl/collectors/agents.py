@@ -1,4 +1,4 @@
-"""Agents of an `AgentEnv`: each plays a rollout by itself, asking the policy at an endpoint of the collector's."""
+"""Agents of an `AgentEnv`: each plays a rollout by itself and calls the policy at the collector's endpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmrl.policies import LLMWrapperBase
 
 
 class KeyedSessions:
-    """Sessions by keys that nobody guesses."""
+    """Sessions by their secret keys."""
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
@@ -37,16 +37,16 @@ class KeyedSessions:
         return key
 
     def remove(self, key: str) -> None:
-        """Forget a key."""
+        """Remove a key."""
         del self._open[key]
 
     @property
     def needs_key(self) -> bool:
-        """Whether those who ask must have a key."""
+        """Whether clients must send a key."""
         return True
 
     def check(self, api_key: str | None, session_id: str | None) -> None:
-        """Refuse whoever has no key of an open session.
+        """Raise RefusedRequest unless the key is that of an open session.
 
         Raises:
             RefusedRequest: then.
@@ -54,7 +54,7 @@ class KeyedSessions:
         self._of(api_key, session_id)
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a key, wherever a client put it.
+        """Return the session of a key, in whichever place the client put it.
 
         Raises:
             RefusedRequest: for an unknown one.
@@ -69,16 +69,16 @@ class KeyedSessions:
 
 
 class AgentEndpoint:
-    """Where the agents of a collector ask. It listens on this machine alone, from the first session on.
+    """The endpoint for the agents of a collector. It listens on this machine only, from the first session on.
 
     Args:
-        policy: answers, in history mode.
-        completer: samples.
-        limits: of every session.
+        policy: policy that answers, in history mode.
+        completer: completer that samples.
+        limits: limits of every session.
 
     Raises:
-        ValueError: for a policy without a renderer.
-        MissingExtraError: when aiohttp is not installed, naming the extra.
+        ValueError: if the policy has no renderer.
+        MissingExtraError: if aiohttp is not installed; the message names the extra.
     """
 
     def __init__(self, policy: LLMWrapperBase, completer: Completer, limits: SessionLimits) -> None:
@@ -92,9 +92,9 @@ class AgentEndpoint:
 
     @contextlib.asynccontextmanager
     async def session(self, rollout: Rollout) -> AsyncIterator[tuple[Session, AgentModel]]:
-        """Open a session for a rollout's agent; when it is left, the rollout has what was recorded."""
+        """Open a session for a rollout's agent; at its exit the records are written into the rollout."""
         await self._listen()
-        numbers, parent = itertools.count(), here()  # clients ask in tasks of the server
+        numbers, parent = itertools.count(), here()  # requests run in tasks of the server
 
         async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
             name = f"{rollout.rollout_id}/{next(numbers)}"
@@ -134,7 +134,7 @@ class AgentEndpoint:
             await self._server.close()
 
     def write_last(self, element: TensorDictBase, session: Session, *, is_read: bool) -> None:
-        """Write the conversation that was answered last as the turn that ends the rollout."""
+        """Write the last answered conversation as the turn that ends the rollout."""
         if not session.tree.turns:
             prompt: History = element.get(("history", "prompt"))
             element.set("history", container_of(ChatHistory, {"prompt": prompt, "full": prompt}))

@@ -33,17 +33,17 @@ Result = TypeVar("Result")
 
 
 class CollectorSource(RolloutSource, Protocol):
-    """A source of rollouts with all that a collector asks of it."""
+    """A source of rollouts, with everything that a collector uses."""
 
     is_open: asyncio.Event
-    """Cleared while nothing new may start."""
+    """Cleared while no rollout and no turn may start."""
     is_group_scored: bool
     """Whether the rollouts of a group are scored together."""
     num_players: int  # rollouts, one after the other in their group, that wait for each other
 
     @property
     def dataset_env(self) -> DatasetChatEnv | DataLoadingPrimer | MixedEnv | None:
-        """Whose position is part of the saved state."""
+        """The environment that holds the position in the dataset, which the saved state includes."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class CollectorSource(RolloutSource, Protocol):
         ...
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw so many rollouts; fewer where the data ends."""
+        """Draw this many rollouts, or fewer if the data ends."""
         ...
 
     def shutdown(self) -> None:
@@ -61,7 +61,7 @@ class CollectorSource(RolloutSource, Protocol):
 
 
 class BatchCollector:
-    """Batches of what a scheduler delivers. `LLMCollector` builds the parts; this class is not used by itself."""
+    """Makes batches of a scheduler's deliveries. `LLMCollector` builds the parts; this class is not used by itself."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class BatchCollector:
         self._background = BackgroundLoop("llmrl-collector")
         self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
         self._pending_batch: Future[ReadyBatch | None] | None = None
-        self._batch_lock = threading.Lock()  # held by whoever waits for a batch, until it has it
+        self._batch_lock = threading.Lock()  # held by a caller of `next` until it has its batch
         self._frames = 0  # turns, under TorchRL's name
         self._left_over: list[TensorDictBase] = []
         # turns of the batch at hand, and left over
@@ -96,13 +96,13 @@ class BatchCollector:
         )
         self._weight_senders = WeightSenders(weight_sync_schemes or {}, source)
         self.report: CollectionReport | None = None
-        """What the collection of the last batch did."""
+        """Report on the collection of the last batch."""
         self.rollouts: list[Rollout] = []
         """Records of the last batch's rollouts, those dropped since the batch before included."""
         self.on_empty_batch: Callable[[], object] = lambda: None
-        """Called where nothing of a batch is trained on, before another is collected in its place; `report` and
-        `rollouts` are then of everything since the last batch that was delivered."""
-        self.num_played = 0  # of `play`, while it plays
+        """Called if no row of a batch is used for training, before another is collected in its place; `report` and
+        `rollouts` then cover everything since the last batch that was delivered."""
+        self.num_played = 0  # rollouts of the current call of `play`
 
     def __getattr__(self, name: str) -> NoReturn:
         raise missing_attribute(self, name)
@@ -122,7 +122,7 @@ class BatchCollector:
             yield batch if self.replay_buffer is None else None  # as TorchRL's: the buffer has the batch
 
     def next(self) -> TensorDictBase:
-        """Return the next batch. Threads that ask at once get one after another.
+        """Return the next batch. Threads that call this at the same time get different batches.
 
         Raises:
             StopIteration: at the end of the data, or of `total_dialog_turns`.
@@ -137,15 +137,15 @@ class BatchCollector:
 
     @property
     def dialog_turns_per_batch(self) -> int | None:
-        """Turns of a batch, or last turns; None where a batch is counted otherwise."""
+        """Number of turns, or of last turns, in a batch; None if a batch is counted in another unit."""
         return self._shape.size if not self._shape.is_grouped else None
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Apply a function to each batch from now on.
 
         Raises:
-            RuntimeError: when there is one already.
-            ValueError: for advantages of groups of another size than the environment's.
+            RuntimeError: if there is one already.
+            ValueError: if it computes advantages for groups of another size than the environment's.
         """
         if self.postproc is not None:
             raise RuntimeError("the collector has a postproc already; put both into one function.")
@@ -182,7 +182,7 @@ class BatchCollector:
             if batch is not None and self.postproc is not None:
                 try:
                     batch = self.postproc(batch)
-                except BaseException:  # the batch is gone, and its author told
+                except BaseException:  # the batch is lost, and the error reaches the author of the postproc
                     self._collected.leave_out(self._groups, None)
                     self._mark_delivered()
                     raise
@@ -196,7 +196,7 @@ class BatchCollector:
         return None
 
     def _nothing_trained(self, left_out: Sequence[Dropped]) -> None:
-        """Have another batch in the place of the one at hand."""
+        """Collect another batch in place of the current one."""
         self._mark_delivered()
         self._background.post(self._scheduler.rollback)
         self.rollouts, self.report = list(self._collected.rollouts), self._collected.report()
@@ -205,7 +205,7 @@ class BatchCollector:
             self._signal_detector.dropped([one for one in left_out if one[0].group_id == group_id])
 
     def _write(self, batch: TensorDictBase) -> bool:
-        """Hand a batch on to the buffer, and return whether anything of it is kept there."""
+        """Write a batch into the buffer, and return whether the buffer kept any of it."""
         assert self.replay_buffer is not None
         indices = self.replay_buffer.extend(batch)
         if not isinstance(indices, torch.Tensor) or indices.numel():
@@ -227,7 +227,7 @@ class BatchCollector:
 
     def _next_delivery(self) -> ReadyBatch | None:
         search_young()  # what training left in cycles, tensors among it
-        # An interrupted wait is taken up by the next call, so that no batch falls between two chairs.
+        # The next call continues an interrupted wait, so that no batch is lost.
         pending_batch = self._pending_batch or self._background.submit(self._scheduler.next_batch())
         self._pending_batch = pending_batch
         try:
@@ -256,7 +256,7 @@ class BatchCollector:
         flight, so that a queue that is full holds collection up.
 
         Raises:
-            RuntimeError: without a replay buffer, or when it runs already.
+            RuntimeError: if there is no replay buffer, or if it runs already.
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")
@@ -272,7 +272,7 @@ class BatchCollector:
         return self._filler is not None and self._filler.is_running()
 
     def is_initialized(self) -> bool:
-        """Return whether batches can be asked for: from the constructor to `shutdown`."""
+        """Return whether the collector can yield batches: from its constructor to `shutdown`."""
         return not self._background.is_closed
 
     @contextlib.contextmanager
@@ -334,7 +334,7 @@ class BatchCollector:
         return self._background.submit(finish())
 
     def _updated(self, version: int) -> None:
-        """Note that the engines have the weights of this version."""
+        """Record that the engines have the weights of this version."""
         self._background.post(self._scheduler.notify)
 
     @property
@@ -343,13 +343,13 @@ class BatchCollector:
         return self._scheduler.policy_version
 
     def get_policy_version(self) -> int:
-        """Return `policy_version`, for those who call it."""
+        """Return `policy_version`, for callers that expect a method."""
         return self.policy_version
 
     # State
 
     def state_dict(self) -> StateDict:
-        """Return everything needed to continue the very same sequence of prompts and ids.
+        """Return what is needed to continue the same sequence of prompts and ids.
 
         Groups that were drawn and not handed on yet are among it by their place in the dataset: they are played again,
         from their prompts, before new ones are drawn. Turns that wait for the next batch are in it, without the live
@@ -372,7 +372,7 @@ class BatchCollector:
         """Continue from a saved state; before the first batch.
 
         Raises:
-            ValueError: when it is of other batches, or of another order of prompts, see `PromptSampler`.
+            ValueError: if the state has other batches or another order of prompts, see `PromptSampler`.
         """
         if state.get("kind") != self._shape.kind:
             raise ValueError(
@@ -388,7 +388,7 @@ class BatchCollector:
         return self._background.run(coroutine)
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Cancel what is in flight and end the collector's threads or actors. May be called twice.
+        """Cancel all rollouts in flight and end the collector's threads or actors. May be called twice.
 
         Environments and engines are their owner's to end. `timeout`: seconds to wait for a batch that is being written.
         """

@@ -52,23 +52,23 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     Args:
         env: a `DatasetChatEnv`, usually transformed; several, as a `MixedEnv`; or a function that builds one.
-        policy: generates, such as a `vLLMWrapper`; or pass `policy_factory`.
+        policy: policy that generates, such as a `vLLMWrapper`; or pass `policy_factory`.
         total_dialog_turns: turns after which iteration ends; -1 never ends.
-        postproc: applied to each batch before it is yielded or written, such as `MCAdvantage`.
-        replay_buffer: is extended with each batch instead; iteration then yields None.
-        queue: takes the elements of each batch one by one instead, and is waited for where it is full.
+        postproc: function applied to each batch before it is yielded or written, such as `MCAdvantage`.
+        replay_buffer: buffer to extend with each batch; iteration then yields None.
+        queue: queue to put the elements of each batch in, one by one; a full queue is waited for.
         max_concurrent_rollouts: conversations in flight; by default all of a batch, and of those ahead. Turns,
             trajectories and last steps are collected ahead when a number is given. `"auto"` finds, up to the default,
             how many the engine's memory bears (`ConcurrencyLimit`); the engine must tell its load, as vLLM does.
-        max_staleness: versions that a group may be old when it is delivered; None collects on demand.
+        max_staleness: maximum age of a delivered group, in versions; None collects on demand.
         late_groups: `wait` for groups that would be too old in the next batch, or `drop` those that are.
-        num_extra_groups: groups started beyond the need; the slowest are dropped when the batch is full.
+        num_extra_groups: number of groups started in excess; the slowest are dropped when the batch is full.
         reset_at_each_iter: begin each batch with new conversations, none ahead; what one has beyond its number of
             turns is dropped, and so are conversations that it did not wait for.
-        group_rules: what of a settled group is delivered (filters, dynamic sampling); every drop is counted.
-        limits: turn, prompt and time limits of a rollout; of a `MixedEnv` by its environments' names, too.
+        group_rules: rules that select settled groups (filters, dynamic sampling); every drop is counted.
+        limits: turn, prompt and time limits of a rollout; for a `MixedEnv`, also a dict by environment name.
         step_timeout_seconds: limit of one environment step, its tools included.
-        track_policy_version: adds a `PolicyVersion` that follows the engine; or one of yours.
+        track_policy_version: whether to add a `PolicyVersion` that follows the engine; or your own.
         weight_sync_schemes: by policy name (`{"policy": scheme}`), for `update_policy_weights_`; by default the scheme
             that the engine wants.
         async_envs: conversations never wait for each other, so only true makes sense.
@@ -78,7 +78,7 @@ class LLMCollector(KnownArguments, BatchCollector):
     Raises:
         ValueError: when it is not clear what a batch is, arguments contradict each other, or the environment is
             batch-locked.
-        TypeError: for an unknown argument, with the nearest one or what to do instead.
+        TypeError: if an argument is unknown; the message names the nearest one or an alternative.
         CollectionStalled: on iteration, when group after group has nothing to train on; `NoSignal` where none failed.
     """
 
@@ -113,13 +113,13 @@ class LLMCollector(KnownArguments, BatchCollector):
     ) -> None:
         if async_envs is False:
             raise ValueError(
-                "async_envs=False cannot be had: no conversation waits for another; for one at a time pass "
+                "async_envs=False is not supported: no conversation waits for another; for one at a time pass "
                 "max_concurrent_rollouts=1."
             )
         if flatten_data is False:
             raise ValueError(
-                "flatten_data=False cannot be had: conversations differ in length, and batches have one dimension; for "
-                "one conversation per batch pass yield_completed_trajectories=True."
+                "flatten_data=False is not supported: conversations differ in length, and batches have one dimension; "
+                "for one conversation per batch pass yield_completed_trajectories=True."
             )
         shape = BatchShape.of(
             groups_per_batch=groups_per_batch,
@@ -204,7 +204,7 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     @property
     def max_concurrent_rollouts(self) -> int:
-        """Conversations in flight, at most; with `"auto"`, as many as now seem right."""
+        """Maximum number of conversations in flight; with `"auto"`, its current value."""
         return self._scheduler.max_concurrent_rollouts
 
     def _make_source(
@@ -220,10 +220,12 @@ class LLMCollector(KnownArguments, BatchCollector):
         self.policy: LLMWrapperBase = make_policy()
         self.env: EnvBase | MixedEnv = make_env()
         self.policy_version_tracker: PolicyVersion | None = None
-        """The transform that writes each step's version, where one was asked for."""
+        """The transform that writes each step's version, if one was requested."""
         if isinstance(self.env, MixedEnv):
             if track_policy_version:
-                raise ValueError("track_policy_version is of one environment: append a PolicyVersion to each.")
+                raise ValueError(
+                    "track_policy_version works for one environment only: append a PolicyVersion to each environment."
+                )
             return MixedSource(
                 self.env,
                 self.policy,
@@ -248,23 +250,23 @@ class LLMCollector(KnownArguments, BatchCollector):
         )
 
     def increment_version(self) -> None:
-        """Count an update of the weights in a `PolicyVersion` of yours.
+        """Count an update of the weights in your own `PolicyVersion`.
 
         Raises:
-            RuntimeError: where the engine counts, which needs no telling.
+            RuntimeError: if the engine counts the updates itself.
         """
         if self.policy_version_tracker is None:
             raise RuntimeError("the engine counts its versions: update_policy_weights_ raises them, leave this out.")
         self.policy_version_tracker.increment_version()
 
     def play(self, num_rollouts: int) -> list[Rollout]:
-        """Play the next so many rollouts to their ends, whatever a batch is; also fills `report` and `rollouts`.
+        """Play the next `num_rollouts` rollouts to their ends, regardless of batches; set `report` and `rollouts`.
 
         For evaluation: nothing is filtered or replaced, and failed ones are among them.
 
         Raises:
             EndOfData: when the dataset ends before the first of them.
-            ValueError: for a number that leaves a game without one of its players, for whom the others would wait.
+            ValueError: if the number is not a multiple of the players of a game, who wait for each other.
         """
         if num_rollouts % (num_players := self._source.num_players):
             raise ValueError(f"num_rollouts must be a multiple of a game's {num_players} players, got {num_rollouts}.")

@@ -1,4 +1,4 @@
-"""One completion, whatever becomes of its requests."""
+"""Get one completion from an engine, retrying and resuming its requests."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Completer:
 
     Requests have seeds of their own, made of the policy's seed and of their names, where it has one: with equal ones
     the answers of a group would be equal. A failed request is tried again, under a new id. One that was aborted, by an
-    update of the weights, goes on after its last token: a partial rollout whose tokens carry the versions that sampled
-    them. One that was aborted before its first token only waited: that counts as fruitless where no update has come
-    since the last time.
+    update of the weights, continues after its last token: a partial rollout, in which each token has the version that
+    sampled it. One that was aborted before its first token only waited: that counts as a failure if no update has
+    come since the last time.
 
     Args:
-        policy: whose engine is asked, and which checks what it answers.
-        num_retries: of a failed request.
-        is_open: requests wait while it is not set: a pause between turns.
+        policy: policy that has the engine and checks its answers.
+        num_retries: number of retries of a failed request.
+        is_open: event that requests wait for while it is cleared: a pause between turns.
 
     Raises:
-        ValueError: where the policy has stop strings and no renderer, or a repetition penalty that no trainer replays.
+        ValueError: if the policy has stop strings and no renderer, or a repetition penalty that no trainer replays.
     """
 
     def __init__(self, policy: LLMWrapperBase, *, num_retries: int, is_open: asyncio.Event | None = None) -> None:
@@ -48,16 +48,16 @@ class Completer:
                 "ratios that are not 1 on-policy, or where nothing is trained."
             )
         self.policy, self._num_retries, self._is_open = policy, num_retries, is_open
-        # Of this player alone, whoever else plays the same dataset on the same engine.
+        # Unique to this player, since others may play the same dataset on the same engine.
         self._request_prefix = uuid.uuid4().hex[:12]
 
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingConfig, *, name: str, routing_key: str | None, parent: str = ""
     ) -> Completion:
-        """Generate one completion; `name` is unique among those in flight, `parent` the span that it is of.
+        """Generate one completion; `name` is unique among those in flight, `parent` is its parent span.
 
         Raises:
-            EngineError: when the engine failed too often.
+            EngineError: if more than `num_retries` tries in a row fail.
         """
         if sampling.seed is not None and sampling.seed == self.policy.sampling.seed:  # else it is an agent's own
             sampling = sampling.with_changes(seed=_derived_seed(sampling.seed, name))
@@ -126,7 +126,7 @@ def _derived_seed(seed: int | None, what: object) -> int | None:
 
 
 def _joined(parts: list[Completion]) -> Completion:
-    """Join the parts of one completion; how it ended is what the last says."""
+    """Join the parts of one completion; its finish reason is that of the last part."""
     sampled = [part for part in parts if part.token_ids]  # of others nothing can be said to be cut
     masks = [part.sampling_mask for part in sampled if part.sampling_mask is not None]
     return replace(
@@ -140,9 +140,9 @@ def _joined(parts: list[Completion]) -> Completion:
 
 
 def _joined_experts(parts: list[np.ndarray | None]) -> np.ndarray | None:
-    """Join the experts of parts, each of which begins with the prompt: a token has those of who computed it first."""
-    told: list[np.ndarray] = [part for part in parts if part is not None]
-    if not told or len(told) < len(parts):
+    """Join the experts of parts, each of which begins with the prompt; a token keeps those of its first computation."""
+    known: list[np.ndarray] = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
         return None
-    starts = [0, *(len(part) for part in told)]
-    return np.concatenate([part[start:] for part, start in zip(told, starts, strict=False)])
+    starts = [0, *(len(part) for part in known)]
+    return np.concatenate([part[start:] for part, start in zip(known, starts, strict=False)])

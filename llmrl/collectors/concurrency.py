@@ -172,7 +172,7 @@ class CountsTurns(Protocol):
 
 
 class HoldsInFlight(Protocol):
-    """A scheduler whose number of rollouts in flight may change."""
+    """A scheduler that can change its number of rollouts in flight."""
 
     num_running: int
     max_concurrent_rollouts: int

@@ -1,4 +1,4 @@
-"""`Demonstrations`: conversations of a data set as batches of training rows, where nothing is played."""
+"""`Demonstrations`: recorded conversations as batches of training rows."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _NUM_NAMED = 8
 
 
 class Demonstrations:
-    """Batches of training rows from conversations that somebody else has had; iterate it, for `SFTLoss`.
+    """Batches of training rows from recorded conversations; iterate it, for `SFTLoss`.
 
     A row of the data set has `messages` and, where their prompts show some, `tools`; a call's arguments are a dict, or
     JSON in a string. What is trained is what the assistant says, see `llmrl.rendering.demonstrate`. All conversations
-    are rendered once at the beginning, so that what is wrong with one is told before anything is trained. One that is
-    longer than `max_tokens` is left out, and told: cut, it would teach to end nowhere.
+    are rendered once at the beginning, so that errors are raised before anything is trained. One that is longer than
+    `max_tokens` is left out, with a warning: if it were cut, the model would learn to stop anywhere.
 
     It stands for a collector in a `Run`: its place in the data is saved, and a resumed run goes on from there.
 
     Args:
         dataset: as `load_rows` takes it, such as a file of JSON lines.
-        renderer: of the model.
-        conversations_per_batch: of the last batch of an epoch some are of the next one.
-        max_tokens: of a training row; any number by default.
+        renderer: renderer of the model.
+        conversations_per_batch: number of conversations; the last batch of an epoch takes some from the next epoch.
+        max_tokens: maximum length of a training row; unlimited by default.
         shuffle: whether each epoch has its own order.
-        seed: of the order.
-        num_epochs: after which iteration ends; None never ends.
+        seed: seed of the order.
+        num_epochs: number of epochs after which iteration ends; None never ends.
 
     Raises:
         FileNotFoundError: see `load_rows`.
@@ -70,12 +70,12 @@ class Demonstrations:
         self.prompts = PromptSampler(kept, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name="demonstrations")
         """The order of the conversations."""
         self.engine: object = None
-        """What weights are sent to, to be evaluated."""
+        """The engine to send weights to, for evaluation."""
         self._weight_senders: WeightSenders | None = None
         self.rollouts: list[Rollout] = []
         """Empty: nothing was played."""
         self.report: CollectionReport | None = None
-        """Of the last batch."""
+        """Report on the last batch."""
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
@@ -98,11 +98,11 @@ class Demonstrations:
         return lazy_stack([row for rollout in rollouts for row in rollout_rows(rollout)])
 
     def connect(self, engine: object, weight_sync_schemes: Mapping[str, WeightScheme] | None = None) -> None:
-        """Have the trainer's weights sent to an engine from now on, see `LLMCollector`."""
+        """Send the trainer's weights to an engine from now on, see `LLMCollector`."""
         self.engine, self._weight_senders = engine, WeightSenders(weight_sync_schemes or {}, self)
 
     def update_policy_weights_(self, model: Weights | None = None) -> int:
-        """Send the trainer's weights to the engine, where there is one, and return the policy version."""
+        """Send the trainer's weights to the engine, if there is one, and return the policy version."""
         if self._weight_senders is None:
             return 0
         return max(sender.update_weights() for sender in self._weight_senders.connected(model))
@@ -137,7 +137,7 @@ class Demonstrations:
 
 
 def _that_fit(rows: Sequence[Row], renderer: Renderer, max_tokens: int | None) -> Sequence[Row]:
-    """Return the rows whose conversations are not too long, when all of them have been rendered."""
+    """Render all rows and return those that are not longer than `max_tokens`."""
     lengths: list[int] = []
     for index in range(len(rows)):
         try:
@@ -184,7 +184,7 @@ def _rollout(drawn: Drawn, renderer: Renderer) -> Rollout:
 
 
 def _with_read_arguments(message: Message) -> Message:
-    """Return a message whose calls have their arguments as a dict, not as JSON in a string."""
+    """Return a message with the arguments of its calls as a dict, not as JSON in a string."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     return {**message, "tool_calls": [_with_arguments(call) for call in calls]} if calls else message
 

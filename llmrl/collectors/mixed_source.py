@@ -18,7 +18,7 @@ from llmrl.policies import LLMWrapperBase
 
 
 class MixedSource:
-    """Draws each group from the environment whose turn it is, and has that one's source play and score it.
+    """Draws each group from the environment that `MixedEnv` chooses; the source of that one plays and scores it.
 
     Args:
         mixed: the environments.
@@ -27,7 +27,7 @@ class MixedSource:
         in_groups, step_timeout_seconds: see `EnvSource`.
 
     Raises:
-        ValueError: for limits of an environment that there is none of, or as `EnvSource`.
+        ValueError: if limits name an unknown environment; see also `EnvSource`.
     """
 
     def __init__(

@@ -33,10 +33,10 @@ class RayLLMCollector(LLMCollector):
         engine: what `weight_sync_schemes` send to, where engines are reached from here.
         num_actor_retries: how often a group is played again because its actor died, and how often in a row an actor
             that does not start is started again.
-        remote_config: of each actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`, ...
-        num_cpus: of each actor, where `remote_config` does not say.
-        num_gpus: of each actor, where `remote_config` does not say.
-        ray_init_config: arguments of `ray.init` where this process is not connected to Ray yet, such as
+        remote_config: options of each actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`, ...
+        num_cpus: CPUs of each actor, unless `remote_config` has them.
+        num_gpus: GPUs of each actor, unless `remote_config` has them.
+        ray_init_config: arguments of `ray.init` if this process is not connected to Ray yet, such as
             `{"address": "auto"}` for a cluster that exists.
         sync_iter: false collects the next batch while the trainer works on this one: of groups or last steps with
             `max_staleness=1`, of turns and trajectories with as many conversations as a batch has turns.

@@ -97,10 +97,10 @@ class RaySource:
         track_version: give turns a `"policy_version"`.
         limits: what may end a rollout early.
         step_timeout_seconds: limit of one environment step.
-        num_collectors: actors.
+        num_collectors: number of actors.
         num_retries: how often a group is played again after its actor died, and an actor started again that did not.
-        actor_options: of each actor: `num_cpus`, `num_gpus`, `resources`, ...
-        engine: what weights are sent to.
+        actor_options: options of each actor: `num_cpus`, `num_gpus`, `resources`, ...
+        engine: engine to send weights to.
 
     Raises:
         ValueError: when the environment has no dataset.
@@ -125,7 +125,7 @@ class RaySource:
         own_env = make_env()
         self.dataset_env = dataset_env_of(own_env)
         if self.dataset_env is None:
-            raise ValueError("env must build one DatasetChatEnv: actors are told which of its prompts to play.")
+            raise ValueError("env must build one DatasetChatEnv: actors play prompts of it by their positions.")
         self.is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
         self.is_open = asyncio.Event()
         self.engine, self._num_retries = engine, num_retries

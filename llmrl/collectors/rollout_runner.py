@@ -72,12 +72,12 @@ class RolloutRunner:
 
     Args:
         stepper: the environment, stepped in batches.
-        policy: generates.
-        limits: what may end a rollout early.
-        is_open: turns wait while it is not set: a pause between turns.
+        policy: policy that generates.
+        limits: limits that end a rollout early.
+        is_open: event that turns wait for while it is cleared: a pause between turns.
 
     Raises:
-        ValueError: where the policy has stop strings and no renderer.
+        ValueError: if the policy has stop strings and no renderer.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class RolloutRunner:
         self.stepper, self.policy, self.limits = stepper, policy, limits
         self.completer = Completer(policy, num_retries=limits.num_engine_retries, is_open=is_open)
         self.turn_counts = TurnCounts()
-        """Of turns since whoever reads it put another one in its place."""
+        """Counts of turns since the reader last replaced this object."""
         self.judge_loop = ReplaceableLoop("llmrl-judges")
-        """Where judges run."""
+        """Event loop of the judges."""
         rubric_rewards = find_rubric_rewards(stepper.env)
         for rubric_reward in rubric_rewards:
             rubric_reward.check_order()  # the environment has all its transforms now
@@ -113,19 +113,19 @@ class RolloutRunner:
             self._endpoint = AgentEndpoint(policy, self.completer, session_limits)
 
     async def run(self, job: RolloutTask) -> Rollout:
-        """Play one conversation to its end; never raises for its sake.
+        """Play one conversation to its end; errors of the conversation are recorded, not raised.
 
         Args:
-            job: its record, which is filled as the conversation goes on, and, as its payload, its opening (`Opening`),
-                which is taken out: nobody needs those tensors after the first turn.
+            job: the record, which is filled during the conversation, and, as its payload, the opening (`Opening`),
+                which is removed to free its tensors after the first turn.
         """
         [rollout] = job.records
         with span("invoke_agent", rollout.env) as current:
             await self._run(job, rollout)
             if current is not None:
-                told = {"llmrl.group_id": rollout.group_id, "llmrl.status": rollout.status.name.lower()}
+                names = {"llmrl.group_id": rollout.group_id, "llmrl.status": rollout.status.name.lower()}
                 counts = {"llmrl.num_turns": rollout.num_turns, "llmrl.reward": rollout.reward}
-                current.set_attributes({"gen_ai.conversation.id": rollout.rollout_id, **told, **counts})
+                current.set_attributes({"gen_ai.conversation.id": rollout.rollout_id, **names, **counts})
                 if rollout.error:
                     current.set_attribute("error.type", rollout.error.partition(":")[0])
         return rollout
@@ -196,13 +196,13 @@ class RolloutRunner:
     async def _play_agent(
         self, agent_env: AgentEnv, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]
     ) -> None:
-        """Have an agent lead the conversation; one step ends it, with what the agent returned."""
+        """Run an agent, which leads the conversation; one step ends it, with the agent's result."""
         row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
         async with self._endpoint.session(rollout) as (session, model):
             try:
                 score = await agent_env.run_agent(row, model)
             except Exception as error:
-                # An agent that fails because it was refused an answer was ended by that limit.
+                # If an agent fails because a limit refused it an answer, that limit ended it.
                 if session.failure is not None:
                     return self._end(rollout, StopReason.ENGINE_ERROR, session.failure)
                 if reason := session.reason or session.last_refusal:
@@ -284,7 +284,7 @@ class RolloutRunner:
             rollout.reason = StopReason.MAX_TURNS
 
     def _settle(self, rollout: Rollout, stepped: TensorDictBase) -> None:
-        """Take over what the step gave."""
+        """Copy the results of a step into the rollout."""
         step = dict(stepped.get("next").items())  # reading this one costs a tenth
         if self.policy.input_mode == "history":
             rollout.messages = step["history"].get("prompt").chats
@@ -311,7 +311,7 @@ class RolloutRunner:
             rollout.steps.append(stepped)
 
     async def _score_unscored(self, rollout: Rollout) -> None:
-        """Score a rollout that no step scored: its judge takes time, or it ended between two steps."""
+        """Score a rollout that no step scored: its judge is slow, or it ended between two steps."""
         if self.rubric is None:
             if self._agent_env is None:
                 rollout.is_scored = rollout.status.is_success  # its reward is what its environment gave
@@ -341,7 +341,7 @@ class RolloutRunner:
 
     @staticmethod
     def _end(rollout: Rollout, reason: str, error: BaseException | str = "") -> None:
-        """End a rollout between two steps, with what it had."""
+        """End a rollout between two steps, with its results so far."""
         rollout.reason = reason
         rollout.status = decide_status(is_terminated=False, reason=reason)
         rollout.error = error if isinstance(error, str) else describe(error)
@@ -363,7 +363,7 @@ def _mark_truncated(step: TensorDictBase) -> None:
 
 
 def _refuse_reward(rollout: Rollout) -> None:
-    """Take a rollout as not scored whose reward is not finite: its environment or a transform wrote that."""
+    """Mark a rollout as not scored if its environment or a transform wrote a reward that is not finite."""
     try:
         rollout.reward = finite_number(
             rollout.reward, "reward of the rollout, as its environment and transforms wrote it,"

@@ -103,7 +103,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
 
 
 def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int) -> torch.Tensor:
-    """Return the rewards of a row's tokens, `[num_tokens]`; of an answer whose end was edited, those before."""
+    """Return the rewards of a row's tokens, `[num_tokens]`; if the end of an answer was edited, those before it."""
     rewards = torch.zeros(num_tokens)
     order = sorted(starts.items(), key=lambda item: item[1])
     ends = [*(start for _, start in order[1:]), num_tokens]
@@ -143,8 +143,8 @@ def _is_plain(value: object) -> bool:
 def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
     """Return the trainable rows of these groups as one lazily stacked batch `[num_rows]`; None when there are none.
 
-    A rollout that was not scored, or in which nothing was sampled, gives no row. Each row says how many rollouts of its
-    group there are rows of, under `("rollout", "num_in_group")`: whoever puts groups together waits for so many.
+    A rollout that was not scored, or in which nothing was sampled, gives no row. Each row has the number of rollouts of
+    its group that have rows, under `("rollout", "num_in_group")`: a reader that assembles groups waits for that many.
     """
     batch: list[TensorDictBase] = []
     for group in groups:

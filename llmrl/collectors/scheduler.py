@@ -139,7 +139,7 @@ class RolloutScheduler:
         self._num_pending = 0
         self._dropped: list[Dropped] = []
         self._undelivered: list[int] = []  # places in the dataset of groups that were delivered, and not handed on yet
-        self._unreported: list[int] = []  # places in the dataset of groups whose drop no delivery has reported yet
+        self._unreported: list[int] = []  # places in the dataset of dropped groups that no delivery has reported yet
         self._is_end_of_data = self._is_stopped = False
         self._errors: deque[Exception] = deque()  # not raised yet; nothing is started meanwhile
         self._coming_version: int | None = None  # of the weights that the engines are loading
@@ -189,7 +189,7 @@ class RolloutScheduler:
             if is_last:
                 return self._deliver([], []) if self._dropped else None
             self._changed.clear()
-            # New versions may be counted where nobody tells us.
+            # New versions may be counted without a notification.
             poll = _VERSION_POLL_SECONDS if self.gate.follows_versions else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), poll)
@@ -205,7 +205,7 @@ class RolloutScheduler:
         return ReadyBatch(groups=[group.kept or [] for group in delivered], staleness=staleness, dropped=dropped)
 
     def mark_delivered(self) -> None:
-        """Note that the last delivery has reached whoever asked for it: a saved state need not hold it any more."""
+        """Record that the caller has the last delivery, so that a saved state no longer needs to hold it."""
         self._undelivered = []
 
     def rollback(self) -> None:
@@ -251,7 +251,7 @@ class RolloutScheduler:
         tasks += [self._admitting] if self._admitting is not None else []
         for task in tasks:
             task.cancel()
-        self._changed.set()  # whoever waits for a batch is told
+        self._changed.set()  # wakes a caller that waits for a batch
         if tasks:
             await asyncio.wait(tasks, timeout=_STOP_SECONDS)
 

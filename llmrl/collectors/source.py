@@ -27,16 +27,16 @@ class EnvSource:
     """Opens rollouts by resetting an environment, plays them with a `RolloutRunner`.
 
     Args:
-        env: not batch-locked; groups need a `DatasetChatEnv`, usually transformed.
-        policy: generates.
-        in_groups: play groups of one prompt each.
-        limits: what may end a rollout early.
+        env: environment, not batch-locked; groups need a `DatasetChatEnv`, usually transformed.
+        policy: policy that generates.
+        in_groups: whether to play groups of one prompt each.
+        limits: limits that end a rollout early.
         step_timeout_seconds: limit of one environment step, its tools included.
-        is_open: between turns, rollouts wait while it is not set; default, an event of its own.
+        is_open: event that rollouts wait for between turns while it is cleared; by default a new one.
 
     Raises:
-        ValueError: when groups are wanted of an environment without a dataset, or the environment is batch-locked.
-        RenderingError: when the environment has tools and the policy's chat template cannot write their results.
+        ValueError: if `in_groups` and the environment has no dataset, or if the environment is batch-locked.
+        RenderingError: if the environment has tools and the policy's chat template cannot write their results.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class EnvSource:
         self.stepper = EnvStepper(env, timeout_seconds=step_timeout_seconds, keep_steps=not in_groups)
         self.dataset_env = dataset_env_of(env)
         if in_groups and self.dataset_env is None:
-            raise ValueError("groups need a DatasetChatEnv, whose repeats give the size of a group.")
+            raise ValueError("groups need a DatasetChatEnv: its repeats are the size of a group.")
         self.is_open = asyncio.Event() if is_open is None else is_open
-        """Between turns, rollouts wait while it is not set."""
+        """Event that rollouts wait for between turns while it is cleared."""
         self.is_open.set()
         if env.observation_spec.get("tools", None) is not None:
             policy.check_tools()
@@ -65,18 +65,18 @@ class EnvSource:
         self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
         self._roles: tuple[str, ...] = getattr(self.dataset_env, "roles", ("",))
         self.num_players = len(self._roles)
-        """Rollouts that wait for each other, one after the other in their group."""
+        """Number of rollouts that wait for each other, consecutive in their group."""
         self.needs_whole_groups = self.is_group_scored or self.num_players > 1
         """Whether the rollouts of a group are played together, whatever a batch is."""
         self._are_groups_whole = False
         self.group_size = self.prompts.num_samples if self.prompts is not None and in_groups else 1
-        """Rollouts that are drawn together."""
+        """Number of rollouts that are drawn together."""
         if self.needs_whole_groups:
             self.play_whole_groups()
         self._search_as_before = search_rarely(self)
 
     def play_whole_groups(self) -> None:
-        """Draw groups whole, where batches are of turns, too."""
+        """Draw whole groups, even if batches are counted in turns."""
         self._are_groups_whole = True
         if self.prompts is not None:
             self.group_size = self.prompts.num_samples
@@ -92,15 +92,15 @@ class EnvSource:
         return self.engine.policy_version
 
     def take_turn_counts(self) -> TurnCounts:
-        """Return what the turns since the last call found of their contexts in the engine's cache."""
+        """Return the counts of the engine's cache hits of the turns since the last call."""
         counts, self.runner.turn_counts = self.runner.turn_counts, TurnCounts()
         return counts
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Reset the environment for each rollout of the next groups; fewer where the data ends.
+        """Reset the environment for each rollout of the next groups; fewer if the data ends.
 
         Raises:
-            RuntimeError: when somebody else drew from the same prompts meanwhile, so that groups are mixed.
+            RuntimeError: if another reader drew from the same prompts meanwhile, so that groups are mixed.
         """
         size = self.group_size
         jobs = await self.stepper.call(self._draw_from_a_group, num_groups * size)
@@ -108,14 +108,14 @@ class EnvSource:
         for group in groups:
             if size > 1 and len({job.records[0].group_id for job in group}) > 1:
                 raise RuntimeError(
-                    "the environment's prompts were drawn by somebody else while the collector drew a group: "
+                    "another reader drew from the environment's prompts while the collector drew a group: "
                     f"it holds {[job.records[0].rollout_id for job in group]}. Give the collector an environment that "
                     "nothing else resets while it collects."
                 )
         return groups
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw so many rollouts, and reset the environment unless each is opened alone; fewer where the data ends."""
+        """Draw this many rollouts, fewer if the data ends, and reset the environment unless each is opened alone."""
         return await self.stepper.call(self._draw_from_a_group if self._are_groups_whole else self._draw, count)
 
     async def open_at(self, positions: Sequence[int]) -> list[RolloutTask]:
@@ -162,7 +162,7 @@ class EnvSource:
         elements: tuple[TensorDictBase, ...]
         try:
             elements = self.stepper.env.reset(TensorDict(batch_size=[count])).unbind(0)
-        except EndOfData as end:  # of data that others draw from too, or that is out of sight
+        except EndOfData as end:  # of data with other readers, or of data that is not known here
             return self._draw(end.num_left)
         except BaseException as error:
             return self._drawn_one_by_one(count, positions, as_exception(error))
@@ -176,7 +176,7 @@ class EnvSource:
         ]
 
     def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
-        """Return, after a reset that failed, the jobs of its rollouts, of which those fail that are at fault."""
+        """Return the jobs of a reset that failed; only the rollouts that caused the failure fail."""
         if self.prompts is not None and self.prompts.upcoming(count) != positions:  # they were drawn, and lost
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
@@ -191,7 +191,7 @@ class EnvSource:
         return [await self.runner.run(job)]
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Score a group together where its rubric does; a failed member leaves all of them unscored."""
+        """Score a group together if its rubric does; a failed member leaves the whole group unscored."""
         rubric = self.runner.rubric
         if rubric is None or not rubric.is_group_scored or not all(rollout.status.is_success for rollout in rollouts):
             return
@@ -205,7 +205,7 @@ class EnvSource:
             self.runner.take_score(rollout, score)
 
     def shutdown(self) -> None:
-        """End the environment's threads; environment and engine are their owner's."""
+        """End the environment's threads; the owner closes the environment and the engine."""
         self.stepper.shutdown()
         self.runner.judge_loop.close()
         self._search_as_before()

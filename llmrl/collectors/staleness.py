@@ -23,8 +23,8 @@ class StalenessGate:
       the groups that remain can still all meet their deadlines: the `i`-th of them, in order of deadlines, is in batch
       `b + 1 + i // groups_per_batch` or before. Otherwise the batch waits for the stragglers.
 
-    With `late="drop"` nothing waits: groups past their deadline are dropped and refilled. In both, a group whose
-    start lies more than `max_staleness` true versions back is never delivered, however often weights are updated.
+    With `late="drop"` nothing waits: groups past their deadline are dropped and refilled. In both, a group that
+    started more than `max_staleness` true versions ago is never delivered, however often weights are updated.
 
     The trainer's progress is known by two signs: a new version, or its asking for the next batch without one.
 
@@ -34,7 +34,7 @@ class StalenessGate:
         late: what happens when a group is slower than the bound allows.
 
     Raises:
-        ValueError: for numbers out of range or an unknown `late`.
+        ValueError: if a number is out of range or `late` is unknown.
 
     Example:
         >>> gate = StalenessGate(2, max_staleness=0)
@@ -75,13 +75,13 @@ class StalenessGate:
         return list(self._admitted)
 
     def request_batch(self) -> None:
-        """Note that the consumer waits for its next batch: it has done with those before, whatever the version."""
+        """Record that the consumer waits for its next batch: it has finished those before, whatever the version."""
         if self._is_unasked:
             return
         self._progress = max(self._progress, self._num_batches)
 
     def run_unasked(self) -> None:
-        """Follow new versions alone: whoever fills a buffer asks at once for the next batch, trained or not."""
+        """Follow new versions only: filling a buffer requests the next batch at once, trained or not."""
         self._is_unasked = True
 
     def _observe(self, version: int) -> None:
@@ -128,7 +128,7 @@ class StalenessGate:
         self._num_ready += 1
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None while there is none; with `is_last` whatever there is.
+        """Return a full batch, or None if there is none; with `is_last` return what there is.
 
         Nothing is selected while `overdue_ids` have not been discarded.
         """
@@ -155,7 +155,7 @@ class StalenessGate:
         return Selection(group_ids=group_ids, staleness=staleness)
 
     def rollback(self) -> None:
-        """Take back the batch that was selected last: it brought nothing; another takes its place and its versions."""
+        """Take back the batch that was selected last, which was empty; another takes its place and its versions."""
         self._num_batches -= 1
         if not self._is_unasked:
             self._progress = min(self._progress, self._num_batches)

@@ -32,7 +32,7 @@ _RELEASE_SECONDS = 30.0
 _MAX_BATCH = 256  # what more are stepped at once costs no less, and all of their old turns are kept until all are done
 
 Opening: TypeAlias = TensorDictBase | Drawn | Exception
-"""How a conversation begins: reset already, to be opened, or what its reset raised."""
+"""The beginning of a conversation: its reset, what is still to be opened, or the error of its reset."""
 
 _TURN_KEYS = frozenset(("next", *WRITTEN_BY_POLICIES))
 
@@ -55,10 +55,10 @@ class EnvStepper:
         env: a `ChatEnv` or a transformed one, which serves any number of conversations from now on.
         timeout_seconds: limit of one step, its `before_step` and its batched part each; past it the step fails and
             a fresh thread takes over. Of `before_reset`, and of `release` (30 s where there is none), too.
-        keep_steps: whether stepped conversations are kept, and read, by somebody.
+        keep_steps: whether the caller keeps and reads stepped conversations.
 
     Raises:
-        ValueError: for an environment with a fixed batch size that is not a `ChatEnv`.
+        ValueError: if the environment has a fixed batch size and is not a `ChatEnv`.
     """
 
     def __init__(self, env: EnvBase, *, timeout_seconds: float | None = None, keep_steps: bool = False) -> None:
@@ -68,14 +68,14 @@ class EnvStepper:
             if hasattr(part, "step_timeout_seconds"):  # it keeps the limit itself, and knows what does not count
                 part.step_timeout_seconds = timeout_seconds
         self.are_turns_read = keep_steps or reads_turns(env)
-        """Whether somebody may read the tensors of a turn while it is stepped, or afterwards."""
+        """Whether the tensors of a turn may be read while it is stepped, or afterwards."""
         self._before_reset = next(iter(_parts(env, "before_reset")), None)
         self._slow_parts = _parts(env, "before_step")
         self._releases = [
             release for release in _parts(env, "release") if getattr(release, "__func__", None) is not ChatEnv.release
         ]
         self.slow_loop = ReplaceableLoop("llmrl-slow-steps")
-        """Where slow steps of users' classes run."""
+        """Event loop of slow steps of users' classes."""
         self._waiting: list[tuple[TensorDictBase, asyncio.Future[Stepped]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._thread = WorkerThread("llmrl-env")
@@ -92,7 +92,7 @@ class EnvStepper:
 
     @property
     def is_opened_alone(self) -> bool:
-        """Whether conversations are opened one by one, from what was drawn, since that may take long."""
+        """Whether conversations are opened one by one from their drawn rows, since that may take long."""
         return self._before_reset is not None
 
     async def open(self, opening: Opening) -> TensorDictBase:
@@ -100,7 +100,7 @@ class EnvStepper:
 
         Raises:
             Exception: whatever its environment raised, as by `as_exception`.
-            TimeoutError: when it took too long.
+            TimeoutError: if it took too long.
         """
         if isinstance(opening, TensorDictBase):
             return opening
@@ -130,11 +130,11 @@ class EnvStepper:
             raise TimeoutError(f"it took more than {self.timeout_seconds:g} s.") from None
 
     async def step(self, element: TensorDictBase) -> Stepped:
-        """Step one conversation: it with its `next`, and the root of its next turn.
+        """Step one conversation; return it with its `next`, and the root of its next turn.
 
         Raises:
             Exception: whatever the environment raised for this conversation, as by `as_exception`.
-            TimeoutError: when the step took too long.
+            TimeoutError: if the step took too long.
         """
         for before_step in self._slow_parts:
             await self._before(before_step, element)
@@ -145,7 +145,7 @@ class EnvStepper:
         return await future
 
     async def release(self, element: TensorDictBase) -> None:
-        """Let the environment and its transforms let go of a conversation that has ended; what fails there is told."""
+        """Release what the environment and its transforms hold for a conversation that has ended; errors are logged."""
         for release in self._releases:
             try:
                 async with asyncio.timeout(self.timeout_seconds or _RELEASE_SECONDS):
@@ -188,7 +188,7 @@ class EnvStepper:
         try:
             self.env.step(lazy_stack(elements, 0))  # writes `next` into the elements themselves
         except BaseException:
-            # One conversation's failure must not take the others along.
+            # The failure of one conversation must not fail the others.
             return [self._step_one(element) for element in elements]
         return [(element, self._next_root(element)) for element in elements]
 
@@ -202,7 +202,7 @@ class EnvStepper:
 
     @staticmethod
     def _next_root(element: TensorDictBase) -> TensorDictBase:
-        """Return what `step_mdp` gives, as an object of its own: entries are taken over, and not checked again."""
+        """Return the result of `step_mdp` as a new object; its entries are shared and not checked again."""
         root = {key: value for key, value in element.items() if key not in _TURN_KEYS}
         return tensordict_of(root | {key: value for key, value in element.get("next").items() if key != "reward"})
 

@@ -17,15 +17,15 @@ class WeightSender(Protocol):
     """The trainer's end of a scheme."""
 
     def register_model(self, model: Weights) -> None:
-        """Say whose weights to send."""
+        """Set the model that has the weights to send."""
         ...
 
     def init_all_workers_group(self, model_metadata: Any, engine: Any) -> None:
-        """Open the way to an engine."""
+        """Connect to an engine."""
         ...
 
     def update_weights(self) -> int:
-        """Send the weights, and return their version when the engine has them."""
+        """Send the weights, wait until the engine has them, and return their version."""
         ...
 
     def start_update(self) -> Future[int]:
@@ -50,7 +50,7 @@ class HasEngine(Protocol):
 
     @property
     def engine(self) -> object:
-        """What weights are sent to; None where it is not reached from here."""
+        """The engine to send weights to; None if this process cannot reach it."""
         ...
 
 
@@ -58,8 +58,8 @@ class WeightSenders:
     """One sender for each scheme, or one of the scheme that the engine wants.
 
     Args:
-        schemes: by policy name; may be empty.
-        source: whose engine weights are sent to.
+        schemes: schemes by policy name; may be empty.
+        source: source that has the engine to send weights to.
     """
 
     def __init__(self, schemes: Mapping[str, WeightScheme], source: HasEngine) -> None:
@@ -71,16 +71,16 @@ class WeightSenders:
         """Return the senders, connected to the engines.
 
         Args:
-            model: the trainer's, or a policy that scores with it, or a mapping of its weights; None is the one before.
+            model: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the last.
 
         Raises:
-            ValueError: without a model the first time, or where no engine is reached from here.
+            ValueError: if there is no model at the first call, or if this process can reach no engine.
         """
         from llmrl.weight_sync import default_scheme, get_model_metadata
 
         engine = self._source.engine
         if engine is None:
-            raise ValueError("an update of the weights needs an engine that is reached from here: pass engine=.")
+            raise ValueError("an update of the weights needs an engine that this process can reach: pass engine=.")
         if isinstance(model, TensorDictModuleBase):
             model = model.model
         is_another = model is not None and model is not self._model
@@ -100,10 +100,10 @@ class WeightSenders:
         return list(self._senders.values())
 
     def __getitem__(self, name: str) -> WeightSender:
-        """Return the sender of a scheme, which is the caller's to connect where no update was made before.
+        """Return the sender of a scheme; the caller connects it if there was no update before.
 
         Raises:
-            KeyError: when no scheme has this name.
+            KeyError: if no scheme has this name.
         """
         if name not in self._senders:
             self._senders[name] = self._schemes[name].create_sender()

@@ -1,4 +1,4 @@
-"""What an agent is told of the model, and what it says of its own work."""
+"""The model as an agent sees it, and the result that the agent returns."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from llmrl._utils.types import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentModel:
-    """Where an agent asks: one of these is good for one rollout."""
+    """The address of the model for an agent; each is valid for one rollout."""
 
     base_url: str
     """With `/v1`, for the clients of OpenAI and of Anthropic alike."""
     api_key: str
-    """Names the rollout, and is secret: whoever has it speaks as its agent."""
+    """Secret that identifies the rollout: a client that sends it acts as the rollout's agent."""
     name: str
-    """Of the model. `NAME:aside` is answered and not recorded: for titles, or summaries for a screen."""
+    """Name of the model. `NAME:aside` is answered and not recorded: for titles, or summaries for a screen."""
     info: dict[str, object] = field(default_factory=dict)
-    """What an agent wants kept in the rollout's record."""
+    """Entries that an agent adds to the rollout's record."""
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which programs find a model."""
+        """Return the environment variables that point programs to the model."""
         bare_url = self.base_url.removesuffix("/v1")
-        # What goes to this machine goes through no proxy of the user's.
+        # Requests to this machine must not go through the user's proxy.
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
         return {
             "NO_PROXY": direct,
@@ -45,28 +45,28 @@ class AgentModel:
 
 
 class AgentTimeout(Exception):
-    """An agent took longer than it may: its rollout is truncated."""
+    """Raised if an agent exceeds its time limit: its rollout is truncated."""
 
 
 Score = float | Mapping[str, float] | None
 """A number, named parts that add up, or None: not scored."""
 Play = Callable[[Row, AgentModel], Score | Awaitable[Score]]
-"""Anybody's agent: it is given a row of the dataset and the model, and plays to its end."""
+"""An agent: a function of a row of the dataset and the model, which plays to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentScore:
-    """What an agent's function returned."""
+    """The result of an agent's function."""
 
     reward: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     is_scored: bool = False
     error: str = ""
-    """Why what it returned is no score."""
+    """The reason why the returned value is not a score."""
 
     @classmethod
     def of(cls, returned: object, play: Play) -> AgentScore:
-        """Read what a function returned.
+        """Read the returned value of a function.
 
         Example:
             >>> AgentScore.of({"right": 1.0, "short": 0.5}, print).reward

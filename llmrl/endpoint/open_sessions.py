@@ -1,4 +1,4 @@
-"""`OpenSessions`: sessions that clients open by asking."""
+"""`OpenSessions`: sessions that clients open by their first request."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llmrl.endpoint.tree import ChainKey, chain_keys
 
 
 class OpenSessions:
-    """Whoever has the key may ask. A path, or `X-Session-ID`, names a session, which is opened at its first request.
+    """Sessions for all clients with the key. A path, or `X-Session-ID`, names a session; its first request opens it.
 
-    A request that names none joins the session whose conversation it goes on with; one that begins a conversation opens
-    a session. What nobody has used for a while is ended.
+    A request without a name joins the session that has the conversation it continues; one that begins a conversation
+    opens a session. Idle sessions are ended.
 
     Args:
-        open_session: makes a session of a name.
-        api_key: which clients must have; without one anybody may ask.
-        on_end: is given each session that has ended.
-        idle_seconds: after which a session is ended.
+        open_session: function that makes a session with a name.
+        api_key: key that clients must send; None accepts all clients.
+        on_end: function that is called with each ended session.
+        idle_seconds: idle time, in seconds, after which a session is ended.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class OpenSessions:
 
     @property
     def needs_key(self) -> bool:
-        """Whether those who ask must have a key."""
+        """Whether clients must send a key."""
         return self._api_key is not None
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def check(self, api_key: str | None, session_id: str | None) -> None:
-        """Refuse whoever has not the key, where there is one.
+        """Check a client's key, if one is required.
 
         Raises:
-            RefusedRequest: then.
+            RefusedRequest: if the key is wrong.
         """
         if self._api_key is None:
             return
@@ -63,7 +63,7 @@ class OpenSessions:
         """Return the session of a request.
 
         Raises:
-            RefusedRequest: without the key.
+            RefusedRequest: if the key is wrong.
         """
         self.check(api_key, session_id)
         name = self._name(request) if session_id is None else f"named/{session_id}"
@@ -83,7 +83,7 @@ class OpenSessions:
         return name
 
     def end_idle(self) -> None:
-        """End the sessions that nobody used for long; call it now and then."""
+        """End the idle sessions; call this from time to time."""
         now_s = time.monotonic()
         for name, session in list(self._sessions.items()):
             if now_s - session.last_used_s > self._idle_seconds and not session.is_asked:

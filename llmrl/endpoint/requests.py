@@ -1,4 +1,4 @@
-"""What a client asks and what it is answered, in no dialect."""
+"""Requests of clients and their answers, independent of the dialect."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class RefusedRequest(Exception):
-    """A request that is not answered; each dialect has its own form for why.
+    """A request that is refused; each dialect has its own form of the error.
 
     Args:
-        message: for whoever reads the client's error.
-        status: of HTTP.
-        code: a word that programs look for.
+        message: text of the error, for persons.
+        status: HTTP status.
+        code: code of the error, for programs.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
@@ -34,27 +34,27 @@ class ModelRequest:
     model: str
     tools: tuple[ToolSchema, ...] = ()
     max_tokens: int | None = None
-    """Of an answer; the run's own limit holds, too."""
+    """Maximum length of an answer, in tokens; the run's own limit applies, too."""
     stop: tuple[str, ...] = ()
     num_answers: int = 1
     is_streamed: bool = False
     may_call: bool = True
-    """False where calls are to be read as text (`tool_choice` none)."""
+    """False if calls must be read as text (`tool_choice` none)."""
     wants_log_probs: bool = False
     is_usage_streamed: bool = False
     previous_id: str | None = None
-    """Of the reply that these messages go on from, where a client sends only what is new."""
+    """Id of the reply that these messages continue, if a client sends only the new ones."""
     num_instructions: int = 0
-    """Messages at the beginning that hold for this request alone, where it goes on from an earlier one."""
+    """Number of messages at the beginning that apply to this request only, if it continues an earlier one."""
     sampling: Mapping[str, Json] = field(default_factory=dict)
-    """Entries of a `SamplingConfig` that it asks for; of a run that trains they are the run's to say."""
+    """Entries of a `SamplingConfig` that it sets; a run that trains overrides them."""
     overridden: tuple[str, ...] = ()
-    """What was asked for and cannot be had, by name: the answer is sampled without."""
+    """Names of the requested options that are not supported; the answer is sampled without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAnswer:
-    """One answer to a request, as its client is to see it."""
+    """One answer to a request, as its client sees it."""
 
     content: str
     reasoning: str
@@ -64,7 +64,7 @@ class ModelAnswer:
     stop_string: str | None
     """The stop string that ended it, which is not in its content."""
     token_texts: Sequence[str]
-    """Of each sampled token, where log-probs are wanted."""
+    """The log-probs of each sampled token, if requested."""
     log_probs: Sequence[float]
     num_tokens: int
 
@@ -89,7 +89,7 @@ class ModelReply:
     answers: tuple[ModelAnswer, ...]
     num_prompt_tokens: int
     num_cached_tokens: int = field(default=0)
-    """Of the prompt, those that an earlier turn of the session held."""
+    """Number of the prompt's tokens that an earlier turn of the session held."""
 
     @property
     def num_completion_tokens(self) -> int:

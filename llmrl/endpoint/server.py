@@ -1,4 +1,4 @@
-"""`EndpointServer`: the policy behind HTTP, in the dialects that agents speak."""
+"""`EndpointServer`: the policy behind HTTP, in the API dialects of agents."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ logger = logging.getLogger("llmrl")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_BYTES = 64 << 20
 _READ_SECONDS = 60.0
-"""For a request's body to come in whole."""
+"""Time limit for the body of a request."""
 _HEAD_SECONDS = 75.0
-"""For the head of a request to come in whole, and of idle connections."""
+"""Time limit for the head of a request, and of idle connections."""
 _CLIENT_HUNG_UP = 499  # as web servers count it
 _PING_SECONDS = 10.0
-"""How long a streaming client hears nothing, at most."""
+"""Maximum time, in seconds, between two events of a stream."""
 _NO_RETRY = {"x-should-retry": "false"}
-"""Failed requests were repeated by the collector already; the clients of both APIs obey this."""
+"""The collector has already retried failed requests; the clients of both APIs obey this header."""
 
 
 class Sessions(Protocol):
-    """Whose requests are answered."""
+    """The sessions that a server answers."""
 
     def __len__(self) -> int:
-        """Return how many are open."""
+        """Return the number of open sessions."""
         ...
 
     @property
     def needs_key(self) -> bool:
-        """Whether those who ask must have a key."""
+        """Whether clients must send a key."""
         ...
 
     def check(self, api_key: str | None, session_id: str | None) -> None:
-        """Refuse whoever may not ask.
+        """Check a client's key.
 
         Raises:
-            RefusedRequest: then.
+            RefusedRequest: if the client has no access.
         """
         ...
 
@@ -62,21 +62,21 @@ class Sessions(Protocol):
         """Return the session of a request; `session_id` is that of its path or of `X-Session-ID`.
 
         Raises:
-            RefusedRequest: for one that may not ask.
+            RefusedRequest: if the client has no access.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one API asks and is answered; all of these are pure functions."""
+    """The requests and answers of one API; all of these are pure functions."""
 
     read: Callable[[Body], ModelRequest]
     write: Callable[[ModelReply], Json]
     events: Callable[[ModelReply, ModelRequest], Iterator[tuple[str | None, Json]]]
     error: Callable[[RefusedRequest], Json]
     error_event: str | None = None
-    """The name of an event that tells an error."""
+    """The name of an error event."""
 
 
 CHAT = Dialect(chat.read, chat.write, chat.events, chat.error)
@@ -88,32 +88,32 @@ class EndpointServer:
     """Answers requests over HTTP, on the event loop that starts it.
 
     Args:
-        sessions: whose requests are answered.
-        model_name: by which clients ask; with `:aside` appended an answer is not recorded.
+        sessions: sessions to answer.
+        model_name: name of the model in requests; with `:aside` appended an answer is not recorded.
 
     Raises:
-        MissingExtraError: when aiohttp is not installed, naming the extra.
+        MissingExtraError: if aiohttp is not installed; the message names the extra.
     """
 
     def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:
         self.web = require("aiohttp.web", extra="server")
         self.sessions, self.model_name = sessions, model_name
         self.counts: Counter[str] = Counter()
-        """What was served, by names and labels of Prometheus."""
+        """Counts for `/metrics`, by Prometheus names and labels."""
         self._runner: web.AppRunner | None = None
         self._host = ""
         self.url = ""
-        """Where it listens, without a path; empty until it does."""
+        """URL of the server, without a path; empty until it listens."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen, by default on a free port of this machine alone.
+        """Listen, by default on a free port and for this machine only.
 
         Raises:
-            OSError: when the port is taken.
+            OSError: if the port is taken.
         """
-        # Chunks of a body are kept by aiohttp up to this; a larger body is refused by its length.
+        # aiohttp keeps chunks of a body up to this size; a larger body is refused by its length.
         app = self.web.Application(client_max_size=_MAX_BYTES)
-        # A client that was given the address with /v1 may add it again; a path may name the session.
+        # A client with the address that ends in /v1 may add /v1 again; a path may name the session.
         routes = (
             ("POST", "/chat/completions", CHAT, self._answer),
             ("POST", "/responses", RESPONSES, self._answer),
@@ -156,7 +156,7 @@ class EndpointServer:
                 response = await answer(dialect, request)
             except RefusedRequest as refused:
                 response = self._refusal(dialect, refused)
-            except ConnectionError:  # nobody is there to be answered, which aiohttp would log as an error
+            except ConnectionError:  # the client is gone; aiohttp would log an error
                 response = self.web.Response(status=_CLIENT_HUNG_UP)
             except Exception as error:
                 logger.warning("a request at %s failed", request.path, exc_info=error)
@@ -170,7 +170,7 @@ class EndpointServer:
         return self.web.json_response(dialect.error(refused), status=refused.status, headers=_NO_RETRY)
 
     def _check_page(self, request: web.Request) -> None:
-        """Refuse pages of a browser where no key is needed: one of any site may send requests to this machine.
+        """Refuse pages of a browser if no key is needed: a page of any site may send requests to this machine.
 
         A name that a page had resolved to this machine (DNS rebinding) is in `Host`, another page's in `Origin`.
         """
@@ -227,7 +227,7 @@ class EndpointServer:
         return self.web.json_response({"input_tokens": await self._session(request, asked).count_tokens(asked)})
 
     async def _wait_streaming(self, request: web.Request, exchange: Exchange) -> web.StreamResponse | None:
-        """Wait for an answer; a client that waits long hears now and then that it is still being made."""
+        """Wait for an answer, and send pings to a streaming client meanwhile."""
         response = None
         while not (await asyncio.wait({exchange.task}, timeout=_PING_SECONDS))[0]:
             response = response or await self._open_stream(request)
@@ -255,7 +255,7 @@ class EndpointServer:
 
     @staticmethod
     def _asker(request: web.Request) -> tuple[str | None, str | None]:
-        """Return the key of whoever asks, and the session that is named."""
+        """Return the key of the client, and the name of the session."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         api_key = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
         session_id = request.match_info.get("session") or request.headers.get("X-Session-ID")
@@ -265,7 +265,9 @@ class EndpointServer:
 
     def _session(self, request: web.Request, asked: ModelRequest) -> Session:
         session = self.sessions.find(*self._asker(request), asked)
-        if asked.model.removesuffix(ASIDE) != self.model_name:  # told to those alone who may ask
+        if (
+            asked.model.removesuffix(ASIDE) != self.model_name
+        ):  # after the check of the key, so that only clients with access see the name
             raise RefusedRequest(
                 f"the model {asked.model!r:.80} does not exist here; ask for {self.model_name!r}.",
                 status=404,
@@ -292,7 +294,7 @@ class EndpointServer:
 
 
 async def _send(response: web.StreamResponse, events: Iterable[tuple[str | None, Json]]) -> None:
-    """Write events, in one piece, and end the stream."""
+    """Write all events at once, and end the stream."""
     lines = []
     for name, data in events:
         head = "" if name is None else f"event: {name}\n"

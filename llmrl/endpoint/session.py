@@ -1,4 +1,4 @@
-"""`Session`: what one client has asked and was answered; the record of one rollout."""
+"""`Session`: the requests of one client and their answers; the record of one rollout."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Complete = Callable[[list[int], SamplingConfig], Awaitable[Completion]]
 """Samples one completion of a prompt's ids, `[num_prompt_tokens]`."""
 
 RETRY_SECONDS = 10.0
-"""How long an answer is kept, and sampled on, for a client that hung up: theirs repeat a request within 8 s."""
+"""Time for which an answer is kept, and sampled, after its client hung up; clients retry within 8 s."""
 _TOKEN_CHARACTERS = 512
-"""More than any token of a known tokenizer stands for: what is longer than a prompt of such tokens is not looked at."""
+"""Upper bound on the characters of a token in any known tokenizer; prompts that exceed it are refused unread."""
 _USUAL_CHARACTERS = 8
-"""More than tokens stand for on average: what is longer than a prompt of such tokens is measured in a thread first."""
+"""Upper bound on the characters of an average token; prompts that exceed it are first counted in a thread."""
 ASIDE = ":aside"
-"""What follows a model's name in requests that are answered and not recorded: titles, summaries for a screen."""
+"""Suffix of the model's name in requests that are answered and not recorded: titles, summaries for a screen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What a session may ask."""
+    """The limits of a session."""
 
     max_prompt_tokens: int
     max_turns: int | None = None
-    """Answers."""
+    """Maximum number of answers."""
     max_completion_tokens: int | None = None
-    """Sampled tokens of all answers; of requests at once, each may use what was left when it began."""
+    """Maximum number of sampled tokens of all answers; concurrent requests each may use what was left at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +50,28 @@ class _Sampled:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request and its answers, which whoever repeats the request gets, too."""
+    """One request and its answers; a client that repeats the request gets the same answers."""
 
     request: ModelRequest
     task: asyncio.Task[_Sampled]
-    """Raises `RefusedRequest` for what cannot be answered."""
+    """Raises `RefusedRequest` if the request cannot be answered."""
     num_clients: int = 1
-    """That wait for it."""
+    """Number of clients that wait for it."""
     reply: ModelReply | None = None
-    """What was sent; None until then."""
+    """The delivered reply; None until then."""
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its client hung up before it was answered."""
+        """Whether all clients hung up before the reply."""
         return self.reply is None and not self.num_clients
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing can come of it any more."""
+        """Whether the task failed or was cancelled."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     def leave(self) -> None:
-        """Note that a client hung up; unless it comes again in time, sampling ends."""
+        """Record that a client hung up; sampling ends unless the client repeats the request in time."""
         self.num_clients -= 1
         if self.is_abandoned and not self.task.done():
             asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self.is_abandoned and self.task.cancel())
@@ -84,11 +84,11 @@ class Session:
 
     Args:
         session_id: names its answers.
-        tree: where turns are recorded.
-        complete: samples.
-        sampling: the run's: what a client asks beyond stop strings and shorter answers is overridden, and counted.
-        limits: what it may ask.
-        does_client_sample: whether temperature and the like are the client's to say: where nothing is trained.
+        tree: tree that records the turns.
+        complete: function that samples.
+        sampling: sampling of the run; it overrides what clients ask beyond stop strings and shorter answers.
+        limits: limits of the session.
+        does_client_sample: whether clients set temperature and the like: only if nothing is trained.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class Session:
         self.session_id, self.tree, self.limits = session_id, tree, limits
         self._complete, self._sampling, self._does_client_sample = complete, sampling, does_client_sample
         self.reason: str = StopReason.NONE
-        """The budget that ended it, see `StopReason`; empty while none has."""
+        """The budget that ended it, see `StopReason`; empty if none has."""
         self.last_refusal: str = StopReason.NONE
-        """Why the last refused request was refused, where it was a limit of the run."""
+        """Reason of the last refusal, if it was a limit of the run."""
         self.failure: Exception | None = None
-        """What the engine raised last."""
+        """The last error of the engine."""
         self.info: dict[str, object] = {}
-        """What its agent wants kept in the rollout's record."""
+        """Entries that its agent adds to the rollout's record."""
         self.overridden: Counter[str] = Counter()
-        """What requests asked for and the run decides, by name."""
+        """Counts of the requested options that the run overrides, by name."""
         self.counts: Counter[str] = Counter()
         """`num_aside`, `num_repeated` requests; `num_lost` answers that no client waited for."""
         self.num_completion_tokens = 0
@@ -125,15 +125,15 @@ class Session:
     # Requests
 
     def begin(self, request: ModelRequest, digest: bytes, *, is_repeated: bool = False) -> Exchange:
-        """Take a request; one that repeats another gets the other's answer, and nothing is sampled twice.
+        """Begin a request; one that repeats another gets the same answer, and nothing is sampled twice.
 
         Args:
-            request: what is asked.
-            digest: equal for equal requests.
-            is_repeated: whether the client says that it asks again.
+            request: request to answer.
+            digest: hash of the request.
+            is_repeated: whether the client marks it as a retry.
 
         Raises:
-            RefusedRequest: when the session has ended, a budget is used up, or the request cannot be answered.
+            RefusedRequest: if the session has ended, a budget is used up, or the request cannot be answered.
         """
         self.check_open()
         self.last_used_s = time.monotonic()
@@ -155,7 +155,7 @@ class Session:
         else:
             self._num_begun += request.num_answers
         task = asyncio.create_task(self._sample(request, prompt, sampling))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits for it is told
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its error reaches those who wait
         exchange = Exchange(request, task)
         self._exchanges[digest] = [*same, exchange]
         return exchange
@@ -164,7 +164,7 @@ class Session:
         """Return the number of tokens of a prompt, which is not recorded.
 
         Raises:
-            RefusedRequest: when the chat template refuses it, or it is longer than any prompt.
+            RefusedRequest: if the chat template refuses it, or if it is longer than any prompt.
         """
         self.check_open()
         if self._check_length(request):
@@ -173,21 +173,23 @@ class Session:
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether a client waits for an answer."""
         return any(one.num_clients for same in self._exchanges.values() for one in same)
 
     def has_answered(self, reply_id: str | None) -> bool:
-        """Return whether a reply is one of this session's, which requests may go on from by its id."""
+        """Return whether the session has a reply with this id, which requests can continue."""
         return reply_id in self._said
 
     def check_open(self) -> None:
-        """Refuse what comes after the session's end.
+        """Check that the session has not ended.
 
         Raises:
-            RefusedRequest: then.
+            RefusedRequest: if it has.
         """
         if self.is_ended:
-            raise RefusedRequest("this session has ended; its key is good no more.", status=403, code="session_ended")
+            raise RefusedRequest(
+                "this session has ended; its key is no longer valid.", status=403, code="session_ended"
+            )
 
     def _check_budgets(self, request: ModelRequest) -> None:
         limits, spent = self.limits, self.num_completion_tokens
@@ -198,9 +200,9 @@ class Session:
             raise self._over(StopReason.LENGTH, f"the {limits.max_completion_tokens} tokens of its answers")
 
     def _check_length(self, request: ModelRequest) -> bool:
-        """Return whether a request may be too long; one that is for certain is refused before it is looked at."""
+        """Return whether a request may be too long; one that certainly is too long is refused before it is rendered."""
         most, messages = self.limits.max_prompt_tokens, self._with_earlier(request)
-        if len(messages) > most:  # each has a token at least
+        if len(messages) > most:  # each has at least one token
             raise self._too_long(f"{len(messages)} messages")
         num_characters = sum(map(_num_characters, (*messages, *request.tools)))
         if num_characters > _TOKEN_CHARACTERS * most:
@@ -208,7 +210,7 @@ class Session:
         return num_characters > _USUAL_CHARACTERS * most
 
     async def _measured(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a long prompt, counted in a thread: meanwhile others are answered."""
+        """Return the number of tokens of a long prompt, counted in a thread so that other requests are answered."""
         self._check_last(request)
         try:
             messages = self._with_earlier(request)
@@ -248,7 +250,7 @@ class Session:
     @staticmethod
     def _check_last(request: ModelRequest) -> None:
         if request.messages[-1]["role"] == "assistant":
-            raise RefusedRequest("the last message is the assistant's: an answer that is begun is not continued.")
+            raise RefusedRequest("the last message is the assistant's: continuing a partial answer is not supported.")
 
     def _render(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
         self._check_last(request)
@@ -308,10 +310,10 @@ class Session:
     # Answers
 
     def deliver(self, exchange: Exchange) -> ModelReply:
-        """Record an exchange that is done, and return what its client gets: the same to whoever asks again.
+        """Record a finished exchange and return the reply for its client; a repeated request gets the same reply.
 
         Raises:
-            RefusedRequest: when the session ended meanwhile, or nothing could be sampled.
+            RefusedRequest: if the session ended meanwhile, or if sampling failed.
         """
         self.last_used_s = time.monotonic()
         if exchange.reply is not None:

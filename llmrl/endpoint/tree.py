@@ -1,4 +1,4 @@
-"""The tree of a session's turns: which turn a request goes on from, and the training rows of all."""
+"""The tree of a session's turns: the turn that a request continues, and the training rows of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmrl.rendering.tool_calls import ToolCall
 from llmrl.rendering.turn import TurnNode
 
 ChainKey = int
-"""Hash of the tools and of messages, each with all before it."""
+"""Hash of the tools and of a message with all messages before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,29 +24,29 @@ class RecordedTurn:
     """A request's prompt and one answer to it."""
 
     conversation: Conversation
-    """After the answer."""
+    """The conversation after the answer."""
     completion: Completion
     prompt_key: ChainKey
 
     @property
     def node(self) -> TurnNode:
-        """Its tokens, with those of its parents."""
+        """The tokens of the turn and its parents."""
         node = self.conversation.node
         assert node is not None
         return node
 
 
 class TurnTree:
-    """The turns of one rollout. A request goes on from one of them, or begins a conversation of its own.
+    """The turns of one rollout. A request continues one of them, or begins a new conversation.
 
-    Where a client sends again what it was told, its request goes on from that answer as it was sampled, whatever the
-    ids, the white space or the spelling of arguments that it came back with. Where it edited, compacted or cut its
-    history, the request is rendered whole, and goes on from the recorded turn with the longest common prefix of tokens
-    that ends with an answer; without one it is a root. So every sampled token is in the tree once, and is trained once.
+    If a client sends back an answer that it received, its request continues that answer as it was sampled, even if
+    ids, white space or the spelling of arguments have changed. If it edited, compacted or cut its history, the
+    request is rendered whole and continues the recorded turn with the longest common prefix of tokens that ends with
+    an answer; without one it is a root. So every sampled token is in the tree once, and is trained once.
 
     Args:
-        renderer: messages to tokens and back.
-        mode: see `Conversation.start`.
+        renderer: renderer from messages to tokens and back.
+        mode: mode of `Conversation.start`.
 
     Example:
         >>> TurnTree(None).reconcile().rows
@@ -54,15 +54,15 @@ class TurnTree:
     """
 
     def __init__(self, renderer: Renderer | None, *, mode: Mode = "auto") -> None:
-        # No answer is worth losing its tail to an edit: what does not go on from it exactly begins a row.
+        # An edit must not discard the end of an answer: a prompt that does not continue it exactly begins a row.
         self._root = Conversation.start(renderer, mode=mode, fork_threshold_tokens=0)
         self.turns: list[RecordedTurn] = []
-        """In the order in which they were answered."""
+        """The turns in the order of their answers."""
         self._by_chain: dict[ChainKey, RecordedTurn] = {}
         self._calls: dict[str, ToolCall] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Conversation, ChainKey]:
-        """Return the conversation that these messages go on from, prompted with them, and their key.
+        """Return the conversation that these messages continue, prompted with them, and their key.
 
         Raises:
             RenderingError: when the template refuses the messages.
@@ -71,13 +71,13 @@ class TurnTree:
         keys = chain_keys(messages, tools)
         last = max(_answers(messages), default=-1)
         turn = self._by_chain.get(keys[last + 1]) if last >= 0 else None
-        if turn is not None:  # what was recorded, then only what is new
+        if turn is not None:  # the recorded messages, then only the new ones
             messages = [*turn.conversation.messages, *messages[last + 1 :]]
             return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
         return self._compared(messages, tools), keys[-1]
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
-        """Return the number of tokens of a prompt, rendered whole; in any thread.
+        """Return the number of tokens of a prompt, rendered whole; thread-safe.
 
         Raises:
             RenderingError: when the template refuses the messages.
@@ -94,7 +94,7 @@ class TurnTree:
             num_tokens = turn.conversation.num_tokens
             if num_tokens >= len(shown) or (longest is not None and num_tokens <= longest.conversation.num_tokens):
                 continue
-            # The last token first: most turns of other conversations differ there, and nothing is copied.
+            # Compare the last token first: most turns of other conversations differ there, which avoids a copy.
             sampled = turn.completion.token_ids
             if sampled and shown[num_tokens - 1] != sampled[-1]:
                 continue
@@ -111,8 +111,8 @@ class TurnTree:
         """Add a turn.
 
         Args:
-            turn: answered.
-            visible: the answer as its client sees it: without a stop string, calls with the ids that it is told.
+            turn: answered turn.
+            visible: the answer as its client sees it: without a stop string, and with the ids of its calls.
         """
         self.turns.append(turn)
         self._by_chain[hash((turn.prompt_key, _message_key(visible)))] = turn
@@ -146,23 +146,23 @@ class TurnTree:
 
     @property
     def leaf_turns(self) -> list[RecordedTurn]:
-        """The turns that none goes on from, in the order of their answers."""
+        """The turns without a child, in the order of their answers."""
         parents = {id(turn.node.parent) for turn in self.turns}
         return [turn for turn in self.turns if id(turn.node) not in parents]
 
     @property
     def leaves(self) -> list[TurnNode]:
-        """Their tokens, with those of their parents."""
+        """The nodes of the leaf turns, each with the tokens of its parents."""
         return [turn.node for turn in self.leaf_turns]
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation that was answered last; empty before any was."""
+        """The last answered conversation; empty if there is none."""
         return self.turns[-1].conversation.messages if self.turns else ()
 
     @property
     def num_turns(self) -> int:
-        """Answers."""
+        """Number of answers."""
         return len(self.turns)
 
     def reconcile(self) -> Reconciliation:
@@ -217,12 +217,12 @@ def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:
-    """Return where the assistant speaks."""
+    """Return the positions of the assistant's messages."""
     return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _message_key(message: Message) -> int:
-    """Return a hash of what a message says, however it is laid out: answers by content, reasoning and calls."""
+    """Return a hash of a message's meaning, independent of its layout: answers by content, reasoning and calls."""
     content = text_of(message.get("content"))
     if message["role"] != "assistant":
         return hash((message["role"], content, message.get("tool_call_id"), message.get("name")))

@@ -111,7 +111,7 @@ def test_draws_of_somebody_else_within_a_group_are_an_error(make_policy, monkeyp
         env.base_env.prompts, "draw_many", lambda count: draw_many(1) and draw_many(count)
     )  # as another thread's reset would, between the look at the position and the draw
     with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
-        with pytest.raises(RuntimeError, match="somebody else"):
+        with pytest.raises(RuntimeError, match="another reader drew"):
             collector.next()
 
 

@@ -102,14 +102,14 @@ def test_what_stands_in_a_body_is_read_or_refused(dialect):
 def test_tools_of_another_kind_are_refused_by_name(dialect):
     for kind in ("web_search", {"a": 1}):
         tools = [{**BODIES[dialect]["tools"][0], "type": kind}]
-        with pytest.raises(RefusedRequest, match=r"tools of type .* cannot be had"):
+        with pytest.raises(RefusedRequest, match=r"tools of type .* are not supported"):
             dialect.read({**BODIES[dialect], "tools": tools})
 
 
 def test_answers_of_a_given_form_are_refused():
-    with pytest.raises(RefusedRequest, match="response_format cannot be had"):
+    with pytest.raises(RefusedRequest, match="response_format is not supported"):
         chat.read({**BODIES[chat], "response_format": {"type": "json_object"}})
-    with pytest.raises(RefusedRequest, match=r"text\.format cannot be had"):
+    with pytest.raises(RefusedRequest, match=r"text\.format is not supported"):
         responses.read({**BODIES[responses], "text": {"format": {"type": "json_schema"}}})
 
 

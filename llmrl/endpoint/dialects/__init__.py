@@ -1,1 +1,1 @@
-"""How each API asks and is answered: pure functions between JSON and requests, replies and JSON or events."""
+"""The dialects of the APIs: pure functions from JSON to requests, and from replies to JSON or events."""

@@ -39,7 +39,7 @@ def read(body: Body) -> ModelRequest:
     """Read a request.
 
     Raises:
-        RefusedRequest: naming what is wrong with it, or what cannot be had.
+        RefusedRequest: if the request is malformed or asks for something unsupported, which the message names.
 
     Example:
         >>> body = {"model": "policy", "system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}]}
@@ -140,7 +140,7 @@ def _as_deltas(block: dict[str, Json]) -> tuple[Json, list[Json]]:
 
 
 def error(refused: RefusedRequest) -> Json:
-    """Return why a request is not answered."""
+    """Return the error of a refused request as JSON."""
     kind = _ERRORS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 

@@ -39,7 +39,7 @@ def read(body: Body) -> ModelRequest:
     """Read a request.
 
     Raises:
-        RefusedRequest: naming what is wrong with it, or what cannot be had.
+        RefusedRequest: if the request is malformed or asks for something unsupported, which the message names.
 
     Example:
         >>> read({"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "n": 2}).num_answers
@@ -133,7 +133,7 @@ def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | Non
 
 
 def error(refused: RefusedRequest) -> Json:
-    """Return why a request is not answered."""
+    """Return the error of a refused request as JSON."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 

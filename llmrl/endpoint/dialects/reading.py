@@ -1,4 +1,4 @@
-"""Reading a client's JSON: every entry has the type that it should have, or the client is told."""
+"""Read a client's JSON: an entry of a wrong type is refused with an error for the client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_body(text: bytes) -> Body:
     """Return a request's JSON object.
 
     Raises:
-        RefusedRequest: when it is none.
+        RefusedRequest: if the body is not a JSON object.
     """
     try:
         body = json.loads(text)
@@ -36,10 +36,10 @@ def parse_body(text: bytes) -> Body:
 
 
 def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
-    """Refuse what is nested deeper than whoever writes it again can follow.
+    """Check that a value can be written again without exceeding the recursion limit.
 
     Raises:
-        RefusedRequest: then.
+        RefusedRequest: if it is nested too deep.
     """
     if not left:
         raise RefusedRequest(f"the request's body is nested more than {_MAX_DEPTH} deep.")
@@ -50,10 +50,10 @@ def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
 
 
 def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Json = None) -> Json:
-    """Return an entry of the type that it should have; None counts as left out.
+    """Return an entry of the expected type; None counts as missing.
 
     Raises:
-        RefusedRequest: naming the entry, what it is and what it should be.
+        RefusedRequest: if it has another type; the message names the entry, its value and the type.
 
     Example:
         >>> entry_of({"n": 2}, "n", int), entry_of({}, "n", int, default=1)
@@ -74,7 +74,7 @@ def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -
     """Return the text of a content: a string, or a list of parts of text.
 
     Raises:
-        RefusedRequest: for a part of another kind: images and sounds are not read.
+        RefusedRequest: if a part is of another kind: images and audio are not supported.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -96,7 +96,7 @@ def object_of(value: Json, *, where: str) -> Body:
     """Return a JSON object.
 
     Raises:
-        RefusedRequest: for anything else.
+        RefusedRequest: if the value is not an object.
     """
     if not isinstance(value, dict):
         raise RefusedRequest(f"{where} must be an object, got {value!r:.80}.")
@@ -107,7 +107,7 @@ def arguments_of(text: Json, *, where: str) -> Json:
     """Return a call's arguments, which clients send as JSON in a string.
 
     Raises:
-        RefusedRequest: when they are no object.
+        RefusedRequest: if they are not an object.
     """
     try:
         arguments = json.loads(text or "{}") if isinstance(text, str) or text is None else text
@@ -118,19 +118,19 @@ def arguments_of(text: Json, *, where: str) -> Json:
 
 
 def call_of(call_id: Json, name: Json, arguments: Json) -> ToolCall:
-    """Return a call as messages hold it."""
+    """Return a call in the form of a message."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tools_of(body: Body, kind: str) -> list[Body]:
-    """Return a request's tools, each of the kind by which a dialect names functions.
+    """Return a request's tools, each of the kind that a dialect has for functions.
 
     Raises:
-        RefusedRequest: for tools of another kind, which an API runs itself.
+        RefusedRequest: if a tool is of another kind, which the API itself would run.
     """
     tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
     if others := {str(tool.get("type") or kind) for tool in tools} - {kind}:
-        raise RefusedRequest(f"tools of type {sorted(others)} cannot be had: only functions.")
+        raise RefusedRequest(f"tools of type {sorted(others)} are not supported: only functions are.")
     return tools
 
 
@@ -138,22 +138,22 @@ def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
     """Return a tool as templates read it; `parameters` names the entry with its schema.
 
     Raises:
-        RefusedRequest: for a tool without a name.
+        RefusedRequest: if the tool has no name.
     """
     name = entry_of(body, "name", str, where=where)
     if not name:
         raise RefusedRequest(f"{where}name is missing.")
     schema = entry_of(body, parameters, dict, where=where, default={"type": "object", "properties": {}})
     description = entry_of(body, "description", str, where=where)
-    told = {} if description is None else {"description": description}
-    return {"type": "function", "function": {"name": name, **told, "parameters": schema}}
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
 
 
 def stops_of(value: Json, name: str) -> tuple[str, ...]:
     """Return stop strings, given as one or as a list.
 
     Raises:
-        RefusedRequest: for what is no text, or an empty one.
+        RefusedRequest: if one is empty or not a string.
     """
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
@@ -165,7 +165,7 @@ def positive(value: int | None, name: str) -> int | None:
     """Return a number of at least 1, or None.
 
     Raises:
-        RefusedRequest: for a smaller one.
+        RefusedRequest: if it is smaller.
     """
     if value is not None and value < 1:
         raise RefusedRequest(f"{name} must be at least 1, got {value}.")
@@ -176,7 +176,7 @@ def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Return messages that can be rendered.
 
     Raises:
-        RefusedRequest: for none, one without content, or an unknown role.
+        RefusedRequest: if there is no message, or if one has no content or an unknown role.
     """
     try:
         found = check_messages(list(messages))
@@ -195,10 +195,10 @@ _SAMPLING = {
 
 
 def sampling_of(body: Body) -> dict[str, Json]:
-    """Return what a request says of sampling, as a `SamplingConfig` has it.
+    """Return a request's sampling options, as entries of a `SamplingConfig`.
 
     Raises:
-        RefusedRequest: for what is no number.
+        RefusedRequest: if one is not a number.
     """
     asked = {name: entry_of(body, name, kind) for name, kind in _SAMPLING.items()}
     if asked["top_k"] is not None:
@@ -207,7 +207,7 @@ def sampling_of(body: Body) -> dict[str, Json]:
 
 
 def overridden(body: Body, *names: str) -> tuple[str, ...]:
-    """Return what one of OpenAI's requests has of these entries, and says of calls, that cannot be had."""
+    """Return which of these entries, and which options of calls, a request to OpenAI's API has that are unsupported."""
     asked = [name for name in names if body.get(name) is not None]
     if body.get("tool_choice") not in (None, "auto", "none"):
         asked.append("tool_choice")
@@ -217,10 +217,10 @@ def overridden(body: Body, *names: str) -> tuple[str, ...]:
 
 
 def check_format(wanted: Body, name: str) -> None:
-    """Refuse answers of a given form.
+    """Check that answers are wanted as free text.
 
     Raises:
-        RefusedRequest: for them.
+        RefusedRequest: if another format is wanted.
     """
     if wanted.get("type", "text") != "text":
-        raise RefusedRequest(f"{name} cannot be had: answers are sampled freely. Ask for JSON in a message.")
+        raise RefusedRequest(f"{name} is not supported: answers are sampled freely. Ask for JSON in a message.")

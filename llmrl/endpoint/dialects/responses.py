@@ -37,7 +37,7 @@ def read(body: Body) -> ModelRequest:
     """Read a request.
 
     Raises:
-        RefusedRequest: naming what is wrong with it, or what cannot be had.
+        RefusedRequest: if the request is malformed or asks for something unsupported, which the message names.
 
     Example:
         >>> read({"model": "policy", "instructions": "Be brief.", "input": "Hi"}).num_instructions
@@ -45,7 +45,7 @@ def read(body: Body) -> ModelRequest:
     """
     check_format(entry_of(entry_of(body, "text", dict, default={}), "format", dict, default={}), "text.format")
     if body.get("background") or body.get("conversation") is not None:
-        raise RefusedRequest("background and conversation cannot be had; send the input, or previous_response_id.")
+        raise RefusedRequest("background and conversation are not supported; send the input, or previous_response_id.")
     instructions = entry_of(body, "instructions", str, default="")
     opening: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     previous = entry_of(body, "previous_response_id", str)
