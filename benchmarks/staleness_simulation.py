@@ -59,7 +59,7 @@ GOAL = 1.5
 
 
 class Replica(ScriptedEngine):
-    """An engine that dies, comes back, and can be told to finish what it has before it takes weights."""
+    """An engine that dies, comes back, and can be asked to finish its requests before it takes weights."""
 
     def __init__(self, latency_s: Callable[..., float]) -> None:
         super().__init__([[7]], latency_s=latency_s, max_num_seqs=SEQUENCES_PER_REPLICA, record_requests=False)

@@ -1,7 +1,7 @@
 """A sandbox of one's own: five methods, the contract's tests, and the tools that run in it. No model is asked.
 
-This one is a folder and plain processes: it confines nothing, and stands for a container or a provider's machine, whose
-client would be called in the same places.
+This one is a folder and plain processes: it confines nothing, and stands for a container or a provider's machine. Its
+methods would call that provider's client.
 """
 
 from __future__ import annotations

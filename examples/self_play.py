@@ -73,8 +73,8 @@ def teach_to_move(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, nu
     texts = []
     for stones in [*"12345678"] * 32:
         chat: list[Message] = [{"role": "system", "content": RULES}]
-        for told in (stones, random.choice("12345678")):
-            chat.append({"role": "user", "content": told})
+        for content in (stones, random.choice("12345678")):
+            chat.append({"role": "user", "content": content})
             chat.append({"role": "assistant", "content": move_at_random(chat)})
         texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
     ids = tokenizer(texts, return_tensors="pt").input_ids

@@ -1,4 +1,4 @@
-"""The loop that bridges an engine's thread and whoever awaits it."""
+"""The loop that bridges an engine's thread and the loops that await it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_python_searches_as_before_once_the_last_owner_is_done():
 
 
 @pytest.mark.parametrize("own", [(0, 10, 10), (200_000, 5, 5)])
-def test_what_somebody_else_set_stays(own):
+def test_a_threshold_that_was_set_elsewhere_stays(own):
     gc.set_threshold(*own)
     end = garbage.search_rarely(owner := Owner())
     assert gc.get_threshold() == own

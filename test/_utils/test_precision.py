@@ -36,7 +36,7 @@ def test_a_step_in_the_same_autocast_region_sees_the_weights_of_the_step_before(
 
 
 def sampled_batch(served: Any, *, version: int, seed: int = 0, temperature: float = 1.0) -> TensorDictBase:
-    """Rows whose log-probs are those of `served`, in float64, one row at a time."""
+    """Rows with the log-probs of `served`, in float64, one row at a time."""
     rows = ragged_batch(seed, num_rows=16)
     model = copy.deepcopy(served).double()
     model.set_attn_implementation("eager")
@@ -103,7 +103,7 @@ def test_engine_and_trainer_compute_in_the_same_dtype_by_default(device: str, mo
         (torch.float16, torch.bfloat16, "engine computes in float16 and the trainer in bfloat16"),
     ],
 )
-def test_dtypes_that_do_not_agree_are_told_when_engine_and_trainer_meet(
+def test_dtypes_that_do_not_agree_are_reported_when_engine_and_trainer_meet(
     engine_dtype: torch.dtype, autocast_dtype: Any, told: str | None
 ) -> None:
     trainer = Trainer(engine_dtype, autocast_dtype)
@@ -196,7 +196,7 @@ def test_what_older_weights_sampled_or_a_second_update_sees_is_no_cause_for_a_wa
     sender.shutdown()
 
 
-def test_a_difference_is_told_again_only_when_it_has_doubled_or_is_new() -> None:
+def test_a_difference_is_reported_again_only_when_it_has_doubled_or_is_new() -> None:
     trainer = Trainer()
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     sender = trainer.connect()
@@ -211,7 +211,7 @@ def test_a_difference_is_told_again_only_when_it_has_doubled_or_is_new() -> None
     sender.shutdown()
 
 
-def test_of_an_engine_in_int8_the_first_batch_says_what_rounding_costs_and_more_is_told() -> None:
+def test_the_first_batch_of_an_engine_in_int8_measures_rounding_and_more_is_reported() -> None:
     def trained(temperatures: list[float]) -> tuple[list[TrainStepReport], list[str]]:
         trainer = Trainer()
         trainer.optimizer.param_groups[0]["lr"] = 0.0

@@ -112,7 +112,7 @@ def test_a_rollout_is_turns_of_engine_tools_and_rewards(renderer, exporter, is_j
     assert sum(map(len, children.values())) == 4 * 8  # and nothing of the tool that there is not
 
 
-def test_errors_are_told_and_agents_requests_are_in_their_rollout(renderer, exporter):
+def test_errors_are_reported_and_agents_requests_are_in_their_rollout(renderer, exporter):
     import urllib.request
 
     def play_agent(row, model):

@@ -45,7 +45,7 @@ def test_the_doctor_finds_nothing_wrong_where_the_tests_run(own_programs):
     assert "All is well." in result.output and "vllm" in result.output
 
 
-def test_the_doctor_names_what_is_wrong_and_what_mends_it(tmp_path, own_programs):
+def test_the_doctor_names_what_is_wrong_and_what_corrects_it(tmp_path, own_programs):
     # A broken torchvision, a tensordict that is too new, and no vLLM, on the path before what is installed.
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")

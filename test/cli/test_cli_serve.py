@@ -109,13 +109,13 @@ def test_clients_say_how_to_sample(renderer):
     assert used == [(0.0, 3, 7, 0), (0.5, None, 99, 0), (0.5, None, 9, 4)]
 
 
-def test_nobody_asks_without_the_key_and_metrics_count(renderer):
+def test_requests_without_the_key_are_refused_and_metrics_count(renderer):
     async def act(url):
         await talk(openai.AsyncOpenAI(base_url=url, api_key="secret"), 2)
         for key in ("wrong", "secret2"):
             with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
                 await talk(openai.AsyncOpenAI(base_url=url, api_key=key), 1)
-        with pytest.raises(openai.AuthenticationError, match="the key is wrong"):  # nor hears what is served
+        with pytest.raises(openai.AuthenticationError, match="the key is wrong"):  # nor learns what is served
             await openai.AsyncOpenAI(base_url=url, api_key="x").responses.create(model="other", input="?")
         with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
             await openai.AsyncOpenAI(base_url=url, api_key="x").models.list()

@@ -253,7 +253,7 @@ def test_nothing_starts_with_weights_that_are_being_replaced(updated_meanwhile):
         assert update.result(60) == 1
 
 
-def test_an_update_that_failed_is_told_by_the_next_batch_unless_another_one_follows(updated_meanwhile):
+def test_an_update_that_failed_is_raised_by_the_next_batch_unless_another_one_follows(updated_meanwhile):
     model = torch.nn.Linear(1, 1)
     with updated_meanwhile(0) as (collector, updates):
         batches = iter(collector)

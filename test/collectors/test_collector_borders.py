@@ -240,7 +240,7 @@ def test_a_failing_step_of_one_conversation_steps_no_other_environment_twice(ren
 
 
 @pytest.mark.parametrize("judge", [True, False])
-def test_an_example_of_the_opening_is_nobody_s_answer(renderer, judge):
+def test_an_example_of_the_opening_is_no_answer(renderer, judge):
     asked, answered = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
     query = [asked, answered, asked]
 

@@ -82,7 +82,7 @@ class Talk(MessageEnv):
 
 
 def failing_env(place):
-    """An environment whose conversation `number` fails at a place, as `fail` says."""
+    """An environment in which conversation `number` fails at a place, as `fail` says."""
     if place in ("init", "step"):
 
         class Failing(Talk):
@@ -200,7 +200,7 @@ def test_a_rule_that_escapes_is_raised_and_the_next_batch_comes(make_policy):
         assert len(ends(collector.next)) == 1
 
 
-def test_a_tool_that_escapes_is_told_to_the_model(make_policy):
+def test_the_model_gets_the_error_of_a_tool_that_escapes(make_policy):
     errors = iter(ESCAPING)
 
     async def work():
@@ -403,7 +403,7 @@ def test_an_environment_speaks_after_the_tools(make_policy):
     assert rollout.status is RolloutStatus.COMPLETED
 
 
-def test_a_close_that_hangs_or_raises_takes_nobody_along(make_policy, caplog):
+def test_a_close_that_hangs_or_raises_harms_no_other_conversation(make_policy, caplog):
     class Closing(Talk):
         async def close(self):
             if self.item["number"] == 0:
@@ -632,7 +632,7 @@ class SoundSource(BrokenSource):
         return None
 
 
-def test_a_group_that_was_dropped_is_in_the_state_until_that_is_told():
+def test_a_group_that_was_dropped_is_in_the_state_until_that_is_reported():
     class Source(SoundSource):
         async def open(self, num_groups):
             groups = await super().open(num_groups)
@@ -669,7 +669,7 @@ def test_a_group_that_was_dropped_is_in_the_state_until_that_is_told():
     ]
 
 
-def test_a_member_that_was_dropped_is_told_with_its_group():
+def test_a_member_that_was_dropped_is_reported_with_its_group():
     class Source(SoundSource):
         async def play(self, job):
             (rollout,) = await super().play(job)
@@ -734,7 +734,7 @@ def test_every_rollout_of_a_scheduler_is_accounted_for_once(seed):
         while True:
             try:
                 delivery = await asyncio.wait_for(scheduler.next_batch(), 10_000)
-            except (RuntimeError, CollectionStalled):  # told to whoever asks, who may ask again
+            except (RuntimeError, CollectionStalled):  # raised in every caller, which may ask again
                 continue
             if delivery is None:
                 break

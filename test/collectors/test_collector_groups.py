@@ -104,7 +104,7 @@ def test_rollouts_that_are_scored_together_are_of_one_prompt_in_play_too(make_po
         assert [rollout.reward for rollout in collector.play(8)] == [4.0] * 8
 
 
-def test_draws_of_somebody_else_within_a_group_are_an_error(make_policy, monkeypatch):
+def test_draws_of_other_code_within_a_group_are_an_error(make_policy, monkeypatch):
     env = addition()
     draw_many = env.base_env.prompts.draw_many
     monkeypatch.setattr(

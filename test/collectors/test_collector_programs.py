@@ -143,7 +143,7 @@ def make_env(kind, random_, repeats, names):
 @pytest.mark.usefixtures("takes_long")
 def test_every_rollout_of_a_random_program_is_counted_once_and_rewarded_by_all_its_scorers(renderer):
     for seed in fuzz_seeds(6):
-        with contextlib.suppress(CollectionStalled):  # of programs whose prompts are too long, every one
+        with contextlib.suppress(CollectionStalled):  # raised by programs with prompts that are all too long
             play_program(seed, renderer)
 
 

@@ -161,11 +161,11 @@ def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_n
                     parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
             stale = log_prob_difference(model, engine)
             assert collector.update_policy_weights_(model) == 1 == engines.policy_version == collector.policy_version
-            for victim in ("engine", "collector", "nobody"):
+            for victim in ("engine", "collector", None):
                 collector_pid = ray.get(collector._ray_source.actors[0].process_id.remote())
                 engine_pid, core_pid = processes_of(engines[0])
                 pids |= {collector_pid, engine_pid, core_pid}
-                if victim != "nobody":
+                if victim is not None:
                     pid = engine_pid if victim == "engine" else collector_pid
                     threading.Timer(0.4, os.kill, (pid, signal.SIGKILL)).start()
                 batch = collector.next()

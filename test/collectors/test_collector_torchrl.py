@@ -43,7 +43,7 @@ def make_collector(renderer):
     return make
 
 
-def test_a_typo_is_told_the_nearest_name(make_collector):
+def test_a_typo_is_answered_with_the_nearest_name(make_collector):
     with pytest.raises(TypeError, match="did you mean 'groups_per_batch'"):
         make_collector(group_per_batch=1)
     with pytest.raises(TypeError, match="RayLLMCollector has no argument 'remote_cfg'; did you mean 'remote_config'"):

@@ -152,7 +152,7 @@ def test_arguments_may_be_json_in_a_string(renderer):
     assert rows('{"a": 1}')[0]["tokens", "full"].tolist() == rows({"a": 1})[0]["tokens", "full"].tolist()
 
 
-def test_what_is_too_long_is_left_out_and_told(renderer):
+def test_what_is_too_long_is_left_out_and_reported(renderer):
     long = [CHAT[0], {"role": "assistant", "content": "word " * 100}]
     rows = [{"messages": CHAT}, {"messages": long}, {"messages": CHAT[:2]}]
     with pytest.warns(UserWarning, match=r"1 of 3 conversations are longer than max_tokens=100 .* left out: rows 1\."):

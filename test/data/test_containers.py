@@ -111,7 +111,7 @@ def test_a_batch_of_texts_is_converted_one_by_one(tokenizer):
 
 @pytest.mark.parametrize("way", ["pickle", "memmap", "clone", "shared"])
 def test_a_container_made_without_checks_is_as_the_public_constructor_makes_it(way, tmp_path):
-    """Of our own turns; whoever holds one sees no difference, nor does what is made from it."""
+    """Containers of llmrl's own turns behave like those of the public constructor, and so do copies of them."""
     value = {"a": [1, "b"]}
     pairs = [
         (non_tensor(value), NonTensorData(data=value)),

@@ -54,7 +54,7 @@ CHATS = st.integers(1, 3).flatmap(
 
 @given(texts=CHATS, data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_whoever_indexes_finds_the_messages_where_they_are_there(texts, data):
+def test_indices_find_the_messages_where_torchrl_has_them(texts, data):
     theirs, ours = both(*(messages(*chat) for chat in texts))
     shape = [len(texts), len(texts[0])]
 

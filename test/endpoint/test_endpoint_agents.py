@@ -159,7 +159,7 @@ def test_a_budget_truncates_and_keeps_the_turns(renderer, catches):
     for one in rollouts:
         assert (one.status, one.reason, one.num_turns) == (RolloutStatus.TRUNCATED, "max_turns", 2)
         assert (one.is_scored, one.reward) == ((True, 0.5) if catches else (False, 0.0))
-    assert len(engine.log) == 4  # SDKs are told not to ask again
+    assert len(engine.log) == 4  # the reply asks SDKs not to try again
 
 
 def test_a_rollout_that_takes_too_long_is_truncated_and_its_agent_cancelled(renderer):
@@ -220,7 +220,7 @@ def test_rollouts_do_not_read_each_other(renderer):
     assert len(engine.log) == 2
 
 
-def test_an_agent_that_goes_on_after_its_rollout_is_told(renderer):
+def test_an_agent_that_goes_on_after_its_rollout_gets_an_error(renderer):
     errors = []
 
     def play(row, model):

@@ -1,4 +1,4 @@
-"""The endpoint over HTTP: the clients of OpenAI and Anthropic, and whoever sends nonsense."""
+"""The endpoint over HTTP: the clients of OpenAI and Anthropic, and malformed requests."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_several_answers_and_log_probs(renderer):
     assert serve(renderer, act) == (["15", "2"], ["15", "2"], 4)
 
 
-def test_a_client_that_is_told_to_wait_less_asks_again_and_nothing_is_sampled_twice(renderer):
+def test_a_client_with_a_short_timeout_asks_again_and_nothing_is_sampled_twice(renderer):
     async def act(served):
         client = served.openai(timeout=0.3, max_retries=5)
         answer = await client.chat.completions.create(model="policy", messages=[USER])
@@ -219,7 +219,7 @@ def test_a_client_that_vanishes_ends_its_sampling(renderer, monkeypatch):
     assert serve(renderer, act) == ("2", 1)
 
 
-def test_a_streaming_client_hears_that_it_waits(renderer, monkeypatch):
+def test_a_streaming_client_gets_signs_of_life_while_it_waits(renderer, monkeypatch):
     monkeypatch.setattr(server_module, "_PING_SECONDS", 0.05)
 
     async def act(served):
@@ -262,7 +262,7 @@ def test_refusals_are_in_the_clients_own_words(renderer):
     assert serve(renderer, act, max_turns=1, max_prompt_tokens=80) == 1
 
 
-def test_an_engine_that_fails_is_told_and_not_asked_again_by_the_client(renderer):
+def test_an_engine_that_fails_is_reported_and_not_asked_again_by_the_client(renderer):
     async def act(served):
         served.engine.fail_next(1)
         for create in (served.openai().chat.completions.create, served.anthropic().messages.create):
@@ -274,7 +274,7 @@ def test_an_engine_that_fails_is_told_and_not_asked_again_by_the_client(renderer
     assert serve(renderer, act) == 2
 
 
-def test_what_fails_within_the_server_is_told_in_the_dialect(renderer, caplog):
+def test_what_fails_within_the_server_is_reported_in_the_dialect(renderer, caplog):
     async def act(served):
         served.session.tree.prompt = None
         for create in (served.openai().chat.completions.create, served.anthropic().messages.create):
@@ -296,7 +296,7 @@ BAD_BODIES = [
     ({"messages": [{"content": "no role"}]}, ""),
     ({"messages": [{"role": "user", "content": 3}]}, "content must be a string"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
-    ({"messages": [{"role": "nobody", "content": "?"}]}, "got 'nobody'"),
+    ({"messages": [{"role": "narrator", "content": "?"}]}, "got 'narrator'"),
     ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "the last message is the assistant's"),
     ({"messages": [USER], "tools": [{"type": "function"}]}, ""),
     ({"messages": [USER], "tools": [{"type": "web_search"}]}, ""),
@@ -325,7 +325,7 @@ def test_bad_requests_are_refused_in_the_dialect(renderer, path):
     assert serve(renderer, act) == 0
 
 
-def test_large_and_half_sent_requests_hold_nobody_up(renderer, monkeypatch):
+def test_large_and_half_sent_requests_delay_no_others(renderer, monkeypatch):
     monkeypatch.setattr(server_module, "_READ_SECONDS", 0.5)
     monkeypatch.setattr(server_module, "_HEAD_SECONDS", 0.5)
     monkeypatch.setattr(server_module, "_MAX_BYTES", 11 << 20)
@@ -410,7 +410,7 @@ def test_each_request_has_one_answer_among_bad_ones_and_clients_that_vanish(rend
             async def ask(kind, messages):
                 model, key = ("other" if kind == "other model" else "policy"), served.key
                 body = json.dumps({"model": model, "messages": messages})
-                headers = {"Authorization": f"Bearer {key if kind != 'stranger' else 'sk-nobody'}"}
+                headers = {"Authorization": f"Bearer {key if kind != 'stranger' else 'sk-unknown'}"}
                 body = body if kind != "malformed" else body[: draw.randrange(1, len(body))]
                 asking = client.post(f"{served.url}/chat/completions", data=body, headers=headers)
                 with contextlib.suppress(TimeoutError):
@@ -431,7 +431,7 @@ def test_each_request_has_one_answer_among_bad_ones_and_clients_that_vanish(rend
         num_sampled = sampled.pop(tuple(renderer.render(messages, add_generation_prompt=True)), 0)
         assert kind == "vanishes" or num_sampled == (status == 200)
         assert num_sampled <= 1
-    # What was sampled for nobody is no turn.
+    # An answer that no client received is no turn.
     assert not sampled and kinds.count("good") <= num_turns <= len(log)
     assert not [record for record in caplog.records if record.name.startswith("aiohttp")]
 
@@ -442,8 +442,8 @@ def test_a_path_or_a_header_names_the_session_as_a_key_does(renderer):
         async with aiohttp.ClientSession() as client:
             by_path = client.post(f"{served.server.url}/s/{served.key}/v1/chat/completions", json=body)
             by_header = client.post(f"{served.url}/chat/completions", json=body, headers={"X-Session-ID": served.key})
-            nobody = client.post(f"{served.url}/chat/completions", json=body)
-            return [response.status for response in [await by_path, await by_header, await nobody]]
+            without_key = client.post(f"{served.url}/chat/completions", json=body)
+            return [response.status for response in [await by_path, await by_header, await without_key]]
 
     assert serve(renderer, act) == [200, 200, 401]
 

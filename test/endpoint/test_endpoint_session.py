@@ -38,7 +38,7 @@ def call_text(renderer, *arguments):
 
 
 def scripted(renderer, family):
-    """An engine whose answers differ from each other: plain, thinking, calling, spelled as no template spells them."""
+    """An engine with answers of many kinds: plain, thinking, calling, spelled as no template spells them."""
     texts = ["One two three.", " said with space \n", "<think>\nHm.\n</think>\n\nTwo two.", ""]
     if family not in ("chatml",):
         texts += [call_text(renderer, {"a": 1})]
@@ -90,7 +90,7 @@ def test_the_engines_log_is_what_is_trained(model_path, family):
 
 
 def check_records(tree, rows):
-    """That what a reader is told of each turn is so: the row that trains it, and where its answer stands there."""
+    """Check the record of each turn: the row that trains it, and the position of its answer in that row."""
     records = tree.to_records()
     assert len(records) == (0 if len(tree.leaves) < 2 else tree.num_turns)
     for turn, record in zip(tree.turns, records, strict=False):

@@ -43,14 +43,14 @@ def test_loads_of_steps_and_of_engines_are_maxima_and_sums(first, second):
 
 
 @given(STEPS)
-def test_a_load_is_told_once(steps):
+def test_a_load_is_reported_once(steps):
     engine = Engine(steps)
     take_load(engine)
     assert engine.take_load() == EngineLoad()
 
 
 @given(STEPS, STEPS)
-def test_each_reader_is_told_all_since_its_own_last_call(first, second):
+def test_each_reader_gets_all_since_its_own_last_call(first, second):
     engine = Engine([])
     assert take_load(engine, "other") == EngineLoad()
     record(engine.meter, first)

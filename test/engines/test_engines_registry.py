@@ -1,4 +1,4 @@
-"""The registry: whoever reads it reaches the engines that serve, and those that take a dead one's place."""
+"""The registry: its readers reach the engines that serve, and those that replace a dead one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_dead_engine_is_gone_round_and_its_successor_found(ray_cluster):
             time.sleep(0.05)
         assert {tuple(ask(reached)) for _ in range(8)} <= {(7,), (8,)}
         assert ask(EngineReplicas([reached[0]])) == [8]
-        # Whoever only reached an engine does not end it.
+        # A process that only reached an engine does not end it.
         reached.shutdown()
         assert ask(engines) in ([7], [8]) and engines[0].is_alive and engines[1].is_alive
 

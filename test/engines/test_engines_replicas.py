@@ -393,7 +393,7 @@ def test_requests_of_one_that_hangs_for_ever_fail_in_the_end():
 
 
 def test_a_process_that_was_stopped_does_not_take_its_engines_for_hanging():
-    """Ctrl-Z, a debugger, a machine that is too busy: the clock went on, and nobody has looked at the engines."""
+    """Ctrl-Z, a debugger, a machine that is too busy: the clock went on, and no process looked at the engines."""
     engine = ScriptedEngine([[1, 2, 3, 4]], latency_s=0.2)  # a token each 0.05 s
     engines = EngineReplicas([engine], hang_timeout_seconds=0.4)
 

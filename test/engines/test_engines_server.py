@@ -258,7 +258,7 @@ def test_log_probs_of_another_distribution_are_refused_whatever_the_first_prompt
     assert len(server.bodies) == num_requests + 1, "it is checked once"
 
 
-def test_refusals_and_failures_are_told_apart(engine, server):
+def test_refusals_and_failures_are_distinguished(engine, server):
     server.status = 400
     with pytest.raises(ValueError, match="no such luck"):
         generate(engine)

@@ -1,4 +1,4 @@
-"""A server whose weights are the trainer's: versions token by token, updates, restarts, what is refused."""
+"""A server with the trainer's weights: versions token by token, updates, restarts, what is refused."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_server_that_was_started_again_serves_with_the_current_weights_only(se
         sender.shutdown()
 
 
-def test_a_restart_that_nobody_saw_is_told_by_the_label_of_the_tokens(servers):
+def test_an_unnoticed_restart_is_recognised_by_the_label_of_the_tokens(servers):
     """The server is back before anybody asks: its tokens are refused, and its version is not the current one."""
     server = servers()
     with EngineReplicas([ServerEngine(server.url, weight_sync=True)], num_retries=0) as engines:

@@ -1,4 +1,4 @@
-"""What llmrl uses of vLLM beyond its top-level names is there, and its executor hears every worker."""
+"""What llmrl uses of vLLM beyond its top-level names is there, and its executor gets the messages of every worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_vllm_has_the_name(name):
     assert getattr(found, "__module__", "vllm").startswith("vllm")
 
 
-def test_names_that_nobody_uses_are_not_handed_on():
+def test_unused_names_are_not_handed_on():
     with pytest.raises(AttributeError, match="has no attribute 'LLM'"):
         vllm_private.LLM  # noqa: B018
 

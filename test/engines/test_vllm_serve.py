@@ -1,4 +1,4 @@
-"""A real `vllm serve`, in a process of its own, whose weights are replaced over HTTP by every way that a CPU has."""
+"""A real `vllm serve`, in a process of its own; its weights are replaced over HTTP by every way that a CPU has."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def errors_by_version(model, original, seeds, turns):
 
 
 async def converse(engine, index, is_over, failures):
-    """Turns until it is over; a turn whose server is dead is tried again."""
+    """Turns until it is over; a turn that meets a dead server is tried again."""
     prompt_ids, turns = [1, 493, 198, 148 + index, 314], []
     while not is_over():
         try:
@@ -244,7 +244,7 @@ def test_a_server_that_is_killed_in_updates_gives_no_token_of_other_weights_when
             processes.append(start_server(tmp_path, port, *options))
             if updating is not None:
                 updating.join()
-            wait_until(lambda: replicas.serving == {0})  # by itself, where nobody sends new weights
+            wait_until(lambda: replicas.serving == {0})  # by itself, without new weights
             assert log_prob_difference(model, replicas) < MEAN_TOLERANCE
         update(2, 1.0)
         ended.append(True)

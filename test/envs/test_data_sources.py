@@ -114,7 +114,7 @@ def test_a_hub_that_cannot_be_reached_is_said_with_the_way_out(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(ValueError, match=r"ConnectionError: no network.*give a local path"):
-        load_rows("somebody/something", split="train")
+        load_rows("owner/name", split="train")
 
 
 def test_dataset_env_takes_a_path_and_a_split(tmp_path):

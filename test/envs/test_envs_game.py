@@ -74,7 +74,7 @@ def test_one_policy_plays_both_sides_each_with_its_own_view_reward_and_rows(rend
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_opponent_is_in_nobodys_rows(renderer, is_async):
+def test_an_opponent_is_in_no_rows(renderer, is_async):
     def say(messages):
         assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2) + ["user"]
         return str(int(messages[-1]["content"].split()[-1]) + 1)
@@ -114,7 +114,7 @@ def test_rollouts_that_leave_a_game_without_a_player_are_refused(renderer):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_nobody_waits_for_a_player_that_could_not_come(renderer, place):
+def test_players_do_not_wait_for_one_that_could_not_come(renderer, place):
     class Late(GameEnv):
         def _made(self, drawn):
             if drawn[2] == place:
@@ -147,7 +147,7 @@ def test_a_player_who_meets_a_limit_leaves_the_game(renderer):
     assert [(*side[2:4], side[4]) for side in sides(rollouts)] == [(1.0, "COMPLETED", 1), (-1.0, "TRUNCATED", 1)]
 
 
-def test_a_game_that_nobody_finishes_is_counted_for_nobody(renderer):
+def test_a_game_that_no_player_finishes_counts_for_none(renderer):
     limits = RolloutLimits(max_turns=1)
     env = GameEnv(lambda row: Count(is_left_counted=bool(row["place"])), [{"place": 0}, {"place": 1}], roles=ROLES)
     batch, rollouts = collect(env, {"0": "3", "3": "5"}, renderer, limits=limits)

@@ -21,7 +21,7 @@ from llmrl.transforms import PolicyVersion, RubricReward
 
 
 def env(name, *, num_rows=5, repeats=2, num_epochs=None):
-    """Rows of tokens, whose first is the environment's: 1 of a, 2 of b, …"""
+    """Rows of tokens; the first token names the environment: 1 is a, 2 is b, …"""
     first = ord(name) - ord("a") + 1
     rows = [{"query": [first, index], "which": name} for index in range(num_rows)]
     return DatasetChatEnv(rows, input_mode="tokens", repeats=repeats, num_epochs=num_epochs)

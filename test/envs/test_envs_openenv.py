@@ -91,13 +91,13 @@ def test_a_server_that_misbehaves_ends_its_rollout_with_the_reason(start, render
     assert server.events["opened"] == 1
 
 
-def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next_one(start, renderer):
+def test_an_unrequested_answer_is_not_taken_for_the_next_one(start, renderer):
     [rollout] = play(renderer, OpenEnvChatEnv(start().url), 1, "twice", "4", latency_s=0.05)
     assert rollout.status is RolloutStatus.ERROR and "which nobody asked for" in rollout.error
 
 
 def test_a_server_that_is_gone_or_refuses_sessions_is_waited_for_and_named(start, renderer):
-    with socket.socket() as taken:  # bound, and nobody listens
+    with socket.socket() as taken:  # bound, without a listener
         taken.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
         [rollout] = play(renderer, OpenEnvChatEnv(gone, timeout=0.3), 1, "4")

@@ -235,7 +235,7 @@ def test_ifeval_is_aggregated_by_a_function_of_ones_own():
 
 
 @pytest.mark.parametrize("parser", [GSM8KRewardParser, MATHRewardParser, CountdownRewardParser])
-def test_success_is_told_whatever_the_rewards_are(parser):
+def test_success_is_reported_whatever_the_rewards_are(parser):
     row = {"query": "?", "answer": "#### 2" if parser is GSM8KRewardParser else "2", "target": 2, "numbers": [1, 1]}
     env = DatasetChatEnv([row]).append_transform(parser(correct_reward=0.7, format_reward=0.2))
     right = answered(env, "<think>hm</think><answer>1 + 1</answer>")

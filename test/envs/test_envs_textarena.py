@@ -30,7 +30,7 @@ def said_to(rollout):
     return [message["content"] for message in rollout.messages if message["role"] == "user"]
 
 
-def test_one_player_is_told_what_is_new(stand_in, renderer):
+def test_one_player_gets_what_is_new(stand_in, renderer):
     rollouts = play(renderer, make_textarena_env("Heap-v0", num_players=1, seeds=[3], repeats=2), 2, lambda text: "2")
     for rollout in rollouts:
         assert rollout.status is RolloutStatus.COMPLETED and rollout.reward == 1.0
@@ -92,7 +92,7 @@ def test_the_programs_random_numbers_are_left_alone(stand_in):
     assert [*numbers, random.random()] == expected
 
 
-def test_what_is_no_game_is_told_before_anything_is_played(stand_in):
+def test_what_is_no_game_is_refused_before_anything_is_played(stand_in):
     with pytest.raises(ValueError, match="Heep-v0-raw not found"):
         make_textarena_env("Heep-v0")
     with pytest.raises(ValueError, match="Heap-v0 is no game for num_players=3: a heap is for one or two"):

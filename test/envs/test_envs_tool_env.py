@@ -1,4 +1,4 @@
-"""Environments whose public methods are tools: opened with their row, scored by themselves, closed in every case."""
+"""Environments with public methods that are tools: opened with their row, scored by themselves, always closed."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def causal_types() -> dict[str, str]:
 
 
 def tiny_model(model_type: str, *, config: Any = None, **arguments: Any) -> Any:
-    """A random model, in eval mode, whose biases, norms and sinks are random too.
+    """A random model in eval mode; its biases, norms and sinks are random too.
 
     Args:
         model_type: as transformers names it.

@@ -59,7 +59,7 @@ for line in sys.stdin if __name__ == "__main__" else ():
         match request["params"]["name"]:
             case "wrong_ids":
                 say({"id": number + 1000, "result": text("another's")})
-                say({"id": None, "error": {"code": 1, "message": "nobody's"}})
+                say({"id": None, "error": {"code": 1, "message": "unasked"}})
             case "twice":
                 say({"id": number, "result": text(str(os.getpid()))})
             case "flood":

@@ -13,7 +13,7 @@ VOCAB_SIZE = 41
 
 
 class Table(TensorDictModuleBase):
-    """A plain policy whose log-probs are a parameter: `[num_row_tokens]`."""
+    """A plain policy with log-probs that are a parameter: `[num_row_tokens]`."""
 
     def __init__(self, log_probs: torch.Tensor) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def flat(batch: TensorDictBase, *key: str) -> torch.Tensor:
 
 
 def near_policy(batch: TensorDictBase, spread: float = 0.3) -> Table:
-    """A policy whose log-probs lie near the sampler's."""
+    """A policy with log-probs near the sampler's."""
     sampled = flat(batch, "log_probs", "full")
     return Table(sampled + spread * torch.randn(sampled.shape, generator=torch.Generator().manual_seed(9)))
 

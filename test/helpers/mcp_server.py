@@ -27,7 +27,7 @@ def process_id() -> str:
 
 @server.tool()
 def secret() -> str:
-    """What the server sees of the environment of whoever started it."""
+    """What the server sees of the environment of the process that started it."""
     return os.environ.get("LLMRL_TEST_SECRET", "none")
 
 

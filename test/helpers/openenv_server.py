@@ -61,7 +61,7 @@ class GuessingServer:
         return web.json_response(self.schema)
 
     async def _session(self, request):
-        # A ping goes unanswered where nobody reads the socket while the policy thinks; then the session ends.
+        # A ping goes unanswered if the client does not read the socket while the policy thinks; the session then ends.
         ws = web.WebSocketResponse(heartbeat=self.seconds_between_pings)
         await ws.prepare(request)
         if self.num_active >= self.max_sessions:

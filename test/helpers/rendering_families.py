@@ -32,7 +32,7 @@ FAMILIES = {
     },
 }  # fmt: skip
 
-# Families whose turns, tools or calls differ from these in one thing each; what that is stands in their templates.
+# Families that differ from these in one thing each, in turns, tools or calls; their templates show it.
 PECULIAR_FAMILIES = {
     "gpt_oss": {
         "bos_token": "<|startoftext|>",

@@ -12,7 +12,7 @@ from llmrl.watch.rollout_metrics import rollout_metrics
 
 
 def simulated_run(seed, *, is_rising, num_steps=60):
-    """A run whose skill stays, or rises; what it is like is drawn with the seed.
+    """A run with a skill that stays or rises; its properties are drawn with the seed.
 
     Gives the steps' metrics, and of each the share of prompts that are to be expected without signal.
     """

@@ -41,7 +41,7 @@ class WorkerModel(torch.nn.Module):
 
 
 class HostTorch:
-    """`torch` whose CUDA memory is the host's and whose streams have nothing to wait for."""
+    """`torch` with the host's memory as CUDA memory, and with streams that have nothing to wait for."""
 
     accelerator = SimpleNamespace(current_device_index=lambda: 0)
     cuda = SimpleNamespace(

@@ -153,7 +153,7 @@ class VLLMServer:
 
 
 def model_of(value):
-    """Weights that are told apart by their value."""
+    """Weights that differ by their value."""
     return {"embed.weight": torch.full((3, 2), float(value)), "norm.weight": torch.full((2,), value + 0.5)}
 
 

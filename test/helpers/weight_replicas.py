@@ -60,12 +60,12 @@ class Labels:
                 if engine.is_alive and not engine.is_paused:
                     self.expect(engine.policy_version, engine.held, engine)
 
-    def expect(self, version, number, whose):
+    def expect(self, version, number, holder):
         """Weights of a version are those that they always were, and no mixture."""
         with self._lock:
             known = self.seen.setdefault(version, number)
             if known != number or number == MIXTURE:
-                self.wrong.append(f"{whose}: version {version} was the weights {known} and is {number}")
+                self.wrong.append(f"{holder}: version {version} was the weights {known} and is {number}")
 
     def kill_all(self):
         with self._lock:

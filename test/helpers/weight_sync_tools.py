@@ -125,7 +125,7 @@ def out_of_reach(monkeypatch):
 
 
 class FakeEngine:
-    """Records what its control plane is told."""
+    """Records the calls of its control plane."""
 
     weight_transfer_backend = "nccl"
     model_dtype = torch.bfloat16
@@ -149,15 +149,15 @@ class FakeEngine:
         if name == self.dies_at:
             self.is_alive = False
         if name == self.hangs_at:
-            assert self._is_ended.wait(60), f"{name} hung and nobody ended the engine"
+            assert self._is_ended.wait(60), f"{name} hung and the engine was not ended"
         if name == self.fails_at or not self.is_alive:
             raise EngineError(f"{name} refused")
 
     async def generate(self, prompt_ids, sampling, *, request_id=None, routing_key=None):
-        raise AssertionError("nobody generates with it")
+        raise AssertionError("no test generates with it")
 
     async def abort(self, request_id):
-        raise AssertionError("nobody generates with it")
+        raise AssertionError("no test generates with it")
 
     async def progress(self):
         return None

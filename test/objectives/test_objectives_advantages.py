@@ -90,7 +90,7 @@ def test_unscored_rollouts_leave_the_baseline_and_the_batch() -> None:
     assert with_failure.unscored_trajectories == 1
 
 
-def test_groups_are_told_by_their_id_even_when_their_prompts_are_the_same() -> None:
+def test_groups_are_distinguished_by_their_id_even_when_their_prompts_are_the_same() -> None:
     batch = MCAdvantage(normalization="mean")(
         _batch(_row("epoch0", 0, 1.0), _row("epoch1", 0, 10.0), _row("epoch0", 1, 0.0), _row("epoch1", 1, 0.0))
     )

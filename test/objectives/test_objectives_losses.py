@@ -317,7 +317,7 @@ def test_infinite_ratios_of_tokens_that_are_left_out_do_no_harm() -> None:
     assert gradient.isfinite().all() and gradient[place] == 0
 
 
-def test_cispo_bounds_weights_from_above_alone_unless_told_otherwise() -> None:
+def test_cispo_bounds_weights_from_above_alone_by_default() -> None:
     batch = ragged_batch()
     policy = near_policy(batch, spread=2.0)
     sampled, mask = flat(batch, "log_probs", "full"), flat(batch, "masks", "all_assistant_mask")

@@ -149,7 +149,7 @@ def test_rows_without_signal_leave_their_stream_alone():
         assert report.measurements[name] == pytest.approx(before[name], rel=1e-5)
     only = StreamsLoss(policy, streams={"policy": GRPOLoss()})
     assert train_step(only, batch, optimizer).skip_reason == "no_signal"
-    unnamed = StreamsLoss(policy, streams={"nobody": SFTLoss()})
+    unnamed = StreamsLoss(policy, streams={"unweighted": SFTLoss()})
     assert train_step(unnamed, batch, optimizer).skip_reason == "no_trained_tokens"
 
 

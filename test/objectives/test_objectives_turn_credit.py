@@ -53,7 +53,7 @@ def expected(groups, gamma, normalization):
 
 
 def played(rng, group, name, num_turns):
-    """A rollout whose sampled tokens say their turn, 100 times it and more; history is rewritten now and then."""
+    """A rollout with sampled tokens from 100 times their turn on; its history is rewritten now and then."""
     conversation, rewards = Conversation.start(None, fork_threshold_tokens=rng.choice((0, 3))), []
     prompt = [1, 2, 3]
     for turn in range(num_turns):
@@ -170,7 +170,7 @@ def test_dense_rewards_of_a_turn_come_from_the_environment(renderer):
 
 
 class Paying(MessageEnv):
-    """Pays what it is told, turn by turn."""
+    """Pays the given rewards, turn by turn."""
 
     async def init(self):
         return [{"role": "user", "content": "begin"}]

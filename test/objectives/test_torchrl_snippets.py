@@ -36,7 +36,7 @@ def test_a_policy_by_position_and_an_environment_with_a_tokenizer(tokenizer, ren
     policy = make_policy(renderer, "Hello<|im_end|>")
     with LLMCollector(DatasetChatEnv(["Hi"], tokenizer=tokenizer), policy, dialog_turns_per_batch=4) as collector:
         assert next(iter(collector)).batch_size == (4,)
-    LLMCollector(env, policy, dialog_turns_per_batch=4).shutdown()  # its queries are whoever's that resets it
+    LLMCollector(env, policy, dialog_turns_per_batch=4).shutdown()  # its queries come from the code that resets it
     assert policy.model is policy.engine
 
 
@@ -284,7 +284,7 @@ def test_a_template_is_added_by_name_and_for_models_of_a_name(tokenizer, monkeyp
     add_chat_template("square", template, inverse_parser=read, model_family_keywords=["Square-"])
     assert history.apply_chat_template(tokenizer, tokenize=False) == own
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.name_or_path = "somebody/square-1B"
+    tokenizer.name_or_path = "owner/square-1B"
     written = history.apply_chat_template(tokenizer, tokenize=False)
     assert written == history.apply_chat_template(tokenizer, chat_template_name="square", tokenize=False)
     assert written == ["[user]Hi[assistant]Ho"]

@@ -128,7 +128,10 @@ def missing():
 
 def table():
     return {
-        (owner, entry): mend for owners, entries, mend in TABLE for owner in owners.split() for entry in entries.split()
+        (owner, entry): advice
+        for owners, entries, advice in TABLE
+        for owner in owners.split()
+        for entry in entries.split()
     }
 
 
@@ -143,9 +146,9 @@ def test_the_page_prints_the_table():
         r"^\| (`.*`) \| (`.*`) \| (.+) \|$", section("Arguments and methods that are not there"), re.MULTILINE
     )
     printed = [
-        (" ".join(re.findall(r"`([^`]+)`", a)), " ".join(re.findall(r"`([^`]+)`", b)), mend) for a, b, mend in rows
+        (" ".join(re.findall(r"`([^`]+)`", a)), " ".join(re.findall(r"`([^`]+)`", b)), advice) for a, b, advice in rows
     ]
-    assert printed == [(owners, entries, mend) for owners, entries, mend in TABLE]
+    assert printed == [(owners, entries, advice) for owners, entries, advice in TABLE]
 
 
 def defaults(function):

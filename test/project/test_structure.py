@@ -291,7 +291,7 @@ def test_importing_llmrl_imports_no_engine():
 
 def test_every_package_imports_without_vllm_ray_and_transformers(own_programs):
     packages = sorted({f"llmrl.{path.parent.name}" for path in (ROOT / "llmrl").glob("*/__init__.py")})
-    # torchrl's own parts are imported first: its `envs` imports ray where that is installed, which is not ours to mend.
+    # torchrl's own parts are imported first: its `envs` imports ray where that is installed, which llmrl cannot change.
     code = (
         "import sys, importlib, torchrl.data, torchrl.envs, torchrl.objectives; before = set(sys.modules);"
         f" [importlib.import_module(n) for n in {packages!r}];"

@@ -125,7 +125,7 @@ def test_a_word_that_opens_answers_is_only_taken_where_it_stands_as_the_template
     ],
     ids=["channels", "parts", "blocks", "seed", "closed", "cohere"],
 )
-def test_reasoning_is_told_from_the_answer_by_the_template_s_own_marks(model_path, template, sampled):
+def test_reasoning_is_separated_from_the_answer_by_the_template_s_own_marks(model_path, template, sampled):
     renderer = written_renderer(model_path, template, END[template])
     conversation = said(Conversation.start(renderer), "q", sampled + END[template])
     message = {"role": "assistant", "content": "four", "reasoning_content": "hm"}
@@ -136,7 +136,7 @@ def test_reasoning_is_told_from_the_answer_by_the_template_s_own_marks(model_pat
 
 
 @pytest.mark.parametrize("name", ["gemma4_v5", "diffusion_gemma"])
-def test_gemma_4_s_reasoning_is_told_from_its_answer(model_path, name):
+def test_gemma_4_s_reasoning_is_separated_from_its_answer(model_path, name):
     renderer = real_renderer(model_path, name)
     message = renderer.parse(renderer.encode("<|channel>thought\nhm\n<channel|>four<turn|>")).message
     assert message == {"role": "assistant", "content": "four", "reasoning_content": "hm"}

@@ -16,7 +16,7 @@ from real_templates import PUBLISHED, REWRITTEN, real_tokenizer
 
 from llmrl.rendering import Conversation, RenderingError, TemplateRenderer, common_prefix_length
 
-# Of turns that are several messages, or whose contents are lists of parts.
+# Their turns are several messages, or their contents are lists of parts.
 REFUSED = {"gptoss", "idefics3", "llava_next", "muse_glimmer", "smolvlm"}
 TAKEN = sorted({*PUBLISHED, *REWRITTEN} - REFUSED)
 # What ends a turn by the beginning of a template's name; None where it is what opens the next role's turn.
@@ -266,7 +266,7 @@ class Game:
         answer = self.script.answer(self.tools)
         if not self.has_reasoning:
             answer.pop("reasoning_content", None)
-        if self.name == "kimi_k2":  # whose ids are names and count on
+        if self.name == "kimi_k2":  # its ids are the names of tools and a running number
             for call in answer.get("tool_calls", ()):
                 call["id"] = f"functions.{call['function']['name']}:{self.num_calls}"
                 self.num_calls += 1

@@ -192,7 +192,7 @@ def test_a_path_of_the_tree_gives_the_rows_of_its_turns(turns, threshold):
 
 @st.composite
 def trees(draw):
-    """Nodes whose sampled tokens are all different, so that a trained token tells which one it is."""
+    """Nodes with sampled tokens that are all different, so that a trained token can be identified."""
     nodes: list[TurnNode] = []
     threshold = draw(st.integers(0, 6))
     fresh = iter(range(1000, 10**6))

@@ -1,4 +1,4 @@
-"""Families of chat templates whose turns, tools or calls are peculiar: read and written as they do, or refused."""
+"""Families of chat templates with peculiar turns, tools or calls: read and written as they do, or refused."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_a_tool_call_goes_from_the_collectors_loop_to_the_tools_and_over_no_othe
 
 
 class SlowSender:
-    """A sender that copies at once and whose engines take their time."""
+    """A sender that copies at once, with engines that take their time."""
 
     def __init__(self):
         self.model, self.engine, self.is_loaded, self.is_shut = None, None, threading.Event(), False

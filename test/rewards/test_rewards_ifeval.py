@@ -62,7 +62,7 @@ def test_cases_cover_every_class():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_following_and_failing_answers_are_told_apart(name):
+def test_following_and_failing_answers_are_distinguished(name):
     kwargs, following, failing = CASES[name]
     # Tables of all rows name every argument of every instruction.
     kwargs = {**kwargs, "absent": None}

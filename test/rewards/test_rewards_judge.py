@@ -117,7 +117,7 @@ def test_a_refusal_and_an_error_are_tried_again_and_what_stays_wrong_leaves_the_
     assert not score.is_scored and "has no text" in score.error
 
 
-def test_whoever_gives_up_takes_nothing_from_others_that_wait_for_the_same_reply(server):
+def test_a_cancelled_caller_takes_nothing_from_others_that_wait_for_the_same_reply(server):
     server.latency_seconds = 0.3
     judge = make_judge(server)
 
@@ -133,7 +133,7 @@ def test_whoever_gives_up_takes_nothing_from_others_that_wait_for_the_same_reply
     assert len(server.requests) == 1
 
 
-def test_replies_are_kept_in_a_file_whoever_wrote_half_a_line_of_it(server, tmp_path):
+def test_replies_are_kept_in_a_file_with_half_a_line_of_another_process(server, tmp_path):
     path = tmp_path / "replies.jsonl"
     server.reply = lambda prompt: "one\nline, then 3"
     assert run_sync(make_judge(server, cache_path=path)(completion="a")) == 0.3

@@ -77,7 +77,7 @@ def test_an_unscored_rollout_counts_as_wrong_and_keeps_its_status():
     assert report.completion_tokens == 4.0 and report.to_summary()["pass@1"]["mean"] == 0.5
 
 
-def test_right_answers_are_told_from_the_mean_reward():
+def test_right_answers_are_distinguished_from_the_mean_reward():
     rollouts = [rollout("g", 1.1), rollout("g", 0.1), rollout("g", 0.6), rollout("g", 1.0, is_scored=False)]
     report = EvaluationReport.of(rollouts)
     assert report.pass_at[1].mean == 0.25 and report.reward == pytest.approx(0.6)
@@ -174,7 +174,7 @@ def test_collection_goes_on_beside_an_evaluation(make_policy):
     assert len(report.rollouts) == 4 and was_taken and all(was_taken)
 
 
-def test_an_update_in_the_midst_of_an_evaluation_is_told(make_policy):
+def test_an_update_in_the_midst_of_an_evaluation_is_reported(make_policy):
     policy = make_policy(on_request=lambda engine, total: setattr(engine, "policy_version", 1))
     with Evaluator({"sums": sums(range(2), 1, "sums")}, policy) as evaluator:
         with pytest.warns(UserWarning, match="version 0 to 1 while 'sums'"):

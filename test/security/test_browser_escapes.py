@@ -44,7 +44,7 @@ def test_only_web_addresses_are_opened(chat, url):
 
 def test_conversations_share_no_cookies_and_their_pages_end_with_them(sites):
     url = f"http://{sites[0].address}/cookie"
-    browser = BrowserTransform([sites[0].address])  # one of its own: nobody else's pages end meanwhile
+    browser = BrowserTransform([sites[0].address])  # its own: no other test's pages end meanwhile
     try:
         first, second = Chat(browser), Chat(browser)
         first.call("navigate", url=url)

@@ -43,7 +43,7 @@ BAD_COMPLETIONS = {
     "ids that are floats": (replace(GOOD, token_ids=[5.0, 6.0]), r"token_ids\[0\].*float"),
     "ids as a text": (replace(GOOD, token_ids="56"), "token_ids .*str"),
     "too many tokens": (Completion([5] * 5000, [-0.5] * 5000, [0] * 5000, "length"), "5000.*8"),
-    "a version that nobody has": (replace(GOOD, versions=[0, -1]), r"versions\[1\].*-1"),
+    "a version that no engine has": (replace(GOOD, versions=[0, -1]), r"versions\[1\].*-1"),
     "versions that are texts": (replace(GOOD, versions=["0", "0"]), r"versions\[0\].*str"),
     "too few versions": (replace(GOOD, versions=[0]), "versions .*1.*2"),
     "an unknown end": (replace(GOOD, finish_reason="content_filter"), "content_filter"),

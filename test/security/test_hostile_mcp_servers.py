@@ -42,7 +42,7 @@ def test_a_message_without_end_is_cut_and_the_connection_goes_on():
         # An error that speaks of a session is the tool's: the server goes on with all of its conversations.
         assert chat.call("bad.session") == "Error: no training session of that name"
         assert chat.call("bad.pid") == process
-        # Answers to nobody, twice, of another form; notifications and questions without end.
+        # Answers to no request, twice, of another form; notifications and questions without end.
         for name in ("wrong_ids", "twice", "flood", "asks"):
             assert chat.call(f"bad.{name}") == process
         assert chat.call("bad.bad_content").startswith("Error: bad.bad_content failed with ValidationError")

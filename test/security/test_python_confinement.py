@@ -385,7 +385,7 @@ print('went on')
     assert "went on" in result["stdout"] or "ended by signal" in result["stderr"] or result["stderr"] == ""
 
 
-def test_a_supervisor_that_is_told_to_stop_serves_on(cage):
+def test_a_supervisor_that_is_asked_to_stop_serves_on(cage):
     cage.run("import os, signal\ntry: os.kill(os.getppid(), signal.SIGSTOP)\nexcept OSError: pass")
     assert cage.lines("print('serves on')") == ["serves on"]
 
@@ -469,7 +469,7 @@ def test_markers_of_any_protocol_are_just_printed(cage):
     assert not result["success"] and result["stdout"].startswith("---END---\n{")
 
 
-def test_answers_forged_on_the_channel_fool_nobody_else(cage):
+def test_answers_forged_on_the_channel_deceive_no_other_call(cage):
     code = """
 import os
 for number in range(3, 30):

@@ -74,7 +74,7 @@ def test_a_call_costs_milliseconds(service):
 
 
 @pytest.mark.parametrize("level", launch.LEVELS)
-def test_a_call_that_nobody_waits_for_any_more_is_killed(level):
+def test_an_abandoned_call_is_killed(level):
     async def give_up():
         async with asyncio.timeout(0.3):
             await service.run("import os\nos.system('sleep 600 # hostile')", session="chat", timeout=60)
@@ -174,7 +174,7 @@ def test_a_level_that_leaves_something_open_is_taken_only_when_asked_for(monkeyp
         PythonExecutorService(isolation="process", num_ready=1).close()
 
 
-def test_root_without_the_rights_of_root_is_told_which_it_lacks():
+def test_root_without_the_rights_of_root_learns_which_it_lacks():
     if os.getuid() or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv")
     code = (

@@ -80,7 +80,7 @@ def test_a_flood_of_output_keeps_its_ends_and_the_sandbox(ask):
     assert told.exit_code == 0 and told.stdout.startswith("\0\0")
 
 
-def test_input_that_nobody_reads_is_thrown_away(ask):
+def test_input_that_no_process_reads_is_thrown_away(ask):
     assert ask("run", ["true"], stdin=bytes(1 << 20)).exit_code == 0
     told = sh(ask, "exec <&-; exec >&- 2>&-; sleep 0.2; exit 5", stdin=bytes(1 << 20))
     assert told.exit_code == 5 and not told.timed_out

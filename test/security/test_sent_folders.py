@@ -1,4 +1,4 @@
-"""A run's folder that somebody sent: resuming and viewing it change, read and wait for nothing outside."""
+"""A run's folder from another person: resuming and viewing it change, read and wait for nothing outside."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_crash_starts_no_program_that_takes_core_files(cage):
     assert cage.lines("import resource; print(*resource.getrlimit(resource.RLIMIT_CORE))") == ["1 1"]
 
 
-# Each process starts the next and ends: whoever lists processes sees the last one too late.
+# Each process starts the next and ends: a list of processes shows the last one too late.
 RELAY = """
 import os
 if not os.fork():

@@ -195,7 +195,7 @@ def test_calls_of_one_message_run_in_parallel_up_to_the_cap():
         (("sleep", {"seconds": 60}), "Error: sleep was stopped: it took more than 3 s."),
     ],
 )
-def test_what_went_wrong_is_told_to_the_model_and_counted(transform, call, answer):
+def test_the_model_gets_what_went_wrong_and_it_is_counted(transform, call, answer):
     name, arguments = call
     message = {"role": "assistant", "content": "", "tool_calls": [make_tool_call(name, {})]}
     message["tool_calls"][0]["function"]["arguments"] = arguments
@@ -234,7 +234,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("tool_parser", sorted(CALLS))
-def test_every_call_format_is_read_and_what_is_unreadable_is_told(tool_parser):
+def test_every_call_format_is_read_and_what_is_unreadable_is_reported(tool_parser):
     transform = ToolTransform([add], tool_parser=tool_parser)
     chat = Chat(transform)
     good, bad = CALLS[tool_parser]
@@ -254,7 +254,7 @@ def test_fenced_blocks_of_another_kind_are_no_calls():
 # Several transforms
 
 
-def test_each_transform_answers_its_own_and_one_of_them_what_is_nobody_s():
+def test_each_transform_answers_its_own_calls_and_one_of_them_the_rest():
     first, second = ToolTransform([add]), ToolTransform([echo])
     chat = Chat(first, second)
     assert chat.tool_names == ["add", "echo"]

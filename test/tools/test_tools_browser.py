@@ -30,7 +30,7 @@ def test_the_model_navigates_clicks_types_and_extracts(chat, sites, browser):
     assert (browser.screenshot_folder / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_failures_are_told_and_the_page_goes_on(sites):
+def test_failures_are_reported_and_the_page_goes_on(sites):
     transform = BrowserTransform([sites[0].address], timeout=15.0)
     try:
         chat = Chat(transform)

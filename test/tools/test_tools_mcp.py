@@ -82,7 +82,7 @@ def test_every_kind_of_content_becomes_text(transform, server):
 
 
 @pytest.mark.parametrize("server", ["local", "web"])
-def test_failures_are_told_to_the_model(transform, server):
+def test_failures_are_answered_to_the_model(transform, server):
     chat = Chat(transform)
     assert "the database is closed" in chat.call(f"{server}.fail")
     assert "b" in chat.call(f"{server}.add", a=1)

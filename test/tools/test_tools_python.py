@@ -66,7 +66,7 @@ def test_each_block_is_answered_and_failures_say_why(executor):
     assert empty["content"] == "Code block 1 executed successfully:\n"
 
 
-def test_a_persistent_conversation_keeps_its_variables_and_shares_them_with_nobody(executor):
+def test_a_persistent_conversation_keeps_its_variables_and_shares_them_with_no_other(executor):
     transform = PythonInterpreter(executor=executor, persistent=True)
     first, second = Chat(transform), Chat(transform)
     first.say("```python\ndef f(n): return 1 if n < 2 else n * f(n - 1)\n```")

@@ -31,12 +31,12 @@ from llmrl.transforms import RubricReward
 
 
 def ask(tools, name, **arguments):
-    """What the model is told, and how the call is counted."""
+    """Return the message to the model, and how the call is counted."""
     session = ToolSession()
     return run_sync(tools.call(name, arguments, session)), dict(session.outcomes)
 
 
-def test_results_in_parts_are_told_and_images_are_refused_by_name():
+def test_results_in_parts_are_joined_and_images_are_refused_by_name():
     def look(what: str) -> ToolResult:
         """Look."""
         if what == "image":

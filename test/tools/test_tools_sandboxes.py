@@ -118,7 +118,7 @@ def test_ours_tells_of_a_cage_that_ended_and_goes_on(service):
     asyncio.run(play_on())
 
 
-def test_a_sandbox_that_breaks_its_contract_is_told_what_does_not_hold():
+def test_the_check_names_what_a_sandbox_breaks_of_its_contract():
     with pytest.raises(AssertionError, match="exit code and both outputs are returned"):
         asyncio.run(check_sandbox(Remote))
     assert Remote.events["closed"] == 2
@@ -151,7 +151,7 @@ def test_a_model_works_in_its_own_cage_and_the_reward_looks_into_it(renderer, se
     wait_until(lambda: service.num_sessions == 0)
 
 
-def test_anybodys_sandbox_is_closed_in_every_case_and_its_failures_are_told(renderer):
+def test_a_users_sandbox_is_closed_in_every_case_and_its_failures_are_reported(renderer):
     tools = ToolTransform([ShellTool(Sandboxes(Remote))])
     rollout, told = play(
         renderer,

@@ -30,7 +30,7 @@ class ShoppingBasket:
     def __init__(self):
         self.items = []
 
-    def reset(self, budget, owner="nobody"):
+    def reset(self, budget, owner="unset"):
         """Begin with the row's budget."""
         self.budget, self.owner = budget, owner
 
@@ -86,7 +86,7 @@ def test_a_reward_reads_by_name_what_a_tool_keeps_which_began_with_the_row(rende
 
     def spent(shopping_basket, budget):
         ShoppingBasket.events.append("scored")
-        assert shopping_basket.items == ["tea"] and shopping_basket.owner == "nobody"
+        assert shopping_basket.items == ["tea"] and shopping_basket.owner == "unset"
         return float(budget - shopping_basket.budget) + shopping_basket.budget / 100
 
     rollouts = played(shopping_env(spent), buys_once(renderer))

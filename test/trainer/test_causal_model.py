@@ -104,7 +104,7 @@ def test_an_attention_that_leaves_masks_out_is_found(caplog: pytest.LogCaptureFi
 
 
 def test_flash_attention_is_kept_with_one_row_a_bin_before_eager_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no masks, and is chosen for long rows, whose attention weights `eager` would hold."""
+    """It takes no masks, and is chosen for long rows, since `eager` would hold their attention weights."""
     model = tiny_model("llama")
     tried: list[tuple[str, bool]] = []
 

@@ -11,7 +11,7 @@ import pytest
 from causal_types import causal_types, compare, page_outcomes
 
 OUTCOMES = page_outcomes()
-# The last of those whose names begin alike, which is the newest.
+# The last of the names that begin alike, which is the newest.
 COMPARED = {(re.split(r"[\d_-]", name)[0], outcome): name for name, outcome in OUTCOMES.items()}
 
 

@@ -193,7 +193,7 @@ def test_the_blocks_are_those_of_the_dense_mask(
 
     visited, needed = mask.to_dense()[0, 0].bool(), expected.to_dense()[0, 0].bool()
     assert (visited | ~needed).all() and torch.equal(is_full(mask), is_full(expected))
-    if window is None:  # with one, blocks are visited whose nearest tokens could see each other, if on one path
+    if window is None:  # with one, also blocks with nearest tokens in reach of each other, on one path or not
         assert torch.equal(visited, needed)
 
 
@@ -215,7 +215,7 @@ def test_memory_of_a_mask_grows_with_blocks_and_not_with_pairs() -> None:
 
 
 def test_what_is_compiled_for_two_batches_serves_those_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the options that it is compiled with on CUDA, soft cap, window and scale, whose numbers stay numbers."""
+    """With the options that it is compiled with on CUDA, soft cap, window and scale; their numbers stay numbers."""
     monkeypatch.setattr("llmrl.trainer.attention.flex_attention", flex.flex_attention)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # for want of CUDA
     compiled = _flex_attention.__wrapped__("cuda")

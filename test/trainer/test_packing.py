@@ -214,7 +214,7 @@ def test_the_work_of_packing_grows_with_the_rows_and_not_with_their_square(num_s
     counts = []
     for num_rows in (64, 256, 1024):
         num_put[0] = 0
-        # 130 to 230 tokens, in groups whose prompt is half of them.
+        # 130 to 230 tokens, in groups with a prompt that is half of them.
         lengths = [130 + 37 * (index // num_samples) % 101 for index in range(num_rows)]
         shared = [lengths[index] // 2 if index % num_samples else 0 for index in range(num_rows)]
         arrange(lengths, shared, token_budget=8192, attention_length=3000.0)

@@ -94,7 +94,7 @@ def test_tokens_of_other_experts_are_not_shared():
     "model_type", ["mixtral", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3", "minimax_m2", "glm4_moe", "ernie4_5_moe"]
 )
 def test_other_families_take_the_experts_that_they_would_choose(model_type):
-    """What a model chose is given to a copy whose routers choose otherwise, and its own weights are made again."""
+    """A model that is given the experts it chose computes the same; given other experts, it uses those."""
     model = tiny_model(model_type, attn_implementation="eager")
     routers = Routers(model)
     ids = torch.arange(7)[None]
@@ -111,7 +111,7 @@ def test_other_families_take_the_experts_that_they_would_choose(model_type):
     assert torch.stack([used for _, used in again[routers.num_layers :]], 1).equal(other)
 
 
-def test_metrics_count_what_was_told_and_where_tokens_went():
+def test_metrics_count_reported_experts_and_where_tokens_went():
     model = make_model()
     policy = TransformersWrapper(model, generate=False)
     rows = [make_row(torch.arange(1, 9), torch.ones(8).bool(), None) for _ in range(2)]

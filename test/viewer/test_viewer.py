@@ -294,9 +294,7 @@ def test_every_state_has_a_link(page):
     page.wait_for_selector("text=Choose a rollout")
     page.evaluate("location.hash = '#rollout=no%20such&stepFrom=%E0%A4%A&nothing=1&tab=nowhere'")
     page.wait_for_selector("text=not in this page")
-    page.evaluate(
-        "location.hash = '#stepFrom=x&stepTo=x&order=__proto__&smooth=x&problem=99'"
-    )  # what nobody has linked to
+    page.evaluate("location.hash = '#stepFrom=x&stepTo=x&order=__proto__&smooth=x&problem=99'")  # to no existing place
     page.wait_for_function("document.querySelector('#found').innerText.startsWith('None found')")
     page.click("#clear")
     page.evaluate("location.hash = '#order=__proto__&tab=tokens&shade=constructor&row=-1.5'")
@@ -466,7 +464,7 @@ def test_runs_are_drawn_over_each_other(hand_made):
     assert "1 found, mean reward 0.25" in hand_made.inner_text("#found")
 
 
-def test_health_is_told_with_causes_and_rollouts(hand_made):
+def test_health_is_shown_with_causes_and_rollouts(hand_made):
     assert "fine" in hand_made.locator(".health").first.inner_text()  # of the last step
     hand_made.locator(".timeline").first.click(position={"x": 3, "y": 3})
     finding = hand_made.locator(".finding").first

@@ -133,7 +133,7 @@ def test_a_gradient_that_grows_tenfold_a_step_is_seen_at_the_third_step(planted,
 
 @pytest.fixture
 def judged(renderer, tmp_path):
-    """Judges steps of a run whose model is scripted: `answers` is a function of step and prompt."""
+    """Judges steps of a run with a scripted model: `answers` is a function of step and prompt."""
 
     def judge(env, answers, *, num_steps=1, held_out=None, num_rollouts=16):
         step, said = 0, []

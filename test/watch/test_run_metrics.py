@@ -1,4 +1,4 @@
-"""What a run measures: rollouts against plain loops, steps, and what trackers are told."""
+"""What a run measures: rollouts against plain loops, steps, and what trackers receive."""
 
 from __future__ import annotations
 

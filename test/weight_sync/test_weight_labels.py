@@ -37,7 +37,7 @@ class _Streamed:
 
 
 class _Matrices(AdapterWeights):
-    """One adapter, whose first matrix has the number."""
+    """One adapter with the number in its first matrix."""
 
     def _named(self):
         rows = self._model["norm"].view(-1)[:4].view(1, 4)

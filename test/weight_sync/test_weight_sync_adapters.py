@@ -100,7 +100,7 @@ def test_requests_in_flight_over_three_versions_end_on_their_own(engine, model):
 
 
 @pytest.mark.parametrize(("pause_mode", "reason"), [("abort", "abort"), ("wait", "length")])
-def test_an_update_ends_or_awaits_requests_where_it_is_told_to(engine, model, pause_mode, reason):
+def test_an_update_ends_or_awaits_requests_as_its_option_says(engine, model, pause_mode, reason):
     sender = make_sender(VLLMWeightSyncScheme(lora="adapter", pause_mode=pause_mode), model, engine)
     set_adapters(model, 11)
     version = sender.update_weights()

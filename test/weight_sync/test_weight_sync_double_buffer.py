@@ -1,4 +1,4 @@
-"""The double buffer's files: one of the two is always whole, whoever dies when."""
+"""The double buffer's files: one of the two is always whole, whichever process dies when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas by gloo: every engine holds the bits that the trainer has, whoever missed, lost or damaged what."""
+"""Deltas by gloo: every engine holds the bits that the trainer has, whichever of them missed, lost or damaged what."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ pytest.importorskip("vllm")
 
 
 class WorkerEngine(FakeEngine):
-    """An engine whose workers are vLLM's weight-transfer engines, in this process, told of everything in JSON."""
+    """An engine with vLLM's weight-transfer engines as workers, in this process; all messages to them are JSON."""
 
     def __init__(self, backend="nccl", num_workers=1, **options):
         from vllm.config import WeightTransferConfig
@@ -95,7 +95,7 @@ class StoreCommunicator:
 
 
 class ProcessEngine(FakeEngine):
-    """An engine whose worker is a process (`stream_worker`), which signals may end."""
+    """An engine with a process as worker (`stream_worker`), which signals may end."""
 
     def __init__(self):
         super().__init__()

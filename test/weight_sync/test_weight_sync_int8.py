@@ -160,7 +160,7 @@ def test_what_cannot_be_rounded_is_refused_before_the_engine_starts(tmp_path):
     with pytest.raises(ValueError, match="vLLM starts no adapters over layers in int8"):
         start(tmp_path, takes_adapters=True)
     with pytest.raises(ValueError, match=r"takes a folder with config\.json"):
-        start("somebody/a-name-of-a-hub")
+        start("owner/a-name-of-a-hub")
     sharp_llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
@@ -185,7 +185,7 @@ def quantization_config():
     ("entry", "value"),
     [("format", "pack-quantized"), ("ignore", []), ("ignore", ["lm_head", "model.layers.0.mlp.gate"])],
 )
-def test_other_formats_are_told_apart(entry, value):
+def test_other_formats_are_distinguished(entry, value):
     assert is_int8(quantization_config())
     assert not is_int8({**quantization_config(), entry: value})
     for part, name, other in (

@@ -82,7 +82,7 @@ def test_of_a_file_a_worker_holds_its_part_and_refuses_what_is_damaged_elsewhere
     assert held < 0.3 * read.buffer.numel()
 
     data = bytearray(buffer.path(pointer.slot).read_bytes())
-    for place in (4, 30, len(data) // 2, len(data) - 3):  # header and weights, whoever's part it is
+    for place in (4, 30, len(data) // 2, len(data) - 3):  # header and weights, of any worker's part
         data[place] ^= 1
         buffer.path(pointer.slot).write_bytes(data)
         with pytest.raises(ValueError, match="does not hold the weights of write 1"):

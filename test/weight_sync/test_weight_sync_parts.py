@@ -258,7 +258,7 @@ def test_an_engine_that_finishes_long_requests_before_it_pauses_does_not_hang():
 
 
 def test_a_worker_in_another_container_does_not_take_a_file_of_the_same_size_for_the_trainers_memory(tmp_path):
-    """`/proc/PID/fd/N` names something there, too: whoever has that process id."""
+    """`/proc/PID/fd/N` names something there, too, of whichever process has that id."""
     pytest.importorskip("vllm")
     from llmrl.weight_sync.worker import WorkerEngine, WorkerInitInfo
 

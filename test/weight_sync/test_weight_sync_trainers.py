@@ -122,7 +122,7 @@ def sharded(tmp_path_factory, own_programs):
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])
-def test_sharded_weights_are_gathered_one_by_one_and_every_rank_hears_of_the_outcome(sharded, kind):
+def test_sharded_weights_are_gathered_one_by_one_and_every_rank_gets_the_outcome(sharded, kind):
     """FSDP2 over two processes: rank 0 sends, rank 1 helps to gather, both learn versions and failures."""
     for result in (ranks[kind] for ranks in sharded):
         assert result["versions"] == [1, 2, 3]
