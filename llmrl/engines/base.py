@@ -216,7 +216,7 @@ class ChecksSampling(Protocol):
         """Refuse a way of sampling.
 
         Raises:
-            ValueError: naming what cannot be had, and what to do instead.
+            ValueError: if the engine does not support it; says what, and what to do instead.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What an engine's process does for its parent: not outlive it, and not hear the terminal's Ctrl-C."""
+"""Engine processes that end with their parent and ignore the terminal's Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmrl.engines.engine_folder import FOLDER_VARIABLE
 from llmrl.engines.vllm.private import put_files_into
 
 PARENT_VARIABLE = "LLMRL_ENGINE_PARENT"
-"""Set while an engine starts: the process id of whoever starts it."""
+"""Set while an engine starts: the process id of its parent."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,7 +24,7 @@ def register() -> None:
     """Prepare one of vLLM's processes, each of which calls this; only those of an `AsyncVLLM` are changed.
 
     A parent that is killed cannot end its engine, so the kernel is asked to (Linux). It is asked long after the process
-    was started, when vLLM is imported: a process whose parent is gone by then ends itself. Ctrl-C reaches every process
+    was started, when vLLM is imported: a process ends if its parent is gone by then. Ctrl-C reaches every process
     of the terminal's foreground group; the parent decides what it means for the engine, so that an interrupted script
     can still evaluate and save.
     """

@@ -24,7 +24,7 @@ def check_completion(
     """Refuse a completion that could not be trained on, or not be read again.
 
     Args:
-        completion: of any engine.
+        completion: completion of any engine.
         budget: tokens that were asked for.
         vocab_size: number of token ids, where it is known.
         needs_sampling_mask: whether what truncation kept was asked for.

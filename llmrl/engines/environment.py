@@ -31,8 +31,8 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
     Processes are spawned: what vLLM forks by default, dies of the CUDA that its parent has looked at.
 
     Args:
-        log_level: of vLLM's logger.
-        cpu_threads: of an engine on CPU, where they are counted but not bound to cores: a bound engine beside a trainer
+        log_level: level of vLLM's logger.
+        cpu_threads: threads of an engine on CPU, counted but not bound to cores: a bound engine beside a trainer
             leaves one core idle and fights for the other. None on a GPU.
         is_eager: no compilation.
     """
@@ -46,7 +46,7 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": str(cpu_threads),
-        # Threads that spin for long between parallel regions starve whoever else needs the core, their own partners
+        # Threads that spin for long between parallel regions starve others that need the core, their own partners
         # too: beside another busy process this is worth a factor of 2 to 10, alone it costs nothing.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
         # A weight update allocates each layer anew; memory that is kept instead of given back saves a fifth of it.
@@ -69,7 +69,7 @@ def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
         {}
     """
     # Handles of CUDA IPC are Python objects: they reach a worker pickled, and vLLM unpickles them only where this is
-    # set. It opens no port; whoever calls the engine (this process) may then run code in it.
+    # set. It opens no port; the caller of the engine (this process) may then run code in it.
     return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if weight_transfer == "ipc" else {}
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from llmrl.engines.vllm.private import IterationStats, SchedulerStats
 
 METRICS = "metrics"
-"""The reader that logs what the load was; others read for themselves, and each is told everything."""
+"""The reader that logs the load; other readers read independently, and each gets every value."""
 
 
 @dataclass(frozen=True, slots=True)

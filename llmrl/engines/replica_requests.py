@@ -87,7 +87,7 @@ class ReplicaRequests(Generic[EngineT]):
             return engine.score(token_ids, top_k=top_k)
 
         scores = await self._served(ask, None, None)
-        assert scores is not None  # nobody knows its id, to abort it
+        assert scores is not None  # its id is unknown, so it cannot be aborted
         return scores
 
     async def _served(

@@ -39,7 +39,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         max_imbalance: a key leaves its replica when that has so many requests more than the least loaded.
         num_retries: how often a request that failed with an `EngineError` is tried again.
         restart: starts the engine that takes a dead one's place, given its index; called in a thread.
-        max_restarts: of one replica without a completion in between; then it stays dead.
+        max_restarts: restarts of one replica without a completion in between; then it stays dead.
         hang_timeout_seconds: a replica that has requests and in this time no token for any of them hangs, and so does
             one that takes longer for a step of a weight update; it is ended and replaced like a dead one. Other time
             that it is paused does not count. None waits for ever.
@@ -119,9 +119,9 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             model_name: folder or hub name.
             num_replicas: local ones share the devices and the cores that this process sees.
             use_ray: start each in a Ray actor.
-            ray_options: of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
-            ray_init_config: of `ray.init`, where Ray does not run yet; `{"address": "auto"}` for a cluster that does.
-            options: of `AsyncVLLM.from_pretrained`.
+            ray_options: options of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
+            ray_init_config: arguments of `ray.init` if it has to run; `{"address": "auto"}` for a cluster that does.
+            options: arguments of `AsyncVLLM.from_pretrained`.
 
         Raises:
             TypeError: for an option that `AsyncVLLM.from_pretrained` has not, with the nearest one.
@@ -241,7 +241,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         end_hanging(engine)  # it has just been started, and was to be given the current weights
 
     async def watch_for_hangs(self, is_needed: Callable[[], bool] = lambda: True) -> None:
-        """Replace what hangs, until `shutdown`: for engines whose requests other processes make."""
+        """Replace engines that hang, until `shutdown`, if other processes make the requests."""
         if (watch := self._watch) is None:
             return
         watch.forget()

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 MAX_REMEMBERED_KEYS = 65536
-"""Routing keys whose replica is remembered; the oldest are forgotten first."""
+"""Number of routing keys that are remembered with their replica; the oldest are forgotten first."""
 
 
 class NoReplicaError(LookupError):
@@ -47,7 +47,7 @@ class Router:
         self._where: dict[str, int] = {}
         self._affinity: OrderedDict[str, int] = OrderedDict()
         self._open = set(range(num_replicas))
-        # (load, replica), lazily: an entry whose load is not that of now is skipped when it comes up, so that a
+        # (load, replica), lazily: an entry with an outdated load is skipped when it comes up, so that a
         # choice among hundreds of replicas costs no more than one among two.
         self._heap = [(0, replica) for replica in range(num_replicas)]
 

@@ -69,7 +69,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         by: `"role"` compares each rollout with those of its group that played the same role: in a game of several
             players each role has a baseline of its own (SPIRAL, arXiv:2506.24119, section 3.3, where it is a running
             mean; here it is the group's, which needs no state).
-        gamma: credit by turn, of training rows whose environment rewards turns: the return of a turn is its reward and
+        gamma: credit by turn, if the environment rewards turns: the return of a turn is its reward and
             those after it, discounted by `gamma` a turn, and is compared with that of the same turn of the group's
             others (`turn_advantages`). Of a dense reward what came before a token of the turn is taken off
             (`on_tokens`). The advantage is `[num_tokens]` per row then. By default a rollout is one act.
@@ -79,9 +79,9 @@ class MCAdvantage(KnownArguments, GroupCounters):
         candidate_selection_min_size: rollouts of a group that have come when it is first tried in a replay buffer, by
             default `grpo_size`; while the choice is out of bounds more are waited for, up to `candidate_group_size`.
         candidate_selector: how they are chosen.
-        keep_return_bounds: groups whose mean return is not strictly within have no signal, either: those that are too
+        keep_return_bounds: groups with a mean return not strictly within have no signal, either: those that are too
             easy or too hard.
-        drop_constant_groups: leave out groups whose returns are all equal (DAPO, arXiv:2503.14476, equation 11); with
+        drop_constant_groups: leave out groups with all returns equal (DAPO, arXiv:2503.14476, equation 11); with
             `normalization="none"` a constant group has signal and stays.
         max_num_waiting_groups: beyond it the oldest incomplete group is dropped, with a warning.
         rollout_key, is_scored_key: entries read.

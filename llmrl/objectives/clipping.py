@@ -73,10 +73,10 @@ def is_within_trust_region(
 ) -> torch.Tensor:
     """Return which tokens an update may move (DPPO, arXiv:2602.04879), `[num_tokens]` bool.
 
-    The divergence of both distributions is bounded from below by that of "this token or another", whose probabilities
+    The divergence of both distributions is bounded from below by that of "this token or another"; its probabilities
     `mu` and `pi` are known: `|mu - pi|` (`tv`), or `mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))` (`kl`). Beyond
     the bound a token is left out where its advantage would move it further away, and kept where it brings it back.
-    A ratio bounds rare tokens too tightly, whose probabilities hardly change, and likely ones too loosely.
+    A ratio bounds rare tokens too tightly, as their probabilities hardly change, and likely ones too loosely.
 
     Args:
         log_probs, old_log_probs: `[num_tokens]` of the policy, and of the one that sampled.

@@ -36,7 +36,7 @@ class GroupCounters(Transform):
     constant_groups: int
     """Groups without signal, dropped or not."""
     rescued_groups: int
-    """Groups whose first `grpo_size` rollouts were out of bounds, and those chosen not."""
+    """Number of groups with their first `grpo_size` rollouts out of bounds, but those chosen within."""
     selected_trajectories: int
     unselected_trajectories: int
     """Candidates that were chosen, and were not."""

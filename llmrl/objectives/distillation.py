@@ -50,7 +50,7 @@ class DistillationLoss(SequenceLoss):
     the reverse KL, which is the policy gradient with the advantage `log pi_teacher - log pi` of each token; `k3`,
     TorchRL's, has that of the forward KL. `k1` is refused: its gradient knows nothing of the teacher.
 
-    With `teacher=` nothing is estimated: at each trained token, whoever sampled it, the divergence of both
+    With `teacher=` nothing is estimated: at each trained token, from either model, the divergence of both
     distributions is computed, and its gradient is exact (GKD, equation 3). With `TeacherDistribution` they are whole,
     and no log-probs of a teacher are in the batch; with `TeacherTopK` the batch has the teacher's likeliest ids.
 
@@ -59,11 +59,11 @@ class DistillationLoss(SequenceLoss):
         kl_direction: `reverse`, KL(student || teacher), for tokens that the student sampled; `forward`, KL(teacher ||
             student), for tokens that the teacher sampled; with `teacher=` also `js`, between the two, of any tokens.
         kl_estimator: `k2` or `k3`, see `kl_estimate`; without meaning with `teacher=`.
-        teacher: whose distributions are the target: `TeacherDistribution` or `TeacherTopK` of `llmrl.trainer`.
+        teacher: source of the target distributions: `TeacherDistribution` or `TeacherTopK` of `llmrl.trainer`.
         reduction: over sequences or tokens, see `SequenceLoss`.
         normalize_by_seq_length: divide the KL of a sequence by its number of trained tokens.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
-        tokenizer, tokenizer_kwargs: of conversations without tokens, see `SequenceLoss`.
+        tokenizer, tokenizer_kwargs: how to encode conversations without tokens, see `SequenceLoss`.
 
     Raises:
         TypeError: for an unknown keyword, naming the nearest.
@@ -198,10 +198,10 @@ class TeacherAdvantage(Transform):
     `MCAdvantage`'s, is added to: the reward says what is right, the teacher how. A batch that has the KL is left alone.
 
     Args:
-        coeff: of the teacher's part.
+        coeff: coefficient of the teacher's part.
         log_prob_key: the student's log-probs, those that the sampler reported by default.
         teacher_log_prob_key: the teacher's of the same tokens, as `write_log_probs` writes them.
-        mask_key: of the trained tokens.
+        mask_key: mask of the trained tokens.
         advantage_key: entry written, `[num_tokens, 1]` per row, 0 where nothing is trained.
         kl_key: entry written, `[num_tokens, 1]` per row: the estimate `log pi - log pi_teacher`, alike.
 

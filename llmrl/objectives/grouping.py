@@ -97,7 +97,7 @@ class GroupKeys:
         """Return the number under `key`, summed over its entries, of each rollout of `rows`.
 
         Args:
-            rows: of one group.
+            rows: rows of one group.
             key: entry read.
             turns: how the numbers of turns make that of their trajectory.
 

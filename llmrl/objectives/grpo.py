@@ -60,7 +60,7 @@ class GRPOLoss(LLMLoss):
             out of the objective still count in the denominator, so that micro-batches stay exact.
         fixed_length: for `aggregation="fixed_length"`.
         entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`, 0.01 unless given; a coefficient asks for it.
-        kl_to_ref_coeff: add the KL to the reference, whose log-probs are read from `ref_log_probs`, unless it is 0.
+        kl_to_ref_coeff: add the KL to the reference, with log-probs read from `ref_log_probs`, unless it is 0.
         kl_to_inference_coeff: add the KL to the sampler.
         kl_estimator: `k1`, `k2` or `k3`, see `kl_estimate`; `KLPenalty` puts the KL into the reward instead.
         ratio: `token`, or `sequence` (GSPO), a sequence being a row.
@@ -222,7 +222,7 @@ class GRPOLoss(LLMLoss):
         return self._weighted(inputs)
 
     def leave_out_idle_rows(self, inputs: LossInputs) -> None:
-        """Take out rows whose advantage is zero, where the objective is all that they are in."""
+        """Take out rows with zero advantage, if they contribute to the objective only."""
         if self.entropy_bonus or self.kl_to_ref_coeff is not None or self.kl_to_inference_coeff is not None:
             return
         advantages = inputs.columns["advantage"].split([len(ids) for ids in inputs.token_ids])
@@ -342,7 +342,7 @@ class DAPO(GRPOLoss):
 class CISPOLoss(GRPOLoss):
     """Clipped importance weights on log-probs (CISPO, arXiv:2506.13585, equations 4 and 5).
 
-    Unlike TorchRL's, whose clipped tokens have no gradient, the weight is a constant and every token keeps its own.
+    Unlike TorchRL, where clipped tokens have no gradient, the weight is a constant and every token keeps its own.
     By default it has no lower bound (an `epsilon_low` of 1), as in the paper's experiments (section 3.1). They tune the
     upper one alone and do not give it; here it bounds the weight at 5. PPO's 0.2 would cut off what the method keeps.
     """

@@ -27,7 +27,7 @@ class KLPenalty(Transform):
     `other_log_prob_key=("log_probs", "full")` the KL is that to the inference policy.
 
     Args:
-        coeff: of the KL.
+        coeff: coefficient of the KL.
         estimator: see `kl_estimate`.
         log_prob_key, other_log_prob_key: the policy's and the other's log-probs, `[num_tokens]` per row.
         mask_key, rollout_key, rewards_key: entries read, the reward changed.

@@ -25,7 +25,7 @@ def soft_overlong(
     0 up to `max_length - cache_length` tokens, then falling to -1 at `max_length`, and -1 beyond.
 
     Args:
-        lengths: of answers, in sampled tokens.
+        lengths: lengths of answers, in sampled tokens.
         rewards: without effect.
         max_length: from which on the punishment is whole.
         cache_length: over how many tokens it grows.
@@ -49,7 +49,7 @@ def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, r
     one length.
 
     Args:
-        lengths: of a group's answers, in sampled tokens.
+        lengths: lengths of a group's answers, in sampled tokens.
         rewards: theirs.
         right_from: the reward from which on an answer is right.
 
@@ -73,7 +73,7 @@ class LengthPenalty(Transform):
     Args:
         length_reward: `partial(soft_overlong, max_length=..., cache_length=...)`, `group_relative_length`, or any
             function of a group's lengths and rewards.
-        coeff: of what is added.
+        coeff: coefficient of what is added.
         mask_key, rewards_key: entries read, the reward changed.
         written_key: entry written, `[1, 1]` a row: what was added.
 

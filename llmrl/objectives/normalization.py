@@ -20,7 +20,7 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
       likelihood of right answers, in which a rare one counts for more (MaxRL, arXiv:2602.02710);
     - `none`: `r`, for a baseline of the whole batch, see `batch_normalized`.
 
-    But for `none`, a group whose rewards are all equal, or of one rollout, has no signal: zeros.
+    But for `none`, a group with all rewards equal, or of one rollout, has no signal: zeros.
 
     Raises:
         ValueError: for an unknown normalization, or a negative reward with `relative`.

@@ -42,7 +42,7 @@ class LLMLossOutput(LossOutput):
     ratio: torch.Tensor
     """[] mean of `pi / pi_old`: 1 where the old log-probs are the trainer's own, at the first update on a batch."""
     clip_fraction: torch.Tensor
-    """[] share of tokens whose ratio lies outside the clip bounds."""
+    """[] share of tokens with a ratio outside the clip bounds."""
     kl_approx: torch.Tensor
     """[] mean of `log pi_old - log pi`."""
     ESS: torch.Tensor
@@ -65,7 +65,7 @@ class LLMLossOutput(LossOutput):
     importance_weight: torch.Tensor | None = None
     """[] mean weight of old policy to sampler, as bounded."""
     importance_clip_fraction: torch.Tensor | None = None
-    """[] share of tokens whose weight the bounds changed."""
+    """[] share of tokens with a weight that the bounds changed."""
     staleness: torch.Tensor | None = None
     """[] mean number of versions between the policy and what sampled."""
     masked_fraction: torch.Tensor | None = None

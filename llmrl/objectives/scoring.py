@@ -16,7 +16,7 @@ def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options:
 
     Args:
         policy: reads its `in_keys` and writes the log-probs as the first of its `out_keys`, as `TransformersWrapper`.
-        batch: of any shape, ragged or padded.
+        batch: batch of any shape, ragged or padded.
         options: further arguments of the policy, such as `process_group`.
 
     Raises:

@@ -32,7 +32,7 @@ class MCAdvantageSelector(KnownArguments):
 
     - `first`: those that came first;
     - `uniform`: spread evenly over the sorted returns;
-    - `balanced`: those whose mean is nearest to the middle of `keep_return_bounds`, of these those farthest apart;
+    - `balanced`: those with the mean nearest to the middle of `keep_return_bounds`, of these those farthest apart;
       without bounds as `uniform`;
     - `max_variance`: the subset of greatest variance, which is also some of the lowest and some of the highest (PODS,
       arXiv:2504.13818, theorem 1).
@@ -76,7 +76,7 @@ class MCAdvantageSelector(KnownArguments):
         """Return the indices of the chosen candidates, ascending, all where there are no more than `group_size`.
 
         Args:
-            candidates: their returns, or a TensorDict with one element each, whose first entry of `in_keys` they are.
+            candidates: their returns, or a TensorDict with one element each; the first of `in_keys` holds them.
             group_size: how many are chosen.
             keep_return_bounds: None is returned where no choice has a mean strictly within: the group has nothing to
                 teach (dynamic sampling, DAPO, arXiv:2503.14476, equation 11).
@@ -131,7 +131,7 @@ class TopKRewardSelector(KnownArguments, Transform):
     median, which drops a group in which most succeeded.)
 
     Appended to a replay buffer (`inv`, on `extend`) rows are held back until `total_dialog_turns` rollouts of their
-    group have come. A collector, whose groups are complete, takes `postproc=selector.select`.
+    group have come. A collector has complete groups and takes `postproc=selector.select`.
 
     Args:
         total_dialog_turns: rollouts in a group, scored or not.

@@ -24,7 +24,7 @@ class SequenceLoss(LLMLoss):
         normalize_by_seq_length: divide a sequence's loss by its number of trained tokens; without meaning for
             `token_mean`.
         masking_strategy: which tokens are trained.
-        tokenizer, tokenizer_kwargs: of batches that have `("history", "full")` and no tokens: what encodes them, by
+        tokenizer, tokenizer_kwargs: what encodes batches that have `("history", "full")` and no tokens, by
             default the policy's, and options of `History.apply_chat_template`, by default the policy's template.
 
     Raises:

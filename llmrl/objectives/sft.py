@@ -35,13 +35,13 @@ class SFTLoss(SequenceLoss):
         reduction: over sequences or tokens, see `SequenceLoss`; `token_mean` is what most trainers of language models
             minimize.
         normalize_by_seq_length: divide the log-likelihood of a sequence by its number of trained tokens.
-        kl_to_ref_coeff: add the KL to the reference, whose log-probs are read from `ref_log_prob`.
+        kl_to_ref_coeff: add the KL to the reference, with log-probs read from `ref_log_prob`.
         kl_estimator: see `kl_estimate`; on tokens that the policy did not sample it is a distance, not the KL.
         loss_function: `sft`; or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of the log-likelihoods of a
             row (arXiv:2408.10642, equation 8), in which the reference is a regularizer by itself.
-        beta: of `minor_sft`.
+        beta: coefficient of `minor_sft`.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
-        tokenizer, tokenizer_kwargs: of conversations without tokens, see `SequenceLoss`.
+        tokenizer, tokenizer_kwargs: how to encode conversations without tokens, see `SequenceLoss`.
 
     Raises:
         TypeError: for an unknown keyword, naming the nearest.
@@ -93,7 +93,7 @@ class SFTLoss(SequenceLoss):
                 )
             if reduction == "token_mean":
                 raise ValueError(
-                    "reduction='token_mean' has no meaning with loss_function='minor_sft', whose loss is a sequence's; "
+                    "reduction='token_mean' has no meaning with loss_function='minor_sft': its loss is a sequence's; "
                     "use 'mean'."
                 )
             # The loss of a row is spread over its tokens, whatever the normalization of its log-likelihood.

@@ -47,7 +47,7 @@ def write_loss_weights(batch: TensorDictBase, **streams: Callable[[TensorDictBas
 
     Args:
         batch: training rows.
-        streams: of each stream a function of a row, to `[num_tokens]`.
+        streams: for each stream a function from a row to `[num_tokens]`.
 
     Raises:
         ValueError: for weights that are not one finite number per token.
@@ -127,7 +127,7 @@ class StreamsLoss(LLMLoss):
 
     - cross-entropy on what the environment said (ECHO, arXiv:2605.24517): an `SFTLoss` on `observed_tokens`;
     - demonstrations mixed in: an `SFTLoss` on rows that have that stream alone, stacked with the rollouts';
-    - a KL with a denominator of its own: a `DistillationLoss` whose `teacher_log_prob` is the reference's entry.
+    - a KL with a denominator of its own: a `DistillationLoss` with the reference's entry as `teacher_log_prob`.
 
     Args:
         actor_network: the policy, see `GRPOLoss`; the streams' losses have none.

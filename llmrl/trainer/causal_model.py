@@ -38,7 +38,7 @@ class CausalModel:
     """The parts of a causal language model: hidden states of packed rows, the output head, the logits' transform.
 
     How rows are computed is chosen by trying: packed with the attention that is set, packed with `eager`, then each row
-    in a bin of its own without a mask. The first is taken whose logits are those of the model in `eager`, one row at a
+    in a bin of its own without a mask. The first is taken that gives the logits of the model in `eager`, one row at a
     time (`ExactnessProbe`).
 
     Args:
@@ -191,7 +191,7 @@ class CausalModel:
             faults["packed"] = packing_fault
         packings = (True, False) if packing_fault is None else (False,)
         ways = [(is_packed, one) for is_packed in packings for one in dict.fromkeys((preferred, chosen, "eager"))]
-        if "flash" in chosen:  # chosen for long rows, whose weights eager would hold
+        if "flash" in chosen:  # chosen for long rows: eager would hold their weights
             ways.sort(key=lambda way: way[1] == "eager")
         for is_packed, implementation in ways:
             fault = probe.fault(implementation, is_packed=is_packed)

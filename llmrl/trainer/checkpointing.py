@@ -17,7 +17,7 @@ def set_scoring_mode(model: torch.nn.Module) -> None:
     backward pass as well. What it consists of is in eval mode throughout.
 
     Args:
-        model: of transformers; one whose code does not checkpoint by transformers' layers is itself in training mode
+        model: transformers model; one that does not checkpoint by transformers' layers is itself in training mode
             where it checkpoints, which `ExactnessProbe` compares.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -62,16 +62,16 @@ def chunked_divergence(
     """Return the divergence of each position's distributions, `[num_positions]` float32, differentiable by the student.
 
     Args:
-        student: of the positions.
-        teacher: of the same positions and vocabulary, a longer head's further ids being padding that is left out; or
+        student: the student's distributions at the positions.
+        teacher: those of the same positions and ids, a longer head's further ids being padding that is left out; or
             its likeliest ids, all others being joined.
         divergence: `reverse`, KL(student || teacher); `forward`, KL(teacher || student); or `js`, between the two.
-        beta: of `js`: near 0 it is `beta` times forward, near 1 `1 - beta` times reverse.
-        chunk_size: positions whose logits are held at once; see `default_chunk_size`.
+        beta: weight of `js`: near 0 it is `beta` times forward, near 1 `1 - beta` times reverse.
+        chunk_size: number of positions with logits in memory at once; see `default_chunk_size`.
 
     Raises:
         ValueError: for an unknown divergence, a beta that is not between 0 and 1, other numbers of positions, or a
-            teacher whose likeliest ids are none, the whole vocabulary, or beyond the student's.
+            teacher with likeliest ids that are none, the whole vocabulary, or beyond the student's.
 
     Example:
         >>> same = Head(torch.eye(3), torch.eye(3))
@@ -105,7 +105,7 @@ def chunked_divergence(
 
 
 def _rounded(head: Head) -> Head:
-    """Return a head whose operands are in the dtype that they are multiplied in."""
+    """Return a head with operands in the dtype of their multiplication."""
     dtype = head.dtype or torch.promote_types(head.states.dtype, head.weight.dtype)
     bias = None if head.bias is None else rounded_operand(head.bias, dtype)
     return Head(rounded_operand(head.states, dtype), rounded_operand(head.weight, dtype), bias, head.transform, dtype)
@@ -248,14 +248,14 @@ def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -
 
 
 class TeacherDistribution:
-    """A teacher whose whole distribution is the target at each trained token: `DistillationLoss(teacher=...)`.
+    """A teacher with its whole distribution as the target at each trained token: `DistillationLoss(teacher=...)`.
 
     The rows may be anybody's: the student's own, a teacher's, or of a data set. Both models compute the same packed
     rows; the teacher's part is without gradient, and neither's logits are held for more than a chunk.
 
     Args:
         policy: scores with the teacher's model, as `load_teacher` gives it.
-        beta: of the divergence `js`.
+        beta: weight of the divergence `js`.
 
     Example:
         >>> teacher = TeacherDistribution(load_teacher(actor, "teacher", tokenizer=tokenizer))      # doctest: +SKIP
@@ -273,7 +273,7 @@ class TeacherDistribution:
         """Return the divergence at each scored token of a micro-batch, `[num_scored]`.
 
         Raises:
-            ValueError: for tokens that were sampled from truncated distributions, whose vocabularies differ.
+            ValueError: if tokens were sampled from truncated distributions, as their vocabularies differ.
         """
         _check_whole(packed)
         if not packed.num_scored:
@@ -285,14 +285,14 @@ class TeacherDistribution:
 
 
 class TeacherTopK:
-    """A teacher whose likeliest ids are the target at each trained token: `DistillationLoss(teacher=...)`.
+    """A teacher with its likeliest ids as the target at each trained token: `DistillationLoss(teacher=...)`.
 
     `write_top_k` writes them into the batch, once a batch, whether a model or an engine is the teacher. All other ids
     are one, so that the student's probability of them is held to the teacher's (see `chunked_divergence`).
 
     Args:
-        beta: of the divergence `js`.
-        key: of the entries that are read, `token_ids` and `log_probs` below it.
+        beta: weight of the divergence `js`.
+        key: parent of the entries that are read, `token_ids` and `log_probs` below it.
 
     Example:
         >>> loss = DistillationLoss(actor, teacher=TeacherTopK(), kl_direction="reverse")           # doctest: +SKIP

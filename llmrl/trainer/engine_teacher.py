@@ -82,7 +82,7 @@ class EngineTeacher:
 
         Args:
             batch: training rows.
-            top_k: of the likeliest ids in each token's place.
+            top_k: number of likeliest ids in each token's place.
             assistant_only: score trained tokens alone.
 
         Raises:
@@ -113,8 +113,8 @@ class EngineTeacher:
         mask[:1] = False
         # What follows the last trained token has no say in its log-prob.
         num_needed = int(mask.nonzero()[-1]) + 1 if mask.any() else 0
-        nobody = torch.full((len(ids), top_k), -1)
-        scores = TokenScores(torch.zeros(len(ids)), nobody, torch.zeros(len(ids), top_k))
+        no_ids = torch.full((len(ids), top_k), -1)
+        scores = TokenScores(torch.zeros(len(ids)), no_ids, torch.zeros(len(ids), top_k))
         if num_needed:
             found = await self.engine.score(ids[:num_needed].tolist(), top_k=top_k)
             for name in ("log_probs", "top_ids", "top_log_probs"):

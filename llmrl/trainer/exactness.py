@@ -59,7 +59,7 @@ class ExactnessProbe:
         dtype = next(model.parameters()).dtype
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         self.quantile = 0.75 if self.is_half else 1.0
-        """Of tokens, whose error counts: rounding sends some to other experts."""
+        """Quantile of the tokens' errors that counts: rounding sends some tokens to other experts."""
         is_rough = self.is_half or torch.get_float32_matmul_precision() != "highest"
         self.tolerance = _ROUGH if is_rough else 1e-3
         self.rows = self._rows()
@@ -121,7 +121,7 @@ class ExactnessProbe:
         """Return what is wrong with computing rows so, in a few words; None when it is exact.
 
         Args:
-            implementation: of attention, as transformers names it.
+            implementation: attention implementation, as transformers names it.
             is_packed: see `decoder_hidden_states`.
         """
         if is_packed and implementation != IMPLEMENTATION and "flash" in implementation:

@@ -124,7 +124,7 @@ def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: To
         tokenizer: the student's.
 
     Raises:
-        ValueError: when the teacher has another tokenizer, whose ids mean other texts.
+        ValueError: if the teacher has another tokenizer: its ids mean other texts.
 
     Example:
         >>> teacher = load_teacher(policy, "Qwen/Qwen2.5-7B-Instruct", tokenizer=tokenizer)         # doctest: +SKIP

@@ -19,7 +19,7 @@ MIN_LOG_PROB = -1e4
 
 
 def default_chunk_size(vocab_size: int, *, is_gpu: bool) -> int:
-    """Return the number of positions whose logits are held at once.
+    """Return the number of positions with logits in memory at once.
 
     On a CPU 32 MiB of them, which its caches bear. On a GPU the head is read and its gradient is added to for each
     chunk, so that a chunk is thousands of positions: 2 GiB of logits, for vocabularies beyond 262,144 ids more.
@@ -220,7 +220,7 @@ def chunked_log_probs(
             Default: target `i` at position `i`.
         bias: `[vocab_size]` of the output head, if it has one.
         transform: scale, soft cap and temperature; none by default.
-        chunk_size: positions whose logits are held at once; see `default_chunk_size`.
+        chunk_size: number of positions with logits in memory at once; see `default_chunk_size`.
         return_entropy: also return the entropies.
 
     Returns:

@@ -12,7 +12,7 @@ from llmrl.trainer.packing import PackedRows
 IMPLEMENTATION = "llmrl_packed"
 """The name by which transformers knows `packed_attention`."""
 FUSED_DEVICES = frozenset({"cuda"})
-"""Kinds of devices whose kernels train without `[length, length]` masks and weights."""
+"""Kinds of devices with kernels that train without `[length, length]` masks and weights."""
 MAX_PRODUCT_LENGTH = 256
 """Bins up to this length keep their attention weights for the backward pass on a CPU; longer ones take `sdpa`."""
 _BLOCK_LENGTH = 128
@@ -40,7 +40,7 @@ def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, 
     Args:
         packed: the rows.
         implementation: its name, as in `model.config._attn_implementation`.
-        dtype: of the computation, for masks that are added to scores.
+        dtype: dtype of the computation, for masks that are added to scores.
         window: see `PackedRows.attention_mask`.
 
     Returns:
@@ -60,7 +60,7 @@ def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
     """`PackedRows.attention_mask` as a function of flat positions, and the blocks in which it is nowhere false."""
     num_bins, length = packed.input_ids.shape
     bin_starts = torch.arange(0, num_bins * length, length, device=packed.input_ids.device)
-    # Not views, whose bases are among what the kernel is compiled for.
+    # Not views: their bases are among what the kernel is compiled for.
     end = (packed.subtree_end + bin_starts[:, None]).flatten().clone()
     depth = packed.position_ids.flatten().clone()
 

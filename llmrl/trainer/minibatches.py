@@ -35,7 +35,7 @@ def minibatches(
         loss_module: that the updates are on; its `actor_network` is the policy.
         num_epochs: how often each rollout is learned from.
         num_minibatches: updates an epoch; fewer where there are fewer rollouts.
-        seed: of the order; the same seed gives the same mini-batches, whatever other random numbers were drawn.
+        seed: seed of the order; the same seed gives the same mini-batches, whatever other random numbers were drawn.
 
     Raises:
         ValueError: for a number below 1.

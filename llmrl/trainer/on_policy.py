@@ -51,7 +51,7 @@ def on_policy_difference(
         batch: training rows.
         log_probs: the policy's, `[num_tokens]` per row, NaN where nothing is trained.
         keys: a loss's names of the entries: `sample_log_prob` and `policy_version` are read.
-        version: of the weights that gave `log_probs`; None takes all trained tokens.
+        version: version of the weights that gave `log_probs`; None takes all trained tokens.
     """
     rows = flat_batch(batch)
     ours = torch.cat(log_probs)
@@ -74,7 +74,7 @@ def check_difference(
     but no more than 0.5 nats.
 
     Args:
-        record: of the policy's model.
+        record: record of the policy's model.
         batch, log_probs, keys: see `on_policy_difference`.
     """
     version = record.engine_version

@@ -29,7 +29,7 @@ def make_optimizer(
     Args:
         model: parameters that need no gradient (LoRA's base model) are left out.
         learning_rate: the highest.
-        weight_decay: of matrices; vectors (norms, biases) have none.
+        weight_decay: weight decay of matrices; vectors (norms, biases) have none.
         schedule: after the warm-up `constant`, or `linear` or `cosine` decay to 0 after `num_steps`.
         warmup_steps: batches over which the learning rate rises from `learning_rate / (warmup_steps + 1)`.
         num_steps: batches of the whole training, the warm-up among them; needed for a decay.

@@ -38,7 +38,7 @@ class PackedRows:
     subtree_end: torch.Tensor
     """[num_bins, bin_length] int64: one past the last node, within the bin, that sees this node."""
     predictors: torch.Tensor
-    """[num_scored] int64: flat position whose output predicts the scored token; ascending."""
+    """[num_scored] int64: flat position that predicts the scored token; ascending."""
     targets: torch.Tensor
     """[num_scored] int64: id of the scored token."""
     row_index: torch.Tensor
@@ -126,7 +126,7 @@ def pack_rows(
 
     Args:
         token_ids: `[num_tokens]` int64 each.
-        scored_masks: `[num_tokens]` bool each; True for tokens whose log-prob is wanted.
+        scored_masks: `[num_tokens]` bool each; True for tokens to be scored.
         token_budget: computed tokens in a micro-batch, padding included.
         bin_length: tokens that attend to each other in one sequence; longer rows get a longer bin. What is shared grows
             with it, and so does the cost of attention: None takes the cheapest of several.
@@ -228,7 +228,7 @@ def _numbered(rows: list[np.ndarray], experts: list[np.ndarray]) -> list[np.ndar
 
 
 def _with_experts(packed: PackedRows, experts: list[np.ndarray]) -> PackedRows:
-    """Write the experts of a micro-batch's positions; of padding nobody knows any."""
+    """Write the experts of a micro-batch's positions; padding has no known experts."""
     told = torch.from_numpy(np.concatenate([experts[row] for row in packed.rows.tolist()]))
     column = unknown_experts(packed.num_packed_tokens, told.shape[1:])
     column[packed.token_positions.cpu()] = told

@@ -52,7 +52,7 @@ def write_log_probs(
     - `("next", "teacher_log_probs", "full")`: a teacher's.
 
     Args:
-        policy: scores; or an `EngineTeacher`, whose engine does.
+        policy: model that scores; or an `EngineTeacher`: its engine scores.
         batch: training rows, ragged; changed in place.
         key: entry written.
         disable_adapter: score with the adapters of a peft model disabled.

@@ -22,7 +22,7 @@ def shard_model(
 
     Gradients are summed over ranks, not averaged: the token weights of a loss are those of the whole batch, of which
     each rank computes a part: from here on every rank calls `train_step`, `write_log_probs` and weight sync with the
-    same batches, and each does its share. Give the model to `TransformersWrapper` before, whose checks run it whole,
+    same batches, and each does its share. Give the model to `TransformersWrapper` before, as its checks run it whole,
     and make the optimizer afterwards. Every rank starts from the same weights.
 
     Args:

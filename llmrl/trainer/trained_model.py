@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainedModel:
-    """What is known of one model; `None` where nobody has said."""
+    """What is known of one model; `None` where it is unknown."""
 
     compute_dtype: torch.dtype | None = None
     """dtype of its forward pass: its policy's autocast, its sharding's, or that of its weights."""
@@ -57,7 +57,7 @@ class TrainedModel:
 
     @property
     def disagreement(self) -> str | None:
-        """What is wrong with the dtypes, and how to mend it; None where they agree or one is not known.
+        """What is wrong with the dtypes, and what to do; None where they agree or one is not known.
 
         Example:
             >>> TrainedModel(compute_dtype=torch.float32, engine_dtype=torch.float32).disagreement is None

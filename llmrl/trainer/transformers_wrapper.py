@@ -43,7 +43,7 @@ class TransformersWrapper(LLMWrapperBase):
     prefixes once. It reads `("tokens", "full")` and `("masks", "all_assistant_mask")` and writes
     `(log_probs_key, "full")`: `[num_tokens]` float32 per row, differentiable, 0 outside the mask (and at a row's first
     token, which nothing predicts). Without a mask every token is scored. Tokens that are there are scored as they are;
-    where a batch has none, they are made of `("history", "full")` with the template, whose mask is then the assistant's
+    where a batch has none, they are made of `("history", "full")` with the template; the mask is then the assistant's
     turns, or of `("text", "full")`, by `input_mode`, and written beside the log-probs. Where rows have a sampling mask
     (`"sampling_mask"`), a sampled token's distribution is that of the ids which truncation kept; where they say which
     experts a mixture routed each token to (`"routed_experts"`), it is computed with those, see `Routers`.
@@ -58,7 +58,7 @@ class TransformersWrapper(LLMWrapperBase):
         token_budget: computed tokens in one forward pass.
         bin_length: tokens that attend to each other in one sequence; None weighs the attention of longer ones, by the
             model's size, against the shared tokens that they save, see `pack_rows`.
-        chunk_size: positions whose logits are held at once, see `chunked_log_probs`.
+        chunk_size: number of positions with logits in memory at once, see `chunked_log_probs`.
         autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype, and
             `auto` in that of `AsyncVLLM`'s default: bfloat16 over float32 weights on a GPU, else the weights'. It must
             be the engine's: an update that is smaller than the engine's rounding is lost, and weight sync warns.
@@ -263,7 +263,7 @@ class TransformersWrapper(LLMWrapperBase):
     def get_dist(
         self, tensordict: TensorDictBase, *, mask_key: NestedKey | None = ATTENTION_MASK_KEY, logits_key: str = "logits"
     ) -> LLMMaskedCategorical:
-        """Return the distribution of each token, `[num_rows, num_tokens, vocab_size]`, for whoever must have it whole.
+        """Return the distribution of each token, `[num_rows, num_tokens, vocab_size]`, for callers that need it whole.
 
         Rows are padded on the left, as TorchRL's losses pad what they compare with. A row's first token is predicted by
         nothing: its distribution is uniform. What is kept in memory grows with the vocabulary: our losses use

@@ -38,7 +38,7 @@ def truncated_log_probs(
         hidden: `[num_positions, hidden_size]`.
         weight: `[vocab_size, hidden_size]` of the output head.
         targets: `[num_scored]` ids.
-        sampling_mask: of the targets; where nothing was cut, the distribution is over all ids.
+        sampling_mask: sampling mask of the targets; where nothing was cut, the distribution is over all ids.
         positions: `[num_scored]` ascending indices into `hidden`.
         return_entropy: also return the entropies.
         options: see `chunked_log_probs`.

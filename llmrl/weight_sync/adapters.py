@@ -109,7 +109,7 @@ class AdapterChannel(Channel):
 
     def stage(self, version: int | None) -> int:
         """Copy the adapters into one file in memory."""
-        assert version is not None, "somebody has to hold the base model"
+        assert version is not None, "an engine has to hold the base model"
         self._staged = {}
         weights = _as_file({name: tensor.cpu().contiguous() for name, tensor in self._source})
         self._staged, self._version = {"weights": weights, "rank": self._source.rank}, version

@@ -28,7 +28,7 @@ _MEETING_SECONDS = 10.0
 
 
 class Client(Protocol):
-    """Who takes the weights: one engine, or several whose workers form one group."""
+    """Receiver of the weights: one engine, or several with workers that form one group."""
 
     timeout_seconds: float
     """Without progress, after which a streamed transfer is given up."""
@@ -69,7 +69,7 @@ class Channel(ABC):
     is_collective = False
     """Whether all engines are one client, which is made anew when one is replaced."""
     can_roll_back = True
-    """Whether engines keep their old weights until they are told to load."""
+    """Whether engines keep their old weights until a call to load."""
 
     @property
     @abstractmethod
@@ -147,7 +147,7 @@ class MemoryChannel(Channel):
         Raises:
             ValueError: when the source yields others than it announces.
         """
-        assert version is not None, "somebody has to read the memory"
+        assert version is not None, "an engine has to read the memory"
         before, base = (self._layout, self.checksum) if self._tag else (None, None)
         self._tag, self._layout, self.checksum, self.delta = "", None, None, None
         layout = self.layout
@@ -165,7 +165,7 @@ class MemoryChannel(Channel):
         return version
 
     def _pack(self, buffer: torch.Tensor, tag: str) -> None:
-        write_tag(buffer, tag)  # which nobody is told before the rest is there
+        write_tag(buffer, tag)  # which is announced only when the rest is there
         views = self.layout.views(buffer)
         for given_name, tensor in self._source.uncast():
             name, view = next(views)

@@ -12,7 +12,7 @@ import torch
 TRANSFER_SECONDS = 120.0
 """Without progress, after which a transfer is given up, unless engines are taken to hang sooner."""
 _NUM_LOOKS = 20
-"""In that time. Looks are counted, not seconds, so that a process that was stopped itself blames nobody."""
+"""Looks within the timeout. Looks are counted, not seconds: a process that was stopped must not blame its peers."""
 
 
 class TransferStalledError(RuntimeError):
@@ -32,13 +32,13 @@ class Communicator(Protocol):
 
 
 class TimedCommunicator:
-    """A communicator whose transfers end, with an error, when no broadcast begins or ends for some time.
+    """A communicator that ends its transfers, with an error, when no broadcast begins or ends for some time.
 
     NCCL waits for ever for a peer that died or stands still. Both ends of a transfer have this, so that the trainer and
     the workers that live all come back from it.
 
     Args:
-        communicator: whose broadcasts are watched.
+        communicator: communicator to watch.
         timeout_seconds: without progress.
     """
 

@@ -40,7 +40,7 @@ class BufferPointer:
     checksum: int
     """CRC-32 of the file that holds these weights, or that deltas make of the one in the buffer."""
     anchor_serial: int
-    """Of the write whose file is in the buffer: this one, or an earlier one that deltas lead from."""
+    """Serial of the write that made the file in the buffer: this one, or an earlier one that deltas lead from."""
     anchor_checksum: int
     anchor_every: int = 1
     """How many writes share a file; with 1 there are no deltas."""
@@ -193,7 +193,7 @@ class DoubleBuffer:
         """Return the weights that `pointer` names, in memory of their own: what the writer does next cannot reach them.
 
         Args:
-            pointer: of this folder.
+            pointer: pointer of this folder.
             since: what was read before. Where deltas lead from there, its memory becomes that of the result; in any
                 case it is not to be used again.
             pages_of: says what is to be kept of a file with this layout; all is read and checked, and of the rest is

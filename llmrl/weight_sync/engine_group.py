@@ -170,7 +170,7 @@ class EngineGroup:
 
     @contextlib.contextmanager
     def paused(self, members: list[Member]) -> Iterator[None]:
-        """Stop stepping and go on afterwards; not an engine whose weights are neither old nor new.
+        """Stop stepping and go on afterwards; except engines with weights that are neither old nor new.
 
         Engines that take adapters need not stop for requests that are to go on: each does so with its own.
         """
@@ -181,7 +181,7 @@ class EngineGroup:
             self.each(members, lambda member: member.engine.pause(self._pause_mode, clear_cache=False))
             yield
         except BaseException:
-            with contextlib.suppress(EngineError):  # what went wrong before is what the caller must hear
+            with contextlib.suppress(EngineError):  # the caller must get the first error
                 self._resume(members)
             raise
         self._resume(members)
@@ -242,7 +242,7 @@ class EngineGroup:
         whole = [member.engine.policy_version for member in members if member.is_whole]
         if not whole:
             return "The engines hold no whole weights and stay paused until an update succeeds."
-        held = f"The engines hold the weights of version {min(whole)} as before; mend the cause and try again."
+        held = f"The engines hold the weights of version {min(whole)} as before; remove the cause and try again."
         if len(whole) < len(members):
             held += f" {len(members) - len(whole)} of them failed to load an earlier update and stay paused until then."
         return held

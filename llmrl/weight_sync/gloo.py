@@ -56,7 +56,7 @@ class Receiver:
         """Take part in the `broadcast` of the whole; the buffer ([num_bytes] uint8), which the next one fills again.
 
         Args:
-            num_bytes: of the whole.
+            num_bytes: size of the whole.
             pages: what is to be kept of it; all where it is None.
             checksum: the CRC-32 of the whole, where deltas may follow: then all is kept, and checked.
 
@@ -121,12 +121,12 @@ def _broadcast_chunk(group: ProcessGroupGloo, chunk: torch.Tensor) -> None:
 
 
 def close_group(group: ProcessGroupGloo) -> None:
-    """Leave; whoever waits for us gets an error."""
+    """Leave; peers that wait for this process get an error."""
     group.shutdown()
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

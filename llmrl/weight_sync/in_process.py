@@ -23,7 +23,7 @@ class LoadsWeights(Protocol):
 
 
 def default_scheme(engine: object) -> InProcessSyncScheme | VLLMWeightSyncScheme:
-    """Return how new weights reach an engine where nobody said otherwise.
+    """Return the default way for new weights to reach an engine.
 
     Example:
         >>> type(default_scheme(object())).__name__
@@ -48,7 +48,7 @@ class InProcessSender:
         self._engine: LoadsWeights | None = None
 
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Say whose weights to copy."""
+        """Set the model to copy weights from."""
         self._model = model_of(model)
 
     def init_all_workers_group(self, model_metadata: object = None, engine: LoadsWeights | None = None) -> None:

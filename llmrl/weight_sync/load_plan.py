@@ -136,13 +136,13 @@ class LoadPlan:
 def make_load_plan(
     model: torch.nn.Module, layout: PackedLayout, heads: list[tuple[torch.nn.Module, torch.nn.Module]]
 ) -> tuple[LoadPlan | None, NeededPages | None]:
-    """Return the plan for a model on CPU, and what of the buffer is read by whoever loads it.
+    """Return the plan for a model on CPU, and the pages of the buffer that loading reads.
 
     There is no plan when the model's loaders do more than copy, or its layers more than pack. No pages are named where
-    all are needed, or nobody knows.
+    all are needed, or if it is unknown.
 
     Args:
-        heads: pairs of an output head and the embedding whose weight it shares.
+        heads: pairs of an output head and the embedding that shares its weight.
 
     Raises:
         ValueError: when the weights do not fit the model, or some are missing.

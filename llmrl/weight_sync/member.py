@@ -19,7 +19,7 @@ _PROGRESS_SECONDS = 5.0
 
 
 _MIXED: weakref.WeakSet[UpdatableEngine] = weakref.WeakSet()
-"""Engines whose weights may be neither those of before an update nor its own."""
+"""Engines with weights that may be neither those of before an update nor its own."""
 
 
 class Member:
@@ -108,7 +108,7 @@ class Member:
         if not self._is_updating:
             raise EngineError("the engine took no weights in this update.")
         self.engine.finish_weight_update(version)
-        self._is_updating = False  # vLLM goes on with an update whose end failed: the next one ends it
+        self._is_updating = False  # vLLM goes on with an update if ending it failed: the next one ends it
 
     def abandon(self, *, can_discard: bool) -> None:
         """End an update that was begun, with the version of before; with `can_discard` what was taken is forgotten."""

@@ -19,7 +19,7 @@ class NeededPages:
     lies in as many pieces as there are rows; where these are shorter than a page, it holds the whole weight.
 
     Args:
-        num_bytes: of the buffer.
+        num_bytes: size of the buffer.
 
     Example:
         >>> pages = NeededPages(10 * PAGE_SIZE)
@@ -37,7 +37,7 @@ class NeededPages:
         """Mark what a strided region touches.
 
         Args:
-            offset: of its first element, in bytes.
+            offset: offset of its first element, in bytes.
             size, stride: in elements.
             itemsize: bytes of an element.
         """

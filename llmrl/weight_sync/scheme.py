@@ -36,7 +36,7 @@ class VLLMWeightSyncScheme(KnownArguments):
             end with what they have (`abort`).
         reset_running_requests: drop the key-value blocks of kept requests too, so that no block of old weights is
             used; without it they go on from old blocks, faster and off by that.
-        rank: of this trainer process; 0 sends, the others only help to gather sharded weights.
+        rank: rank of this trainer process; 0 sends, the others only help to gather sharded weights.
         anchor_every: where bytes travel by gloo or files, send all weights at every so many updates, and in between
             what changed since the one before: in bfloat16 a hundredth of the bytes, bit by bit the same weights. An
             engine that missed one is sent all. Workers keep a copy of the weights; with files, so does the trainer.

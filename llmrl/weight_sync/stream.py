@@ -47,7 +47,7 @@ class StreamChannel(Channel):
 
         An engine on the same GPU gets what the allocator keeps for later steps: it may have slept, and needs room.
         """
-        assert version is not None, "somebody has to take the stream"
+        assert version is not None, "an engine has to take the stream"
         if torch.accelerator.is_available():
             # A thread's own device is the first one, whichever was set in another.
             torch.accelerator.synchronize(self._source.device)
@@ -111,7 +111,7 @@ class _OnDevice:
 
 
 class _TimedNCCL:
-    """vLLM's trainer-side NCCL engine, whose transfers end although a worker died or stands still."""
+    """vLLM's trainer-side NCCL engine, with transfers that end even if a worker died or stands still."""
 
     def __init__(self, client: Client, source: ModelWeights, address: str, port: int) -> None:
         from llmrl.engines.vllm.private import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
@@ -162,7 +162,7 @@ class _TimedNCCL:
         _run(self._workers_updated, lambda: self._client.update_weights(update_info))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """The engines are told to load by their group."""
+        """Do nothing: the group of the engines makes them load."""
 
 
 class _PicklingClient:
@@ -180,11 +180,11 @@ class _PicklingClient:
         self._client.update_weights(update_info)
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """The engines are told to load by their group."""
+        """Do nothing: the group of the engines makes them load."""
 
 
 def _run(future: Future[T], function: Callable[[], T]) -> None:
-    """Call a function, whose result or error others wait for, too."""
+    """Call a function; other threads wait for its result or error, too."""
     try:
         future.set_result(function())
     except BaseException as error:

@@ -46,7 +46,7 @@ class WeightSync:
         open_channel: how weights travel to engines with a weight-transfer backend, or with none to wherever engines
             read them by themselves.
         pause_mode, reset_running_requests, rank: see `VLLMWeightSyncScheme`.
-        needs_engine: whether somebody has to be told of the weights.
+        needs_engine: whether an engine has to be notified of the weights.
         make_source: what reads the model's weights, or its adapters, in the engines' dtype.
     """
 
@@ -79,7 +79,7 @@ class WeightSync:
         take and check), `load_s` (they put to use and empty their prefix caches), `resume_s`."""
 
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Say whose weights to send: a model, the policy that it is of, or a mapping of checkpoint names to tensors.
+        """Set the source of weights: a model, the policy that it is of, or a mapping of checkpoint names to tensors.
 
         They are read at each update. Adapters (peft's LoRA) are merged on the way, or sent alone where the scheme says
         so; the model is left as it is.
@@ -99,7 +99,7 @@ class WeightSync:
         """Open the way to the workers of an engine, or of several that are to hold the same weights.
 
         Replicas that start again later (`EngineReplicas`) are given the current weights before they serve. Engines that
-        compute in another dtype than the model's policy are warned of, with the mend.
+        compute in another dtype than the model's policy cause a warning that says what to do.
 
         Args:
             model_metadata: from `get_model_metadata`; checked against the registered model.

@@ -46,7 +46,7 @@ class WorkerInitInfo(WeightTransferInitInfo):
     """Of a buffer of `num_bytes` in the trainer's memory."""
     num_bytes: int = 0
     tag: str = ""
-    """In that buffer: in another container the path may lead to somebody else's file."""
+    """Tag in that buffer: in another container the path may lead to another program's file."""
     master_address: str = ""
     master_port: int = 0
     rank_offset: int = 1
@@ -276,7 +276,7 @@ class WorkerEngine(WeightTransferEngine):
 
 
 def find_tied_heads(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Return pairs of an output head and the embedding whose weight it shares."""
+    """Return pairs of an output head and the embedding that shares its weight."""
     embeddings = [
         module
         for module in model.modules()

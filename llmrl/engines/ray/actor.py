@@ -49,7 +49,7 @@ class EngineActor:
     """What runs in the actor: the engine, and a watch over it."""
 
     async def start(self, make_engine: Callable[[], Engine]) -> EngineFacts:
-        """Start the engine; what never changes about it. Not in `__init__`, whose errors arrive as text only."""
+        """Start the engine and return its constants. Not in `__init__`: Ray passes its errors on as text only."""
         self._engine = await asyncio.to_thread(make_engine)
         return EngineFacts.of(self._engine)
 
@@ -95,6 +95,6 @@ class EngineActor:
         self._engine.policy_version = version
 
     async def wait_until_dead(self) -> None:
-        """Return when the engine can serve no more; the caller hears of the actor's own death through Ray."""
+        """Return when the engine can serve no more; Ray reports the actor's own death to the caller."""
         while self._engine.is_alive:
             await asyncio.sleep(0.1)

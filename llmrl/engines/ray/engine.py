@@ -50,7 +50,7 @@ class RayEngine:
     """The driver's end of an engine in a Ray actor; has the methods of `AsyncVLLM`, where the engine has them.
 
     A request is one remote call, whatever its length. The actor's death, or that of its engine, is heard of through
-    one call that is left waiting, so `is_alive` asks nobody. Ray restarts nothing: `EngineReplicas` does.
+    one call that is left waiting, so `is_alive` makes no call. Ray restarts nothing: `EngineReplicas` does.
     """
 
     def __init__(self, actor: ActorHandle, facts: EngineFacts, *, start_s: float) -> None:
@@ -90,7 +90,7 @@ class RayEngine:
 
         Args:
             make_engine: called in the actor; must be picklable.
-            ray_options: of the actor, such as `num_gpus`, `resources` or `scheduling_strategy`; one CPU core when
+            ray_options: options of the actor: `num_gpus`, `resources`, `scheduling_strategy`...; one CPU core when
                 not given.
             ray_init_config: arguments of `ray.init` where this process is not connected to Ray yet, such as `address`.
 

@@ -65,7 +65,7 @@ class EngineRegistry:
         """Say which engines serve now.
 
         Raises:
-            TypeError: for replicas that are no Ray actors: nobody else can reach them.
+            TypeError: if the replicas are no Ray actors: other processes cannot reach them.
         """
         serving = replicas.serving
         notices = []

@@ -62,7 +62,7 @@ class ServerEngine(ServerUpdates, ServerScores):
         max_model_len: prompt and completion together; asked of the server when not given.
         vocab_size: number of token ids, which no server tells; ids beyond are refused. The tokenizer's where not given:
             give it for a model that has ids beyond its tokenizer's.
-        policy_version: of the server's weights, where the server does not know.
+        policy_version: version of the server's weights, if the server does not know it.
         weight_sync: take new weights. With vLLM's backend `llmrl` (the package beside the server, `pip install
             --no-deps llmrl`) all ways of `VLLMWeightSyncScheme` and `VLLMDoubleBufferSyncScheme`; with `nccl` and `ipc`
             vLLM's own; without a backend files, which vLLM reads by itself.
@@ -74,7 +74,7 @@ class ServerEngine(ServerUpdates, ServerScores):
 
     Raises:
         MissingExtraError: when aiohttp is not installed, naming the extra.
-        EngineError: when the server cannot be reached, or is to take weights and cannot, with the options that mend it.
+        EngineError: when the server cannot be reached, or is to take weights and cannot, with the options that help.
         ValueError: when it has not that model, or does not say its `max_model_len`; for a number that is not positive.
 
     Example:
@@ -193,7 +193,7 @@ class ServerEngine(ServerUpdates, ServerScores):
             self._background.loop.call_soon_threadsafe(aborted.set)
 
     async def progress(self) -> int | None:
-        """Return a number that changes with every token that comes; None while none is due, or nobody can tell."""
+        """Return a number that changes with every token that comes; None while none is due, or if that is unknown."""
         if self.info is None or self._is_paused or self._is_closed or not self._in_flight:
             return None
         fetching = self._fetch("GET", "/metrics", None, _CONTROL_TIMEOUT_S, _NUM_BASE_BYTES)
@@ -333,9 +333,9 @@ class ServerEngine(ServerUpdates, ServerScores):
     ) -> object:
         """Return the JSON that the server answers with; `budget` tokens are asked for, or what takes no time."""
         seconds = _CONTROL_TIMEOUT_S if budget is None else self.reply_timeout_seconds
-        mend = "" if budget is None else "; reply_timeout_seconds says how long it may take"
+        advice = "" if budget is None else "; reply_timeout_seconds says how long it may take"
         max_bytes = _NUM_BASE_BYTES + _NUM_TOKEN_BYTES * (budget or 0)
-        status, text = await self._fetch(method, path, body, seconds, max_bytes, mend=mend)
+        status, text = await self._fetch(method, path, body, seconds, max_bytes, advice=advice)
         url, shown = f"{self._base_url}{path}", text[:500].decode(errors="replace")
         try:
             if status == 200:
@@ -354,7 +354,7 @@ class ServerEngine(ServerUpdates, ServerScores):
         seconds: float | None,
         max_bytes: int,
         *,
-        mend: str = "",
+        advice: str = "",
     ) -> tuple[int, bytes]:
         """Return status and body of an answer.
 
@@ -373,7 +373,7 @@ class ServerEngine(ServerUpdates, ServerScores):
             self._lose()
             if deadline.expired():
                 in_time = "in time" if seconds is None else f"within {seconds:g} s"
-                raise EngineError(f"{url} did not answer {in_time}{mend}.") from error
+                raise EngineError(f"{url} did not answer {in_time}{advice}.") from error
             raise EngineError(f"{self._base_url} cannot be reached: {error}") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise EngineError(f"{url} did not answer as an OpenAI server: {error}") from error

@@ -103,11 +103,11 @@ def read_response(
 
     Args:
         response: the answer's JSON.
-        version: of the tokens.
+        version: version of the weights that sampled the tokens.
         server: as errors name it.
         budget: tokens that were asked for.
         vocab_size: number of token ids, where it is known.
-        top_k: of the request, where it asked for what truncation kept.
+        top_k: top_k of the request, if it asked for what truncation kept.
 
     Raises:
         EngineError: when ids or log-probs are missing, short, or none that a model can have given.
@@ -169,7 +169,7 @@ def read_generated(
         response, server, budget, vocab_size, top_k: as for `read_response`.
 
     Raises:
-        LostWeightsError: when tokens are of weights that nobody numbered.
+        LostWeightsError: if tokens were sampled from weights without a version.
         EngineError: when ids, log-probs or versions are missing, short, or none that a model can have given.
 
     Example:

@@ -12,7 +12,7 @@ from llmrl.engines.base import EngineError
 from llmrl.engines.scores import TokenScores, check_scored, read_scores
 
 _NUM_SCORES_A_TOKEN = 16
-"""Scores whose JSON takes what one sampled token's may."""
+"""Number of scores that take as much JSON as one sampled token may."""
 
 
 class ServerScores(ABC):

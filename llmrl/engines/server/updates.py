@@ -84,7 +84,7 @@ class ServerInfo:
 class ServerUpdates(ABC):
     """The routes of one server for pausing it and changing its weights.
 
-    A server outlives whoever updates it, and may be started again by its owner. So its weights carry their version as a
+    A server outlives its updater and may be started again by its owner. So its weights carry their version as a
     label in the server itself: a label that is not the expected one says that the server lost the weights, and then it
     serves nothing until an update has succeeded. What another trainer left unfinished is ended first.
     """
@@ -126,7 +126,7 @@ class ServerUpdates(ABC):
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Say which version the weights are that the server holds; one that takes weights is told, too."""
+        """Set the version of the server's weights; if the server takes weights, label them, too."""
         if self.info is not None and version != self._version:
             self._call("POST", "/update_weight_version", {"new_version": str(version)})
         self._version, self.lacks_weights = version, False
@@ -286,7 +286,7 @@ class ServerUpdates(ABC):
         self._version, self.lacks_weights, self._is_paused = self._first_version, True, False
 
     def _require_generate(self) -> None:
-        """Refuse a server whose token-in-token-out route is missing or closed: only there versions are told."""
+        """Refuse a server without an open token-in-token-out route: only that route reports versions."""
         try:
             self._call("POST", GENERATE_PATH, {})
         except EngineError as error:
@@ -308,7 +308,7 @@ class ServerUpdates(ABC):
 
 
 def label_of(weight_info: object) -> int | None:
-    """Return the version in a server's `/weight_info`; None where nobody has labelled its weights.
+    """Return the version in a server's `/weight_info`; None if its weights have no label.
 
     Example:
         >>> label_of({"weight_version": "3"}), label_of({"weight_version": "default"})

@@ -37,7 +37,7 @@ class TransformersEngine:
         tokenizer: needed for stop strings where `model` is not a name.
         max_model_len: prompt and completion together; the model's own limit when not given.
         max_num_seqs: requests decoded together.
-        seed: of the sampler, for requests without their own.
+        seed: seed of the sampler, for requests without their own.
 
     Raises:
         ValueError: for a `max_num_seqs` below 1, a `max_model_len` that is not a whole number from 2 to the model's own
@@ -124,7 +124,7 @@ class TransformersEngine:
         Of tied weights one name is enough.
 
         Requests in flight go on with the new weights over the key-value cache of the old ones, as vLLM's do when it
-        is told to keep them; each token carries the version that it was sampled from.
+        keeps them; each token carries the version that it was sampled from.
 
         Raises:
             RuntimeError: when names or shapes are not the model's, which keeps its weights then.
@@ -311,7 +311,7 @@ def _shut_down_all() -> None:
 
 
 class _Request:
-    """A sequence and whoever waits for it; a wait that is cancelled cancels the future."""
+    """A sequence and the future of its caller; a wait that is cancelled cancels the future."""
 
     def __init__(self, sequence: DecodedSequence) -> None:
         self.sequence = sequence
@@ -325,6 +325,6 @@ class _Request:
             self.future.set_result(self.sequence.completion())
 
     def fail(self, error: EngineError) -> None:
-        """Tell whoever still waits."""
+        """Resolve the future if its caller still waits."""
         if not self.future.done() and self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)

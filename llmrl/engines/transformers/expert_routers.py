@@ -2,7 +2,7 @@
 
 Rounding sends some tokens to other experts in the engine than in the trainer, and log-probs differ by far more than
 rounding then. "Rollout Routing Replay" (R3, arXiv:2510.11370) takes the choice from the engine and the weights of what
-was chosen from the trained router, whose gradients so stay what they are.
+was chosen from the trained router, so its gradients stay the same.
 
 A router of transformers chooses by one `topk` of its scores, and makes weights of the chosen scores as its model does
 (renormalised, or scaled, or not). So nothing of that is written again here: its own code runs with another choice.
@@ -39,7 +39,7 @@ class _Router(Protocol):
 
 
 class _Pass(threading.local):
-    """What the forward pass of this thread is told, and tells; an engine may use the same model in another one."""
+    """Input and output of this thread's forward pass; an engine may use the same model in another one."""
 
     forced: torch.Tensor | None = None
     choices: Choices | None = None
@@ -96,7 +96,7 @@ class Routers:
         those without experts nothing is read.
 
         Raises:
-            TypeError: for a model with experts whose routers are not recognised.
+            TypeError: if the model has experts with routers that are not recognised.
             ValueError: when rows were routed by a model of another shape.
         """
         if not self.num_layers and not self._has_experts:
@@ -129,7 +129,7 @@ class Routers:
             _PASS.choices = outer
 
     def check_told(self, choices: Choices) -> None:
-        """Refuse a model whose layers did not compute by their routers once each.
+        """Refuse a model if a layer did not compute by its router exactly once.
 
         Raises:
             TypeError: naming the model.
@@ -178,7 +178,7 @@ def _after_router(
         return None
     forced, _PASS.forced = _PASS.forced, None
     if not isinstance(output, tuple) or len(output) != 3 or output[2].shape[-1:] != (router.top_k,):
-        return None  # of another kind: it tells nothing, and whoever gives it experts hears of that
+        return None  # of another kind: it reports nothing, and giving it experts is an error
     own = output[2]
     if forced is not None:
         with _Chosen(forced, router.num_experts) as chosen:

@@ -69,7 +69,7 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
 
 
 def require_vllm_version() -> None:
-    """Refuse a vLLM whose weight-update API may be another one.
+    """Refuse a vLLM version that may have another weight-update API.
 
     Raises:
         ImportError: naming the version found and the one needed.
@@ -114,7 +114,7 @@ def translate_torchrl_options(options: Mapping[str, Any], torchrl: TorchRLOption
         {'engine_args': {'tensor_parallel_size': 2}, 'seed': 0, 'enforce_eager': True}
     """
     if torchrl.get("enable_fp32_output"):
-        raise ValueError("enable_fp32_output=True cannot be had: pass dtype='float32', for all of the model.")
+        raise ValueError("enable_fp32_output=True is not supported: pass dtype='float32', for all of the model.")
     said = dict(options)
     if "num_devices" in torchrl:
         said["engine_args"] = {"tensor_parallel_size": torchrl["num_devices"], **(said["engine_args"] or {})}
@@ -147,8 +147,8 @@ def build_engine_args(
     refuse_unknown("engine_args of AsyncVLLM", engine_args, known)
     for name in engine_args:
         if name in options or name in _OWNED:
-            mend = _OWNED.get(name, name)
-            advice = f"pass {mend}= to from_pretrained instead" if mend else "llmrl sets it, log-probs depend on it"
+            instead = _OWNED.get(name, name)
+            advice = f"pass {instead}= to from_pretrained" if instead else "llmrl sets it, log-probs depend on it"
             raise TypeError(f"engine_args may not hold {name!r}: {advice}.")
     arguments: dict[str, object] = {name: value for name, value in options.items() if value is not None}
     # As `TransformersWrapper` by default. On CPU bfloat16 is no faster as a rule, and small updates are lost in it.
@@ -157,7 +157,7 @@ def build_engine_args(
     if enable_sleep and (is_cpu or backend in (None, ADAPTER_BACKEND)):
         why = f"weight_transfer={weight_transfer!r} brings it no weights to wake with"
         why = "vLLM gives nothing back on a CPU" if is_cpu else why
-        raise EngineError(f"enable_sleep=True cannot be had: {why}.")
+        raise EngineError(f"enable_sleep=True is not supported: {why}.")
     arguments["enable_sleep_mode"] = enable_sleep
     if backend == ADAPTER_BACKEND:
         arguments["enable_lora"] = True

@@ -119,26 +119,26 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         Args:
             model_name: folder or hub name.
             max_model_len: prompt and completion together; the model's own limit when not given.
-            dtype: of the weights in the engine; float32 on CPU and bfloat16 on GPU when not given, as the trainer's.
+            dtype: dtype of the engine's weights; float32 on CPU and bfloat16 on GPU when not given, as the trainer's.
             max_num_seqs: requests decoded together; 128 on CPU when not given.
             max_num_batched_tokens: tokens of one engine step, prompts included.
             kv_cache_memory: bytes of key-value cache; on CPU 2 GiB, or a quarter of the free memory if that is less.
             gpu_memory_utilization: share of the device's memory, where `kv_cache_memory` is not given.
             enforce_eager: no compilation and no graphs; true on CPU when not given, where it saves 17 s or more at
                 the start for some 15 % of speed.
-            seed: of the engine's sampler, for requests without their own; of several engines the first one's.
+            seed: seed of the engine's sampler, for requests without their own; of several engines, the first one's.
             enable_prefix_caching: reuse the key-value blocks of shared prefixes; emptied at each weight update.
             weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU. `adapters` takes
                 LoRA adapters in place of weights, of up to `max_lora_rank` (16) and `max_loras` (4) versions at a time
                 (`engine_args`).
             quantization: `int8` rounds the linear layers of a folder's model, on a CPU, and those of each update.
             enable_sleep: allow `sleep`, on a GPU that a trainer shares.
-            cpu_threads: of an engine on CPU; all cores when not given, right for a loop that never generates and
+            cpu_threads: threads of a CPU engine; all cores when not given, right for a loop that never generates and
                 trains at once. Give fewer where a trainer runs beside it.
             hang_timeout_seconds: an engine that has requests and in this time no token for any of them hangs: it is
                 ended, and its requests raise an `EngineError`. The time that it is paused does not count. None waits
                 for ever.
-            log_level: of vLLM's logger, here and in its processes.
+            log_level: level of vLLM's logger, here and in its processes.
             engine_args: anything else that `vllm.AsyncEngineArgs` takes.
             num_replicas: start so many, as `EngineReplicas`.
             torchrl: TorchRL's words for some of these, see `TorchRLOptions`.

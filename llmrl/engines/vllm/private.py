@@ -1,7 +1,7 @@
 """All that llmrl knows of vLLM beyond its top-level names: what an upgrade of vLLM has to be compared with.
 
 Names are imported from here and found when they are asked for, so that this module costs nothing and a process loads
-only what it uses. What reaches into vLLM's objects, or mends them, is a function or class here.
+only what it uses. Code that reads or patches vLLM's objects is a function or class here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from llmrl._utils.background_loop import BackgroundLoop
 
 VLLM_VERSION = "0.32"
-"""Whose weight-update API the tests ran with; it has no promise of stability."""
+"""Version that the tests ran with; its weight-update API has no promise of stability."""
 PLUGIN_GROUP = "vllm.general_plugins"
 """Entry points that vLLM calls in each of its processes."""
 EXECUTOR = f"{__name__}.InStepExecutor"
-"""As vLLM is told which executor to use."""
+"""Name of the executor, as vLLM's arguments take it."""
 _SHARED_MEMORY = "/dev/shm/"
 _SEGMENTS = "llmrl_segments"
 RELOAD_METHOD = "reload_weights"
@@ -120,7 +120,7 @@ def num_unfinished_tokens(llm: AsyncLLM) -> int:
 
 
 async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM:
-    """Start the engine; `stat_logger` is told of its steps."""
+    """Start the engine; `stat_logger` receives its steps."""
     llm = _find("AsyncLLM").from_engine_args(arguments, stat_loggers=[lambda config, index: stat_logger])
     vars(llm)[_SEGMENTS] = _segments_of(llm)
     return llm
@@ -170,7 +170,7 @@ def close_llm(llm: AsyncLLM, background: BackgroundLoop) -> None:
 
 
 async def _shut_down(llm: AsyncLLM) -> None:
-    # Requests in flight are told first, for the sockets that they wait on are closed next.
+    # Requests in flight fail first, for the sockets that they wait on are closed next.
     llm.output_processor.propagate_error(_find("EngineDeadError")())
     await asyncio.sleep(0)
     llm.shutdown()
@@ -238,7 +238,7 @@ def forget_loaded(model: torch.nn.Module) -> None:
 @functools.cache
 def _make_executor() -> type:
     class InStepExecutor(_find("MultiprocExecutor")):  # type: ignore[misc]
-        """vLLM's executor of several worker processes, which hears every worker before it raises an error of one.
+        """vLLM's executor of several worker processes, which waits for every worker before it raises an error of one.
 
         vLLM 0.32 stops at the first error and takes what the other workers answered for their answers to the next
         call: once an update was refused, each later call fails or succeeds for what the one before it did.

@@ -1,4 +1,4 @@
-"""Engines whose linear layers compute in int8: which they are, and a checkpoint for one."""
+"""Engines with linear layers in int8: how to recognise one, and a checkpoint for one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_
         return
     if quantization != INT8 or not is_cpu:
         raise ValueError(
-            f"quantization must be {INT8!r}, of an engine on a CPU, whose kernels are those that it was tested with; "
+            f"quantization must be {INT8!r}, of an engine on a CPU: it was tested with those kernels; "
             f"got {quantization!r} on a {'CPU' if is_cpu else 'GPU'}."
         )
     if takes_adapters:

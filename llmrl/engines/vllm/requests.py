@@ -45,7 +45,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
     Args:
         sampling: what is asked for.
         budget: tokens.
-        num_log_probs: of the likeliest ids at each token, besides the sampled one.
+        num_log_probs: number of likeliest ids to return at each token, besides the sampled one.
 
     Raises:
         ValueError: for a value that vLLM does not take, such as a temperature above 2, or a seed on CPU.
@@ -57,7 +57,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
     if sampling.seed is not None and sampling.temperature > 0 and current_platform.is_cpu():
         # Its engine takes back what a generator gave, which a CPU's cannot, where a prompt is computed in parts.
         raise ValueError(
-            f"seed={sampling.seed}: vLLM's engine on CPU ends at a request with a seed of its own whose prompt is not "
+            f"seed={sampling.seed}: vLLM's engine on CPU ends at a request with its own seed if the prompt is not "
             "computed in one step; give the engine a seed, AsyncVLLM.from_pretrained(seed=...)."
         )
     try:
@@ -149,8 +149,8 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
 
     Args:
         output: the answer.
-        vocab_size: of the model.
-        version: of all its tokens, where vLLM's own count of updates does not say it.
+        vocab_size: vocabulary size of the model.
+        version: version of all its tokens, if vLLM's own count of updates does not say it.
 
     Raises:
         EngineError: when log-probs or versions are missing or short, or vLLM reports an error.
@@ -186,7 +186,7 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
 
 
 def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:
-    """Return what truncation kept, where vLLM was asked: by itself, or as the ids whose log-prob is finite.
+    """Return what truncation kept, where vLLM was asked: by itself, or as the ids with a finite log-prob.
 
     Raises:
         EngineError: when the last of the reported ids was kept, so that others may have been, too.
