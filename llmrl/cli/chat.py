@@ -20,7 +20,7 @@ from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PythonInterpreter
 
-HELP = "/tokens: the last answer's tokens, /problem: the environment's next problem, /reset: start over, /quit: end"
+HELP = "/tokens shows the last answer's tokens, /problem asks a problem, /reset starts over, /quit ends"
 _MAX_TOOL_TURNS = 8
 _STYLES = ((0.9, "green"), (0.5, "yellow"), (0.0, "red"))
 

@@ -1,4 +1,4 @@
-"""`AgentEnv`: conversations that anybody's agent leads, asking the policy at a URL."""
+"""`AgentEnv`: conversations led by an agent, which calls the policy at a URL."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from llmrl.envs.dataset import DatasetChatEnv
 
 
 class AgentEnv(DatasetChatEnv):
-    """Plays an agent on each row of a dataset: whatever it asks of the model is answered by the policy, and trained.
+    """Plays an agent on each row of a dataset: the policy answers its requests to the model, and is trained on them.
 
-    A collector opens an endpoint that speaks the dialects of OpenAI and Anthropic, gives each rollout a key of its own,
-    and calls `play` with the row and where to ask. What it returns is the rollout's reward; a `RubricReward` may be
+    A collector opens an endpoint that speaks the dialects of OpenAI and Anthropic, gives each rollout its own key, and
+    calls `play` with the row and the address of the model. Its result is the rollout's reward; a `RubricReward` may be
     appended, too, and adds to it. All requests of a rollout make a tree, which `TurnTree` explains: agents may compact
     their history, ask in parallel, and call sub-agents.
 
-    An agent ends by itself. A `RolloutLimits` of the collector has its requests refused (`max_turns`,
-    `max_completion_tokens`) or ends it (`rollout_timeout_seconds`): the rollout is truncated, and keeps what it had. An
-    answer that was cut by its length ends nothing: the agent is told. `env.step` alone plays nothing. Train on
-    groups: in a batch of turns or of trajectories there is one turn of a rollout, the one that was answered last.
+    An agent ends by itself. A `RolloutLimits` of the collector refuses its requests (`max_turns`,
+    `max_completion_tokens`) or ends it (`rollout_timeout_seconds`): the rollout is truncated, and keeps its turns. An
+    answer that was cut by its length ends nothing: the agent sees the reason. `env.step` alone plays nothing. Train on
+    groups: a batch of turns or of trajectories has only the last answered turn of a rollout.
 
     Args:
         play: a function, plain or async, of a row and an `AgentModel`, or a `command`. It returns a number, named parts
@@ -39,8 +39,8 @@ class AgentEnv(DatasetChatEnv):
         repeats, shuffle, seed, num_epochs, name, split: see `DatasetChatEnv`.
 
     Raises:
-        TypeError: when `play` cannot be called.
-        FileNotFoundError, ValueError: see `DatasetChatEnv`; for a command that reads what the rows have not.
+        TypeError: if `play` cannot be called.
+        FileNotFoundError, ValueError: see `DatasetChatEnv`; also if a command reads a column that is missing.
 
     Example:
         >>> async def play(row, model):
@@ -85,7 +85,7 @@ class AgentEnv(DatasetChatEnv):
             play.check_columns(self.columns)
 
     async def run_agent(self, row: Row, model: AgentModel) -> AgentScore:
-        """Have the agent play; cancelling this cancels it.
+        """Run the agent; cancelling this cancels it.
 
         Raises:
             Exception: whatever it raised, as by `as_exception`.
@@ -114,7 +114,7 @@ class AgentEnv(DatasetChatEnv):
 
     @staticmethod
     def end_with(element: TensorDictBase, score: AgentScore) -> None:
-        """Write what an agent returned, for the step that ends its conversation."""
+        """Write the agent's result, for the step that ends its conversation."""
         element.set("agent", tensordict_of({"score": non_tensor(score)}))
 
     def close(self, **kwargs: object) -> None:
@@ -124,6 +124,6 @@ class AgentEnv(DatasetChatEnv):
 
 
 def _query_of(row: Row) -> object:
-    """Return what a row asks, for those who read the opening prompt; agents read the row."""
+    """Return the query of a row, for readers of the opening prompt; agents read the row."""
     query = row.get("query")
     return query if isinstance(query, str) else ""

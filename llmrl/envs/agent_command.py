@@ -20,19 +20,19 @@ from llmrl.endpoint.agent import AgentModel, AgentTimeout, Score
 
 _MAX_OUTPUT_BYTES = 1 << 16
 _TERM_SECONDS = 3.0
-"""For a program to end by itself, once it is told to."""
+"""Time, in seconds, for a program to end by itself after SIGTERM."""
 _MARK = "LLMRL_AGENT_COMMAND"
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a program left behind."""
+    """The result of a program."""
 
     exit_code: int
     output: str
-    """The end of what it printed, errors among it."""
+    """The end of its output, with its errors."""
     folder: Path
-    """Where it worked; it is removed when it has been scored."""
+    """Its working folder, which is removed after scoring."""
 
 
 ScoreCommand = Callable[[Row, CommandResult], Score | Awaitable[Score]]
@@ -55,12 +55,12 @@ def command(
     Args:
         text: its words, as a shell splits them; `{NAME}` within one is the row's column of that name.
         env: further variables, in which `{base_url}`, `{api_key}` and `{model}` are replaced.
-        timeout_seconds: after which it is ended.
+        timeout_seconds: time limit of the program.
         score: a function, plain or async, of the row and a `CommandResult`, that returns the rollout's score; it may
             look into the folder. Plain ones have a thread.
 
     Raises:
-        ValueError: for an empty command, or a limit that is not positive.
+        ValueError: if the command is empty, or if the limit is not positive.
 
     Example:
         >>> command("mini -t {query} -y", env={"MSWEA_MODEL_NAME": "openai/{model}"}).columns
@@ -70,7 +70,7 @@ def command(
 
 
 class Command:
-    """What `command` returns."""
+    """The agent that `command` returns."""
 
     def __init__(self, text: str, env: Mapping[str, str], timeout_seconds: float, score: ScoreCommand | None) -> None:
         self._words = shlex.split(text)
@@ -81,13 +81,13 @@ class Command:
         self._env, self._timeout_seconds, self._score = dict(env), timeout_seconds, score
         fields = (name for word in self._words for _, name, _, _ in string.Formatter().parse(word) if name is not None)
         self.columns = tuple(dict.fromkeys(fields))
-        """Columns of the dataset that it reads."""
+        """Columns of the dataset in the command."""
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Refuse a command that reads what its dataset has not.
+        """Check that the dataset has the columns in the command.
 
         Raises:
-            ValueError: naming it and what there is.
+            ValueError: if one is missing; the message names it and the columns.
         """
         if missing := [name for name in self.columns if name not in available]:
             raise ValueError(
@@ -96,15 +96,15 @@ class Command:
             )
 
     async def __call__(self, row: Row, model: AgentModel) -> Score:
-        """Run the program on a row, and score what it left.
+        """Run the program on a row, and score its result.
 
         Raises:
             AgentTimeout: when it took too long.
-            OSError: when it cannot be started.
+            OSError: if it cannot be started.
         """
         words = [word.format_map(row) for word in self._words]
-        told = {"base_url": model.base_url, "api_key": model.api_key, "model": model.name}
-        more = {name: value.format_map(told) for name, value in self._env.items()}
+        fields = {"base_url": model.base_url, "api_key": model.api_key, "model": model.name}
+        more = {name: value.format_map(fields) for name, value in self._env.items()}
         mark = uuid.uuid4().hex
         variables = {**os.environ, **model.environment(), **more, _MARK: mark}
         with tempfile.TemporaryDirectory(prefix="llmrl-agent-", ignore_cleanup_errors=True) as folder:
@@ -143,7 +143,7 @@ class Command:
 
 
 class _Tail:
-    """The end of what a program prints."""
+    """The end of a program's output."""
 
     def __init__(self) -> None:
         self._bytes = b""
@@ -158,7 +158,7 @@ class _Tail:
 
 
 async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
-    """End a program and all that it started: first asked to, then killed."""
+    """End a program and its descendants: by SIGTERM first, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         found = await asyncio.to_thread(_processes, mark)
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -24,11 +24,11 @@ WRITTEN_BY_POLICIES = (
     "history", "text", "tokens", "log_probs", "masks", "policy_versions", "sampling_mask", "routed_experts",
     "finish_reason",
 )  # fmt: skip
-"""Entries of a turn that a policy writes; what it reads next is without them, but for those that a step writes."""
+"""Entries of a turn that a policy writes; the next turn has none of them, except those that a step writes."""
 
 
 class ChatEnv(KnownArguments, EnvBase):
-    """A conversation: reset opens it with a query, each step appends what the policy answered.
+    """A conversation: reset opens it with a query, each step appends the policy's answer.
 
     The environment itself never ends a conversation and gives no reward; transforms do: they read
     `("history", "full")`, append messages to `("next", "history", "prompt")`, and write rewards and done flags.
@@ -44,7 +44,7 @@ class ChatEnv(KnownArguments, EnvBase):
             mode, token ids.
         tokenizer: for text and tokens, writes a query's messages with its chat template; a query that is text or
             token ids already is read as it stands without one. Messages are rendered by the policy.
-        template_kwargs: what else the template reads.
+        template_kwargs: further arguments of the template.
         system_role, user_role, policy_role: names of the roles.
 
     Raises:
@@ -95,18 +95,18 @@ class ChatEnv(KnownArguments, EnvBase):
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Tokenizer, **kwargs: object) -> TransformedEnv:
-        """Return an environment whose prompts are there as tokens, too: with an `IncrementalTokenizer`.
+        """Return an environment with an `IncrementalTokenizer`, which adds the prompts as tokens.
 
         Args:
-            tokenizer: of the model.
-            kwargs: see the class.
+            tokenizer: tokenizer of the model.
+            kwargs: arguments of the class.
         """
         env = cls(tokenizer=tokenizer, **kwargs)  # type: ignore[arg-type]
         return TransformedEnv(env, IncrementalTokenizer(tokenizer))
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], *, repeats: int = 1, **kwargs: object) -> EnvBase:
-        """Return a `DatasetChatEnv` over what a loader yields, see its `from_dataloader`."""
+        """Return a `DatasetChatEnv` over the rows of a loader, see its `from_dataloader`."""
         return ChatEnv.dataset_class.from_dataloader(dataloader, repeats=repeats, **kwargs)
 
     def _make_specs(self, shape: torch.Size) -> None:
@@ -175,7 +175,7 @@ class ChatEnv(KnownArguments, EnvBase):
             query: a string, a message, messages, or a `History` of one conversation.
 
         Raises:
-            TypeError, ValueError: when the query is neither.
+            TypeError, ValueError: if the query is of another type.
         """
         if isinstance(query, str):
             messages: tuple[Message, ...] = ({"role": self.user_role, "content": query},)
@@ -227,14 +227,14 @@ class ChatEnv(KnownArguments, EnvBase):
     def answered_messages(self, element: TensorDictBase) -> tuple[Message, ...]:
         """Return a conversation of text or tokens after its step: what opened it, and the policy's answer.
 
-        The answer is without the special tokens, padding or the end of the turn, that it ends with. Of a conversation
-        of several turns, whose text alone is known, what was said in between is left out.
+        The answer is without the special tokens, padding or the end of the turn, that it ends with. In a conversation
+        of several turns, of which only the text is known, the turns in between are left out.
 
         Args:
-            element: one conversation, as it was stepped.
+            element: one conversation after its step.
 
         Raises:
-            ValueError: without a tokenizer, which reads the answer.
+            ValueError: if there is no tokenizer to decode the answer.
         """
         if self.tokenizer is None:
             raise ValueError(f"rewards of input_mode={self.input_mode!r} need tokenizer=, which reads the answer.")
@@ -255,7 +255,7 @@ class ChatEnv(KnownArguments, EnvBase):
     def _post_step_mdp_hooks(
         self, tensordict: TensorDictBase, tensordict_: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """Leave what the policy wrote out of what it reads next: a turn, or an episode, begins without it."""
+        """Remove the policy's outputs from its next input: a turn, or an episode, begins without them."""
         following = tensordict.get("next")
         for key in WRITTEN_BY_POLICIES:
             written = following.get(key, None)
@@ -266,7 +266,7 @@ class ChatEnv(KnownArguments, EnvBase):
         return tensordict, tensordict_
 
     def release(self, element: TensorDictBase) -> None:
-        """Let go of what a conversation held; a collector calls it once, however the conversation ended."""
+        """Release the resources of a conversation; a collector calls it once at every kind of end."""
 
     def _set_seed(self, seed: int | None) -> None:
         # A ChatEnv draws nothing; environments that do override this.
@@ -274,13 +274,13 @@ class ChatEnv(KnownArguments, EnvBase):
 
 
 def unlock_batch_size(env: EnvBase) -> None:
-    """Let an environment of conversations take batches of any shape from now on, whatever batch size it was given.
+    """Let an environment of conversations accept batches of any shape, whatever its batch size was.
 
     Args:
         env: a `ChatEnv` or a transformed one.
 
     Raises:
-        ValueError: for an environment of a fixed batch size that is not a `ChatEnv`.
+        ValueError: if the environment has a fixed batch size and is not a `ChatEnv`.
 
     Example:
         >>> env = ChatEnv(batch_size=(2,))

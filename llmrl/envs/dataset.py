@@ -19,7 +19,7 @@ from llmrl.envs.sources import load_rows, rows_of_loader
 
 
 class DatasetChatEnv(ChatEnv):
-    """A `ChatEnv` whose reset draws the next prompt of a dataset.
+    """A `ChatEnv` that draws the next prompt of a dataset at each reset.
 
     The dataset's columns travel with the conversation (non-tensor entries at the root, under `"columns"` where the name
     is one of `RESERVED_ENTRIES`; None for one that its row lacks), for rewards to read by their names, and
@@ -37,8 +37,8 @@ class DatasetChatEnv(ChatEnv):
         input_mode, batch_size, system_prompt, tokenizer, template_kwargs, device: see `ChatEnv`.
 
     Raises:
-        FileNotFoundError: for a dataset that is not there.
-        ValueError: for an empty dataset or a missing column.
+        FileNotFoundError: if the dataset does not exist.
+        ValueError: if the dataset is empty or a column is missing.
 
     Example:
         >>> env = DatasetChatEnv([{"query": "1 + 1 =", "answer": "2"}], repeats=2)
@@ -48,7 +48,7 @@ class DatasetChatEnv(ChatEnv):
     """
 
     roles: tuple[str, ...] = ("",)
-    """Whom the rollouts of a group play, in turn; of a game's roles those that the policy plays."""
+    """Roles of the rollouts of a group, in turn; in a game, the roles that the policy plays."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DatasetChatEnv(ChatEnv):
         if isinstance(items[0], str):
             items = [{data_key: item} for item in items]
         self.columns = columns_of(items)
-        """Names of the dataset's columns; in a row that lacks one it is None."""
+        """Names of the dataset's columns; missing values of a row are None."""
         if prepare is None and data_key not in self.columns:
             raise ValueError(f"dataset has no column {data_key!r}, only {list(self.columns)}; name it with data_key.")
         if prepare is None and isinstance(items, list | tuple):
@@ -116,7 +116,7 @@ class DatasetChatEnv(ChatEnv):
         return cls(rows_of_loader(dataloader), **kwargs)
 
     def reset_dataloader(self) -> Self:
-        """Begin the dataset anew, one that has ended, too; groups get new ids. Return the environment."""
+        """Restart the dataset, even after its end; groups get new ids. Return the environment."""
         self.prompts.begin_anew()
         return self
 
@@ -148,7 +148,7 @@ class DatasetChatEnv(ChatEnv):
         return self._moved(restacked(self._open_all([next(drawn) if is_new else None for is_new in is_drawn]), shape))
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
-        """Open a conversation for each draw; where there is none, the place of one that goes on."""
+        """Open a conversation for each draw; without a draw, return a placeholder for one in progress."""
         placeholder = (self.prompts.items[0], "", 0)
         return [
             self._opened(*(placeholder if one is None else one), query="" if one is None else self._query(one[0]))

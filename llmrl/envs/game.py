@@ -30,7 +30,7 @@ Opponent: TypeAlias = Callable[[Sequence[Message]], str | Awaitable[str]]
 class Game(ABC):
     """The rules of a game in turns; one instance plays one game. Its methods are called one at a time.
 
-    Moves at the same time are moves in turn that the others are not told of.
+    Simultaneous moves are moves in turn that the other players do not see.
 
     Example:
         >>> class Pennies(Game):
@@ -55,46 +55,46 @@ class Game(ABC):
 
     @abstractmethod
     def observe(self) -> tuple[str, str]:
-        """Return whose turn it is, and what this player is told since its last one; called once a turn."""
+        """Return the player to move, and its new observation since its last turn; called once per turn."""
 
     @abstractmethod
     def act(self, text: str) -> None:
-        """Take the move of the player whose turn it is, in its own words; one against the rules, too."""
+        """Apply the answer of the player to move, as text; it may be against the rules."""
 
     @abstractmethod
     def rewards(self) -> Mapping[str, float] | None:
-        """Return what each role got; None while the game goes on."""
+        """Return the reward of each role; None during the game."""
 
     def leave(self, role: str) -> Mapping[str, float] | None:
-        """Return what each role got when a player's answer was cut, or its turns are used up.
+        """Return the reward of each role if a player's answer was cut, or its turns are used up.
 
-        None, which is the default, counts the game for nobody: the others' conversations fail.
+        None, which is the default, scores no role: the others' conversations fail.
         """
         return None
 
 
 class GameEnv(MessageChatEnv):
-    """Games of several players. Each role that the policy plays is a rollout of its own, which sees its own view alone.
+    """Games of several players. Each role that the policy plays is its own rollout, which sees only its own view.
 
     The rollouts of a group are its games' roles in turn, so that `repeats=8` of a game for two is four games where the
     policy plays both sides, and eight where one side is an opponent's. Each has its own reward, and its role is in its
     rows under `("rollout", "role")`: `MCAdvantage(by="role")` compares it with its own side of other games alone.
-    What another player says is in nobody's loss but its own, and an opponent's in nobody's.
+    A player's messages are only in its own loss, and an opponent's messages are in no loss.
 
-    A player whose answer was cut, or whose turns are used up, leaves the game (`Game.leave`); where a conversation
-    fails, its game is counted for nobody. A rollout whose game was over before its first turn is completed without one.
-    With several roles it is played by a collector.
+    A player leaves the game (`Game.leave`) if its answer was cut or its turns are used up; if a conversation fails,
+    no role of its game is scored. If a game is over before the first turn of a rollout, that rollout is completed
+    without a turn. Games of several roles need a collector.
 
     Args:
-        make_game: makes the game of a row.
-        dataset: the rows; by default one empty row, drawn again and again.
-        roles: of the game.
-        opponents: who plays a role in place of the policy.
-        system_prompt: what each player is told first.
+        make_game: function that makes the game of a row.
+        dataset: rows; by default one empty row, drawn again and again.
+        roles: roles of the game.
+        opponents: players in place of the policy, by role.
+        system_prompt: system prompt of each player.
         repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
 
     Raises:
-        ValueError: for opponents of unknown roles or of all, or `repeats` that leave a game without a player.
+        ValueError: if opponents have unknown roles or all roles, or if `repeats` leaves a game without a player.
 
     Example:
         >>> from llmrl.envs import Game
@@ -156,7 +156,7 @@ class GameEnv(MessageChatEnv):
     players does not count: they sample meanwhile."""
 
     async def before_reset(self, drawn: Drawn) -> TensorDictBase:
-        """Seat a player at its game; who cannot come leaves it, so that the others do not wait."""
+        """Seat a player at its game; one that fails to join leaves it, so that the others do not wait."""
         row, group_id, sample_index = drawn
         game, place = divmod(sample_index, len(self.roles))
         table = self._tables.pop((group_id, game), None)
@@ -171,7 +171,7 @@ class GameEnv(MessageChatEnv):
             await self._loops.wait(player.sit_down(), self.step_timeout_seconds, on=table.loop)
             return await super().before_reset(drawn)
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody waits on it
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits on it
                 table.loop.post(functools.partial(table.leave, self.roles[place], is_counted=False))
             raise
         finally:
@@ -197,7 +197,7 @@ class GameEnv(MessageChatEnv):
         return step
 
     async def before_step(self, element: TensorDictBase) -> None:
-        """Have the game go on until it is this player's turn again; who met a limit leaves it."""
+        """Play on until this player's next turn; a player that met a limit leaves the game."""
         player = plain(element.get("message_env"))
         if isinstance(player, _Player):
             player.reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
@@ -211,7 +211,7 @@ class GameEnv(MessageChatEnv):
 
 
 class _Table:
-    """A game, and the players who wait at it; on one event loop."""
+    """A game, and the players that wait for it; on one event loop."""
 
     def __init__(
         self,
@@ -222,13 +222,13 @@ class _Table:
     ) -> None:
         self.opening, self.loop = opening, loop
         self.num_missing = len(roles)
-        """Players who have not come yet."""
+        """Players that have not joined yet."""
         self.results: Mapping[str, float] = {}
-        """What each role got, once the game is over."""
+        """The reward of each role, once the game is over."""
         self._opponents = opponents
         self._views: dict[str, list[Message]] = {role: [*opening] for role in opponents}
         self._woken = {role: asyncio.Event() for role in roles}
-        self._told = ""
+        self._observation = ""
         self._failure: BaseException | None = None
         self._game: Game | None = None
 
@@ -240,10 +240,10 @@ class _Table:
             await self._go_on(self._game)
 
     async def turn_of(self, role: str) -> str | None:
-        """Wait for a player's turn, and return what it is told; None when the game is over.
+        """Wait for a player's turn, and return its observation; None if the game is over.
 
         Raises:
-            RuntimeError: when the game ended without results, for what happened in another player's turn.
+            RuntimeError: if the game ended without results, because of an error in another player's turn.
         """
         await self._woken[role].wait()
         if self._failure is not None:
@@ -251,18 +251,18 @@ class _Table:
         if self.results:
             return None
         self._woken[role].clear()
-        return self._told
+        return self._observation
 
     async def act(self, text: str) -> None:
-        """Take the move of the player whose turn it is."""
+        """Apply the answer of the player to move."""
         assert self._game is not None
-        if not self.results and self._failure is None:  # else somebody has left meanwhile
+        if not self.results and self._failure is None:  # else a player has left meanwhile
             with self._failing_all():
                 self._game.act(text)
             await self._go_on(self._game)
 
     def leave(self, role: str, *, is_counted: bool) -> None:
-        """End the game for a player that cannot go on; one that is over is left as it is."""
+        """End the game for a player that cannot continue; do nothing if it is over."""
         if self.results or self._failure is not None:
             return
         with self._failing_all():
@@ -274,7 +274,7 @@ class _Table:
         self._wake_all()
 
     async def _go_on(self, game: Game) -> None:
-        """Have opponents move until it is a player's turn, or the game is over."""
+        """Let opponents move until it is a player's turn, or the game is over."""
         with self._failing_all():
             while not self.results and self._failure is None:
                 if (results := game.rewards()) is not None:
@@ -282,7 +282,7 @@ class _Table:
                     return self._wake_all()
                 role, text = game.observe()
                 if role in self._woken:
-                    self._told = text
+                    self._observation = text
                     return self._woken[role].set()
                 if role not in self._opponents:
                     raise ValueError(f"observe gave the turn to {role!r}, which is no role of the game.")
@@ -306,7 +306,7 @@ class _Table:
 
     @contextlib.contextmanager
     def _failing_all(self) -> Iterator[None]:
-        """Tell the others of what is raised here, so that nobody waits for ever."""
+        """Pass errors on to the other players, so that none of them waits forever."""
         try:
             yield
         except BaseException as error:
@@ -321,23 +321,23 @@ class _Player(MessageEnv):
     def __init__(self, table: _Table, role: str, make_game: Callable[[], Game]) -> None:
         self.table, self._role, self._make_game = table, role, make_game
         self.reason: str = StopReason.NONE
-        """What ends this player's conversation with the turn that is stepped."""
+        """The reason why the current turn ends this player's conversation."""
         self.reward: float | None = None
-        """What it got; None while it plays."""
+        """Its reward; None while it plays."""
         self._is_over = False  # with its last move, not by its leaving
 
     async def sit_down(self) -> None:
-        """Begin the game where no other player has."""
+        """Begin the game unless another player has."""
         await self.table.begin(self._make_game)
 
     async def init(self) -> Sequence[Message]:
-        told = await self.table.turn_of(self._role)
-        if told is None:
+        observation = await self.table.turn_of(self._role)
+        if observation is None:
             self.reward = self.table.results[self._role]
-        return [*self.table.opening, {"role": "user", "content": told or ""}]
+        return [*self.table.opening, {"role": "user", "content": observation or ""}]
 
     async def move(self, text: str) -> None:
-        """Take this player's move, and have it leave where it met a limit."""
+        """Apply this player's answer, and leave the game if it met a limit."""
         if self.reason in (StopReason.NONE, StopReason.MAX_TURNS):  # else the answer was cut
             await self.table.act(text)
         self._is_over = bool(self.table.results)
@@ -345,9 +345,9 @@ class _Player(MessageEnv):
             self.table.leave(self._role, is_counted=self.reason != StopReason.ABORTED)
 
     async def step(self, message: Message) -> MessageStep:
-        told = await self.table.turn_of(self._role)
-        if told is not None:
-            return MessageStep([{"role": "user", "content": told}])
+        observation = await self.table.turn_of(self._role)
+        if observation is not None:
+            return MessageStep([{"role": "user", "content": observation}])
         return MessageStep(reward=self.table.results[self._role], is_done=self._is_over or not self.reason)
 
     async def close(self) -> None:

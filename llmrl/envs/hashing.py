@@ -21,14 +21,14 @@ class LLMHashingEnv(KnownArguments, EnvBase):
 
     Args:
         vocab_size: number of token ids; by default the tokenizer's.
-        hashing_module: from int64 `[*batch, n]` to int64 `[*batch]`.
-        observation_key, text_key: where tokens and their text go.
+        hashing_module: hash function from int64 `[*batch, n]` to int64 `[*batch]`.
+        observation_key, text_key: keys of the tokens and their text.
         text_output: whether the text is written, which needs a tokenizer.
-        tokenizer: of the tokens.
+        tokenizer: tokenizer of the tokens.
 
     Raises:
-        TypeError: without `vocab_size` and tokenizer, or for text without a tokenizer.
-        ValueError: when reset gets no tokens.
+        TypeError: if both `vocab_size` and tokenizer are missing, or if there is text and no tokenizer.
+        ValueError: if reset gets no tokens.
 
     Example:
         >>> env = LLMHashingEnv(100, text_output=False)

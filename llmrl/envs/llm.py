@@ -16,7 +16,7 @@ from llmrl.envs.sources import Source
 
 
 class LLMEnv(KnownArguments, EnvBase):
-    """Appends what the policy wrote to what was there: plain text, or token ids.
+    """Appends the policy's output to the prompt: plain text, or token ids.
 
     For conversations use `ChatEnv`, which keeps the exact tokens of several turns; this is for scripts and search that
     think in one string. It takes any batch shape. Nothing but `eos_token_id` ends it: append a transform that does.
@@ -28,7 +28,7 @@ class LLMEnv(KnownArguments, EnvBase):
         eos_token_id: token of a response that ends the episode, where it is tokens.
 
     Raises:
-        ValueError: for `eos_token_id` with text, or when reset gets nothing to begin with.
+        ValueError: if `eos_token_id` is given with text, or if reset gets no prompt.
 
     Example:
         >>> from tensordict import TensorDict
@@ -69,7 +69,7 @@ class LLMEnv(KnownArguments, EnvBase):
 
     @classmethod
     def from_dataloader(cls, dataloader: Source, *, repeats: int = 1, **options: Any) -> TransformedEnv:
-        """Return an environment whose reset draws the next row of a `DataLoader`; a column has the name of `str_key`.
+        """Return an environment that draws the next row of a `DataLoader` at reset; one column is named `str_key`.
 
         Args:
             dataloader: see `DataLoadingPrimer`.

@@ -68,13 +68,13 @@ class MessageEnv(ABC):
         """Answer the assistant's message."""
 
     async def close(self) -> None:
-        """Release what the conversation held; called once, however it ended, also where `init` failed."""
+        """Release the conversation's resources; called once at every kind of end, also if `init` failed."""
         return None
 
 
 @dataclass(slots=True, eq=False)
 class Opened:
-    """A conversation whose environment has opened it."""
+    """A conversation that its environment has opened."""
 
     drawn: Drawn
     env: MessageEnv
@@ -85,12 +85,12 @@ class MessageChatEnv(DatasetChatEnv):
     """Plays `MessageEnv`s as a `ChatEnv`: exact tokens, rows, statuses and collectors come with it.
 
     Args:
-        factory: builds the environment of one conversation from a dataset item.
-        dataset: the items; by default one empty item, drawn again and again.
+        factory: function that builds the environment of one conversation from a dataset item.
+        dataset: items; by default one empty item, drawn again and again.
         repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
 
     Raises:
-        ValueError: when `step` returns an assistant message.
+        ValueError: if `step` returns an assistant message.
 
     Example:
         >>> class Echo(MessageEnv):
@@ -181,7 +181,7 @@ class MessageChatEnv(DatasetChatEnv):
         return [self._opened_step(None if one is None else next(opened)) for one in drawn]
 
     def _opened_step(self, opened: Opened | None) -> TensorDictBase:
-        """Return the first step; without a conversation, the place of one that goes on."""
+        """Return the first step; without a conversation, a placeholder for one in progress."""
         if opened is None:
             step = self._opened(self.prompts.items[0], "", 0, query="")
         else:
@@ -224,8 +224,8 @@ class MessageChatEnv(DatasetChatEnv):
         else:
             written = self._written(tensordict, answer)
             error, traceback, info = "", "", answer.info or None
-        told = {"env_error": error, "env_traceback": traceback, "env_info": info}
-        return tensordict_of({**written, **{key: non_tensor(value) for key, value in told.items()}})
+        outcome = {"env_error": error, "env_traceback": traceback, "env_info": info}
+        return tensordict_of({**written, **{key: non_tensor(value) for key, value in outcome.items()}})
 
     def _written(self, element: TensorDictBase, answer: MessageStep) -> dict[str, object]:
         is_cut = answer.is_truncated and not answer.is_done

@@ -19,14 +19,14 @@ _RECENT = 64
 
 @dataclass(slots=True)
 class EnvProgress:
-    """What an own function of weights knows of an environment."""
+    """What a user's function of weights knows about an environment."""
 
     num_groups: int = 0
-    """Groups that were drawn of it."""
+    """Number of its drawn groups."""
     num_scored: int = 0
-    """Rollouts of it that were scored."""
+    """Number of its scored rollouts."""
     reward: float = 0.0
-    """Mean reward of its scored rollouts, of which the last 64 or so count."""
+    """Mean reward of roughly its last 64 scored rollouts."""
 
     def add(self, reward: float) -> None:
         """Count a scored rollout."""
@@ -39,14 +39,14 @@ Weights = Mapping[str, float] | Callable[[Mapping[str, EnvProgress]], Mapping[st
 
 
 class MixedPrompts:
-    """Says which environment the next group is of, and keeps the place in each.
+    """Chooses the environment of the next group, and keeps the place in each.
 
     After any number of draws each environment has had its share of them, up to one group: the one that lacks most is
     next (smooth weighted round-robin). Nothing is random, so that a saved state goes on exactly.
 
     Args:
-        samplers: what draws the prompts of each environment, by name.
-        weights: by name; None for equal ones.
+        samplers: samplers of the environments' prompts, by name.
+        weights: weights by name; None for equal ones.
 
     Raises:
         ValueError: for weights that are no shares of these environments.
@@ -64,7 +64,7 @@ class MixedPrompts:
         if not callable(self._weights):
             self._shares(self._weights)
         self.num_samples = next(iter(self._samplers.values())).num_samples
-        """Rollouts of a group."""
+        """Number of rollouts in a group."""
         self.name = "+".join(self._names)
         self.progress = {name: EnvProgress() for name in self._names}
         self._credits = dict.fromkeys(self._names, 0.0)
@@ -110,7 +110,7 @@ class MixedPrompts:
         return chosen
 
     def end(self, name: str) -> None:
-        """Leave out an environment whose data has ended, so that it could not be drawn; the others share its draws."""
+        """Leave out an environment after the end of its data, when it could not be drawn; others get its draws."""
         self._ended.add(name)
         self.progress[name].num_groups -= 1
 
@@ -131,13 +131,13 @@ class MixedPrompts:
         if min(shares.values()) < 0:
             raise ValueError(f"weights must not be negative, got {shares}.")
         if not (total := sum(shares.values())):
-            raise ValueError(f"weights must not all be 0; they are, of the environments whose data goes on: {shares}.")
+            raise ValueError(f"weights must not all be 0; they are, for the environments with data left: {shares}.")
         return {name: share / total for name, share in shares.items()}
 
     def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
-        """Return the place in every environment, and whose turn it is.
+        """Return the place in every environment, and the state of the choice between them.
 
-        `unfinished` are positions that were drawn and whose rollouts will not outlive this process.
+        `unfinished` are drawn positions of rollouts that will not outlive this process.
         """
         progress = {name: [one.num_groups, one.num_scored, one.reward] for name, one in self.progress.items()}
         return {
@@ -152,7 +152,7 @@ class MixedPrompts:
         """Continue from a saved place.
 
         Raises:
-            ValueError: when it is of other environments.
+            ValueError: if it is of other environments.
         """
         if list(state["samplers"]) != self._names:
             raise ValueError(f"the saved state is of the environments {list(state['samplers'])}, not {self._names}.")
@@ -168,10 +168,10 @@ class MixedEnv:
 
     It is drawn from and not stepped: to play one of them by hand take it by its name, `mixed["gsm8k"]`. The ids of a
     group begin with its environment's name, which is also in each record (`Rollout.env`) and in metrics. An
-    environment whose data has ended is left out; collection ends with the last.
+    environment is left out after the end of its data; collection ends with the last.
 
     Args:
-        envs: by name, each over a dataset (`DatasetChatEnv`, transformed or not), with the same `repeats`.
+        envs: environments by name, each over a dataset (`DatasetChatEnv`, transformed or not), with the same `repeats`.
         weights: how often each is drawn, relative to the others: numbers by name, or a function that is called with the
             `EnvProgress` of each before a group is drawn. Equal ones by default.
 

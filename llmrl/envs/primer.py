@@ -38,21 +38,21 @@ class PrimerOptions(TypedDict, total=False):
 class DataLoadingPrimer(KnownArguments, Transform):
     """Draws a row at each reset and hands its columns to the environment; they travel with the conversation.
 
-    `DatasetChatEnv` does the same in one piece; this is for any environment whose reset reads a column, and its Ray
-    sibling for several environments that share one pass over the data. A reset whose tensordict already has the first
-    column draws nothing.
+    `DatasetChatEnv` does the same in one piece; this is for any environment that reads a column at reset, and its Ray
+    variant for several environments that share one pass over the data. A reset draws nothing if its tensordict has the
+    first column.
 
     A collector takes groups, the end of the data and the saved position from a primer as from a `DatasetChatEnv`.
 
     Args:
         dataloader: a `DataLoader`, which may be endless, or anything that `load_rows` reads. It is read once.
-        dataloader_factory: makes it; instead of `dataloader`.
+        dataloader_factory: function that makes it, instead of `dataloader`.
         repeats: how often a row is drawn in a row; its draws form a group.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
 
     Raises:
-        ValueError: unless exactly one of dataloader and dataloader_factory is given, when it is empty, or for a column
-            whose name has another meaning.
+        ValueError: unless exactly one of dataloader and dataloader_factory is given, if it is empty, or if the name of
+            a column has another meaning.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -63,7 +63,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
     """
 
     is_shared = False
-    """Whether others draw from the same position."""
+    """Whether other primers share the position."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         return self.prompts.draw_many(count)
 
     def reset_dataloader(self) -> None:
-        """Begin the data anew, one that has ended, too; groups get new ids."""
+        """Restart the data, even after its end; groups get new ids."""
         self.prompts.begin_anew()
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
@@ -142,7 +142,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         return tensordict_reset.update(tensordict.select(*self.columns, "rollout", strict=False))
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Add what it reads at a reset: the group and its counts."""
+        """Add the entries that a reset reads: the group and its counts."""
         shape = input_spec.shape
         rollout: dict[str, TensorSpec] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
         rollout |= {key: Unbounded(shape, dtype=torch.int64) for key in _COUNTS}
@@ -162,7 +162,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
 
 
 class RayDataLoadingPrimer(DataLoadingPrimer):
-    """A `DataLoadingPrimer` whose position is in a Ray actor: environments in many processes share one pass.
+    """A `DataLoadingPrimer` with its position in a Ray actor: environments in many processes share one pass.
 
     The data is read in the actor, once. Primers of one `actor_name` share it, and a pickled primer shares that of the
     one it was pickled from. The actor ends with the last handle to it. Collectors end with the data; they know of no
@@ -171,7 +171,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     Args:
         dataloader, **options: see `DataLoadingPrimer`; the first primer of an `actor_name` decides them.
         num_cpus: cores that the actor reserves.
-        actor_name: in Ray's namespace; None makes an actor of its own.
+        actor_name: name in Ray's namespace; None makes a new actor.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -208,7 +208,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         return drawn
 
     def reset_dataloader(self) -> None:
-        """Begin the data anew, for all that share it."""
+        """Restart the data, for all primers that share it."""
         self._ask("begin_anew")
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
@@ -221,7 +221,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
 
 class _SharedPrompts:
-    """What runs in the actor."""
+    """The sampler in the actor."""
 
     def __init__(self, make_prompts: Callable[[], PromptSampler]) -> None:
         self._prompts = make_prompts()
@@ -252,7 +252,7 @@ def _rows(source: Source) -> Sequence[Row]:
 
 
 def dataset_env_of(env: object) -> DatasetChatEnv | DataLoadingPrimer | None:
-    """Return what draws an environment's prompts and has their position: a dataset environment, or its own primer."""
+    """Return the object that draws an environment's prompts: the dataset environment, or its own primer."""
     drawing = [
         part
         for part in environment_parts(env)

@@ -24,8 +24,8 @@ class EndOfData(Exception):
     """A dataset has fewer samples left than were to be drawn; none of them is drawn.
 
     Args:
-        message: what has ended.
-        num_left: samples that can still be drawn.
+        message: text of the error.
+        num_left: number of samples that can still be drawn.
     """
 
     def __init__(self, message: str, *, num_left: int = 0) -> None:
@@ -42,8 +42,8 @@ class PromptSampler:
         items: the dataset: a sequence of mappings.
         num_samples: how often a prompt is drawn in a row; its draws form a group.
         shuffle: whether each epoch has its own order.
-        seed: of the shuffling.
-        num_epochs: how often the dataset is gone through; None never ends.
+        seed: seed of the shuffling.
+        num_epochs: number of passes over the dataset; None never ends.
         name: prefix of group ids; two samplers of a run need two names.
 
     Raises:
@@ -82,7 +82,7 @@ class PromptSampler:
 
     @cached_property
     def _digest(self) -> str | None:
-        """Of up to a thousand rows, evenly spaced; None where rows are made when they are drawn."""
+        """Digest of up to a thousand rows, evenly spaced; None if rows are made when they are drawn."""
         if not isinstance(self.items, list | tuple) and not hasattr(self.items, "features"):  # Hugging Face's
             return None
         rows = [self.items[index] for index in range(0, len(self.items), -(-len(self.items) // _MAX_HASHED))]
@@ -91,7 +91,7 @@ class PromptSampler:
         return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
 
     def upcoming(self, count: int) -> list[int]:
-        """Return the positions of the next `count` draws, fewer where the data ends; nothing is drawn."""
+        """Return the positions of the next `count` draws, fewer if the data ends; nothing is drawn."""
         again = list(itertools.islice(self._again, count))
         stop = self._position + count - len(again)
         if isinstance(self.items, StreamedRows):
@@ -102,7 +102,7 @@ class PromptSampler:
 
     @property
     def num_surely_left(self) -> float:
-        """How many draws there are before the data ends; 0 where only reading on would say."""
+        """Number of draws before the data ends; 0 if it is unknown until more is read."""
         if isinstance(self.items, StreamedRows):
             return 0
         if self.num_epochs is None:
@@ -136,7 +136,7 @@ class PromptSampler:
         return [self.at(position) for position in positions]
 
     def at(self, position: int) -> Drawn:
-        """Return what a draw at a position gives; nothing is drawn."""
+        """Return the result of a draw at a position; nothing is drawn."""
         group, sample_index = divmod(position, self.num_samples)
         epoch, place = divmod(group, len(self.items))
         if self.shuffle and epoch != self._order_epoch:
@@ -156,10 +156,10 @@ class PromptSampler:
         return self.items[int(group_id.rpartition("/")[2])]
 
     def skip_to_group(self) -> None:
-        """Leave out what remains of groups that were begun, so that the next draw is the first of its group.
+        """Skip the rest of partly drawn groups, so that the next draw is the first of its group.
 
-        Whoever draws groups calls it before: a single draw in between (a reset by hand, a check of specs) costs the
-        rest of its group, and moves no other.
+        Call it before drawing groups: a single draw in between (a reset by hand, a check of specs) costs the rest of
+        its group, and moves no other.
 
         Example:
             >>> sampler = PromptSampler([{"query": "a"}, {"query": "b"}], num_samples=2)
@@ -173,7 +173,7 @@ class PromptSampler:
         self._again = deque(one for one in self._again if num_left[one // self.num_samples] == self.num_samples)
 
     def begin_anew(self) -> None:
-        """Go on with the beginning of the next epoch, and of `num_epochs` from there.
+        """Continue at the beginning of the next epoch, and count `num_epochs` from there.
 
         Raises:
             ValueError: for rows of a loader without a length, before its end.
@@ -199,13 +199,13 @@ class PromptSampler:
     def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
         """Return the position in samples drawn, the positions to be drawn again first, and what positions mean.
 
-        `unfinished` are positions that were drawn and whose rollouts will not outlive this process.
+        `unfinished` are drawn positions of rollouts that will not outlive this process.
         """
         state = {"position": self._position, "again": [*unfinished, *self._again], "order": self._meaning()}
         return {**state, "first_epoch": self._first_epoch}
 
     def _meaning(self) -> dict[str, object]:
-        """Return what gives a position its prompt and its id: with another of these it would be another draw."""
+        """Return everything that determines the prompt and the id of a position."""
         num_prompts = None if isinstance(self.items, StreamedRows) else len(self.items)
         order = {"num_prompts": num_prompts, "num_samples": self.num_samples, "shuffle": self.shuffle}
         return {**order, "seed": self.seed, "name": self.name, "digest": self._digest}

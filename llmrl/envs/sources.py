@@ -1,4 +1,4 @@
-"""`load_rows`: the rows of a data set, from wherever it lies."""
+"""`load_rows`: the rows of a data set, from files, the hub or memory."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def load_rows(
         source: a file (JSON lines, JSON, CSV, Parquet), a folder of such files or one that `datasets` saved, a hub
             name (`"openai/gsm8k"`), a Hugging Face `Dataset` (which stays as it is, on disk), a data frame (pandas,
             polars), a mapping from split names to any of these or from column names to columns of one length, or any
-            finite iterable of mappings. A path is told from a hub name by being there, by its ending, or by a `.`, `~`
-            or `/` at its start.
-        split: which part, where the source has several: of a folder, the files whose names begin with it.
-        subset: the configuration of a data set of the hub that has several.
+            finite iterable of mappings. A path differs from a hub name if it exists, by its suffix, or by a `.`, `~` or
+            `/` at its start.
+        split: part of a source that has several: in a folder, the files with names that begin with it.
+        subset: configuration of a data set of the hub that has several.
         columns: names that every row must have.
 
     Raises:
-        FileNotFoundError: when there is no such file, or nothing readable in the folder.
-        ValueError: for an unreadable line, an unknown split, an empty data set or a missing column.
-        TypeError: when the source, or a row, is of another type.
+        FileNotFoundError: if the file does not exist, or if the folder has no readable file.
+        ValueError: if a line is unreadable, the split unknown, the data set empty or a column missing.
+        TypeError: if the source, or a row, is of another type.
 
     Example:
         >>> load_rows([{"question": "1 + 1 ="}], columns=["question"])
@@ -67,7 +67,7 @@ def _rows_of(source: Any, split: str | None, subset: str | None, label: str) -> 
         return _rows_of_columns(source, label)
     if isinstance(source, Mapping):  # splits by name; a `DatasetDict` is one
         return _rows_of(_choose(source, split, label), None, None, label)
-    if hasattr(source, "iloc") and hasattr(source, "to_dict"):  # pandas, whose missing values are NaN
+    if hasattr(source, "iloc") and hasattr(source, "to_dict"):  # pandas has NaN for missing values
         return source.astype(object).where(source.notna(), None).to_dict("records")
     if hasattr(source, "to_dicts"):  # polars
         return source.to_dicts()
@@ -209,7 +209,7 @@ def _once_each(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
 def _refuse_doubled(names: Sequence[str]) -> None:
     doubled = sorted(name for name, count in Counter(names).items() if count > 1)
     if doubled:
-        raise _DoubledName(f"it has the names {doubled} more than once, of whose values one would be lost")
+        raise _DoubledName(f"it has the names {doubled} more than once, and would lose one of the values")
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -251,7 +251,7 @@ def rows_of_batches(batches: Iterable[object]) -> list[Row]:
     """Return the rows that a `DataLoader` yields, as columns of one length, lists, TensorDicts or single rows.
 
     Raises:
-        TypeError: for a batch of another kind.
+        TypeError: if a batch is of another kind.
 
     Example:
         >>> rows_of_batches([{"query": ["a", "b"], "answer": ["1", "2"]}, [{"query": "c", "answer": "3"}]])
@@ -261,7 +261,7 @@ def rows_of_batches(batches: Iterable[object]) -> list[Row]:
 
 
 def rows_of_loader(loader: Iterable[object]) -> Sequence[Row]:
-    """Return the rows of one pass over a loader; where it has no length, as they are asked for.
+    """Return the rows of one pass over a loader; a loader without a length is read on demand.
 
     Example:
         >>> import itertools
@@ -276,7 +276,7 @@ def rows_of_loader(loader: Iterable[object]) -> Sequence[Row]:
 
 
 class StreamedRows(Sequence[Row]):
-    """Rows of an iterable of batches, read when they are asked for, and kept.
+    """Rows of an iterable of batches, read on demand and kept.
 
     Its length is that of an endless one until its end has been read.
 
@@ -288,10 +288,10 @@ class StreamedRows(Sequence[Row]):
         self._batches = iter(batches)
         self._rows: list[Row] = []
         self.has_ended = False
-        """Whether there are no more rows than those that were read."""
+        """Whether all rows have been read."""
 
     def read(self, num_rows: int) -> None:
-        """Read until there are so many rows, or none is left."""
+        """Read until there are this many rows, or none is left."""
         while len(self._rows) < num_rows and not self.has_ended:
             try:
                 self._rows += _rows_of_batch(next(self._batches))

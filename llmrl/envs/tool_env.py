@@ -1,4 +1,4 @@
-"""`ToolEnv`: an environment whose public methods are the model's tools, as TRL's `environment_factory` has them."""
+"""`ToolEnv`: an environment with its public methods as the model's tools, like TRL's `environment_factory`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llmrl.transforms import RubricReward
 
 
 class ToolEnv(KnownArguments, TransformedEnv):
-    """Conversations with an environment whose public methods are the tools: TRL's `environment_factory`.
+    """Conversations with an environment that has its public methods as tools: TRL's `environment_factory`.
 
     One instance plays one conversation. Its `reset` is called first, with those columns of the row that it names, and
     what it returns, a text or None, is appended to the last user message. `get_reward`, where there is one, gives the
@@ -38,14 +38,14 @@ class ToolEnv(KnownArguments, TransformedEnv):
         factory: the class, or a `functools.partial` of it.
         dataset: the rows, see `DatasetChatEnv`; the column `prompt`, or `query`, is a text or messages. Without one
             `reset` says what the task is.
-        rubric: scores in place of `get_reward`.
-        system_prompt: what the model is told first, if anything.
-        timeout: seconds that one call of a tool may take.
+        rubric: rubric that scores in place of `get_reward`.
+        system_prompt: system prompt of the conversation.
+        timeout: time limit of one call of a tool, in seconds.
         repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
 
     Raises:
-        TypeError: for a factory that is no class, or a method that is no tool.
-        ValueError: for rows without a prompt, or where there is neither `get_reward` nor a rubric.
+        TypeError: if the factory is not a class, or if a method is not a tool.
+        ValueError: if rows have no prompt, or if there is neither `get_reward` nor a rubric.
 
     Example:
         >>> class Counter:
@@ -139,7 +139,7 @@ class _Opening(MessageEnv):
         return MessageStep()
 
     async def close(self) -> None:
-        self._instances.release(self.session.id)  # for one that no tools were told of
+        self._instances.release(self.session.id)  # for an instance that no tools know
 
 
 class _OpenedByTools(MessageChatEnv):

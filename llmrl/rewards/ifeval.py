@@ -68,10 +68,10 @@ class IFEvalScoreData(KnownArguments):
 
 
 def check_instructions(instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, object] | None]) -> None:
-    """Refuse instructions that no checker knows, or whose arguments it does not take.
+    """Check that each instruction has a checker, which takes its arguments.
 
     Raises:
-        ValueError: naming the instruction.
+        ValueError: if not; the message names the instruction.
 
     Example:
         >>> check_instructions(["punctuation:no_comma"], [{}])
@@ -148,7 +148,7 @@ def _known_checks() -> Mapping[str, type[_Instruction]]:
 
 
 # These are done here. The package's own need a model of sentences that it downloads, or, for placeholders, the square
-# of the answer's length; a text whose language cannot be told, a row of asterisks say, follows its rules of language;
+# of the answer's length; a text without a detectable language, a row of asterisks say, follows its rules of language;
 # and in place of a sign it counts a letter that it draws at random.
 
 

@@ -1,4 +1,4 @@
-"""`Judge`: a reward that asks a model, through an API like OpenAI's."""
+"""`Judge`: a reward from a model's score, through an API like OpenAI's."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from llmrl._utils.numbers import finite_number
 from llmrl.data import text_of
 
 _NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?![\w.]*\d)(?!\w)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?")
-"""A number, and what it is of: "8/10", "8 out of 10"."""
+"""A number and its maximum: "8/10", "8 out of 10"."""
 
 
 @dataclass(slots=True)
 class JudgeUsage:
-    """What a judge was asked, and what that cost."""
+    """The requests to a judge, and their cost."""
 
     num_requests: int = 0
-    """Answered ones; what the client tries again is one."""
+    """Number of answered requests; retries are not counted."""
     num_cached: int = 0
-    """Questions that were asked before, and not again."""
+    """Number of questions with a remembered reply."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     cost: float = 0.0
-    """In the currency of `prices`."""
+    """Cost, in the currency of `prices`."""
 
 
 class Judge:
-    """Has a model score answers, behind any API like OpenAI's; give it to a `RewardFn` or a `Rubric`.
+    """Lets a model score answers, behind any API like OpenAI's; give it to a `RewardFn` or a `Rubric`.
 
     Its prompt says in braces what it reads, as the parameters of a reward function do: `{completion}`, or a column of
     the dataset. The score is the last number of the reply, which has to lie within `scale`, mapped to 0 to 1. Whatever
@@ -56,15 +56,15 @@ class Judge:
         model: the judge's name at its API.
         prompt: with `{completion}`, `{messages}` (the conversation as text), or columns of the dataset.
         scale: the lowest and the highest score that the prompt asks for.
-        read: takes the reply's text and returns the score, in place of the number and its scale.
-        name: of the reward function.
-        base_url, api_key: of the API; None takes `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
-        max_concurrent_requests: requests in flight.
-        requests_per_minute: the rate at which requests begin; None sets no limit.
-        max_retries: of a request.
-        timeout_seconds: of one try.
+        read: function from the reply's text to the score, in place of the number and its scale.
+        name: name of the reward function.
+        base_url, api_key: URL and key of the API; None takes `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
+        max_concurrent_requests: maximum number of requests in flight.
+        requests_per_minute: maximum rate at which requests begin; None sets no limit.
+        max_retries: maximum number of retries of a request.
+        timeout_seconds: time limit of one try.
         cache_path: a file of JSON lines that keeps replies from run to run; None remembers them in this process.
-        prices: of a million input and a million output tokens, for `usage.cost`.
+        prices: prices of a million input and a million output tokens, for `usage.cost`.
         options: further arguments of a request, such as `{"temperature": 0}`.
 
     Raises:
@@ -112,7 +112,7 @@ class Judge:
         self.max_concurrent_requests, self.requests_per_minute = max_concurrent_requests, requests_per_minute
         self.cache_path, self.prices, self.options = cache_path, prices, dict(options or {})
         self.usage = JudgeUsage()
-        """What was asked so far, by all that share this judge in this process."""
+        """Usage so far, of all that share this judge in this process."""
         self.client_options: dict[str, object] = {
             "base_url": base_url, "api_key": api_key, "max_retries": max_retries, "timeout": timeout_seconds,
         }  # fmt: skip
@@ -134,8 +134,8 @@ class Judge:
         """Return the score of an answer.
 
         Raises:
-            ValueError: for a reply without a score.
-            openai.OpenAIError: when there is no reply.
+            ValueError: if the reply has no score.
+            openai.OpenAIError: if there is no reply.
         """
         return self.score_of(await self.ask(**inputs))
 
@@ -143,7 +143,7 @@ class Judge:
         """Read the score from a reply.
 
         Raises:
-            ValueError: when it has none, or one outside the scale.
+            ValueError: if it has none, or one outside the scale.
         """
         if self.read is not None:
             return finite_number(self.read(reply), "the score that `read` returned")
@@ -157,11 +157,11 @@ class Judge:
         return (float(number) - low) / (high - low)
 
     async def ask(self, **inputs: object) -> str:
-        """Return the reply to the prompt, filled in; that of an earlier time where it was asked before.
+        """Return the reply to the filled-in prompt; a remembered one if the same request was made before.
 
         Raises:
-            ValueError: when the reply has no text.
-            openai.OpenAIError: when there is none.
+            ValueError: if the reply has no text.
+            openai.OpenAIError: if there is no reply.
         """
         prompt = self.prompt.format_map({name: _text(value) for name, value in inputs.items()})
         request = {**self.options, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
@@ -173,7 +173,7 @@ class Judge:
 
 
 class _Questions:
-    """A judge's requests, all on one event loop, whoever asks."""
+    """A judge's requests, all on one event loop, from any thread."""
 
     def __init__(self, judge: Judge) -> None:
         self.loop = BackgroundLoop("llmrl-judge")
@@ -189,7 +189,7 @@ class _Questions:
         self._client = openai.AsyncOpenAI(**judge.client_options, http_client=openai.DefaultAsyncHttpxClient())
 
     async def ask(self, request: Mapping[str, object]) -> str:
-        """Return the reply to a request, which is sent unless it was before."""
+        """Return the reply to a request, which is sent only once."""
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
         known, asked = self._replies.get(digest), self._asked.get(digest)
         if known is not None or asked is not None:
@@ -199,7 +199,9 @@ class _Questions:
         if asked is None:
             asked = self._asked[digest] = asyncio.ensure_future(self._request(request, digest))
             asked.add_done_callback(lambda task: self._asked.pop(digest, None))
-            asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits is told
+            asked.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # its error reaches those who wait
         return await asyncio.shield(asked)  # others may wait for it, too
 
     async def _request(self, request: Mapping[str, object], digest: str) -> str:
@@ -214,7 +216,7 @@ class _Questions:
             self._usage.cost += (num_input * self._prices[0] + num_output * self._prices[1]) / 1e6
         text = answer.choices[0].message.content if answer.choices else None
         if not text:
-            raise ValueError("the judge's reply has no text; a longer limit of its tokens may mend that.")
+            raise ValueError("the judge's reply has no text; a higher limit of its tokens may fix that.")
         self._replies[digest] = str(text)
         if self._path is not None:
             with self._path.open("a") as file:
@@ -222,7 +224,7 @@ class _Questions:
         return str(text)
 
     def delay(self, now: float) -> float:
-        """Take the next place in the row of requests, and return the seconds until then."""
+        """Reserve the next time slot of a request, and return the seconds until then."""
         start = max(now, self._next_start)
         self._next_start = start + self._interval
         return start - now

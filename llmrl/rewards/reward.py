@@ -64,7 +64,7 @@ class RewardFn:
 
     Raises:
         TypeError: for a function with a parameter that has no name to its caller.
-        ValueError: for a negative or infinite weight, or a nameless function.
+        ValueError: if the weight is negative or infinite, or if the function has no name.
 
     Example:
         >>> def exact(completion, answer):
@@ -84,7 +84,7 @@ class RewardFn:
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight of {name!r} must be non-negative and finite, got {weight!r}.")
         self.function, self.name, self.weight = function, name, weight
-        # A function, or an object whose call is a coroutine.
+        # A function, or an object with a coroutine as its `__call__`.
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         parameters = inspect.signature(function).parameters.values()
         nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
@@ -117,7 +117,7 @@ class RewardFn:
 
         Raises:
             UnknownRewardInput: when the function reads something that neither the rollout nor the dataset has.
-            TypeError, ValueError: when what it returns is no number, or not a finite one.
+            TypeError, ValueError: if the result is not a finite number.
         """
         available = rollout.arguments()
         self.check_inputs(available)

@@ -22,7 +22,7 @@ class Score:
     """A rollout's reward.
 
     Raises:
-        TypeError, ValueError: for a reward, or a part of the breakdown, that is no number or not a finite one.
+        TypeError, ValueError: if the reward, or a part of the breakdown, is not a finite number.
     """
 
     reward: float
@@ -30,7 +30,7 @@ class Score:
     breakdown: dict[str, float] = field(default_factory=dict)
     """Raw value of each reward function."""
     is_scored: bool = True
-    """False: the rollout takes no part in batch and baseline."""
+    """False if the rollout is left out of batch and baseline."""
     error: str = ""
     """Why scoring failed, if it did."""
 
@@ -51,7 +51,7 @@ class Rubric:
 
     Args:
         reward_fns: `RewardFn`s, or plain functions (weight 1).
-        truncation_reward: reward of truncated rollouts; None scores what there is.
+        truncation_reward: reward of truncated rollouts; None scores them as they are.
         error_reward: reward of rollouts that failed; None leaves them unscored.
         timeout_seconds: limit of one rollout's scoring; a judge that takes longer has failed.
 
@@ -98,7 +98,7 @@ class Rubric:
 
     @property
     def is_async(self) -> bool:
-        """Whether scoring may take long: a reward function awaits something, a judge say."""
+        """Whether scoring may take long: a reward function is a coroutine, such as a judge."""
         return any(fn.is_async for fn in self.reward_fns)
 
     @property

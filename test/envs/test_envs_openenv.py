@@ -93,7 +93,7 @@ def test_a_server_that_misbehaves_ends_its_rollout_with_the_reason(start, render
 
 def test_an_unrequested_answer_is_not_taken_for_the_next_one(start, renderer):
     [rollout] = play(renderer, OpenEnvChatEnv(start().url), 1, "twice", "4", latency_s=0.05)
-    assert rollout.status is RolloutStatus.ERROR and "which nobody asked for" in rollout.error
+    assert rollout.status is RolloutStatus.ERROR and "which was not requested" in rollout.error
 
 
 def test_a_server_that_is_gone_or_refuses_sessions_is_waited_for_and_named(start, renderer):

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class GymnasiumTextEnv(MessageEnv):
-    """Plays a `gymnasium.Env` whose observations and actions are strings; give it to `MessageChatEnv`.
+    """Plays a `gymnasium.Env` with strings as observations and actions; give it to `MessageChatEnv`.
 
-    Observations are the user's messages, what the policy says is the action. The environment's calls run in a thread.
+    Observations are the user's messages, the policy's answers are the actions. The environment's calls run in a thread.
 
     Args:
-        env: one environment; it plays one conversation. GEM's (`gem.make`) are of this kind, too.
-        seed: of its reset.
-        system_prompt: what the model is told first.
+        env: environment of one conversation. Those of GEM (`gem.make`) are of this kind, too.
+        seed: seed of its reset.
+        system_prompt: system prompt of the conversation.
 
     Raises:
-        TypeError: when an observation is not a string.
+        TypeError: if an observation is not a string.
 
     Example:
         >>> class Echo:
@@ -50,7 +50,7 @@ class GymnasiumTextEnv(MessageEnv):
         return [*opening, self._message(observation)]
 
     async def step(self, message: Message) -> MessageStep:
-        """Act with the text of the message; what is observed after the end is not shown to anybody."""
+        """Act with the text of the message; the observation after the end is discarded."""
         action = text_of(message.get("content"))
         observation, reward, is_terminated, is_truncated, info = await asyncio.to_thread(self.env.step, action)
         messages = [] if is_terminated else [self._message(observation)]

@@ -61,8 +61,8 @@ class MLGymWrapper(MessageEnv):
     The reward is the environment's own, plus what an evaluation gains over the baseline.
 
     Args:
-        env: an `MLGymEnv` whose `config` is that of an MLGym agent.
-        reward_wrong_format: added for a reply without a command.
+        env: an `MLGymEnv` with the `config` of an MLGym agent.
+        reward_wrong_format: reward added for a reply without a command.
 
     Example:
         >>> from types import SimpleNamespace
@@ -142,18 +142,18 @@ def make_mlgym(
     container_type: str = "podman",
     **unknown: Never,
 ) -> MessageChatEnv:
-    """Make a `ChatEnv` of MLGym tasks; each conversation has a container of its own.
+    """Make a `ChatEnv` of MLGym tasks; each conversation has its own container.
 
     Args:
         task, tasks: one task's name, such as `prisonersDilemma`, or several.
-        max_steps: commands to a conversation.
-        reward_wrong_format: added for a reply without a command.
+        max_steps: maximum number of commands in a conversation.
+        reward_wrong_format: reward added for a reply without a command.
         repeats: conversations per task: the group size.
-        seed, container_type: of MLGym.
+        seed, container_type: arguments of MLGym.
 
     Raises:
-        ValueError: for neither or both of `task` and `tasks`.
-        ImportError: without MLGym, which no package index has.
+        ValueError: unless exactly one of `task` and `tasks` is given.
+        ImportError: if MLGym, which no package index has, is not installed.
 
     Example:
         >>> make_mlgym()

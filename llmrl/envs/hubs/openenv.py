@@ -29,13 +29,13 @@ _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 2.0
 class OpenEnvChatEnv(MessageChatEnv):
     """Conversations with an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), without its package.
 
-    Each conversation has a session of its own on the server, which is closed however it ends. A row of the dataset is
-    what the session is reset with, so that a column `seed` is its seed. Observations are the user's messages, an answer
-    is an action; the rewards of the steps add up. While the server cannot be reached, or has no place for a session,
-    opening one is tried again; a session that is lost cannot be had again, and its rollout ends with an error.
+    Each conversation has its own session on the server, which is closed at every kind of end. The session is reset with
+    a row of the dataset, so that a column `seed` is its seed. Observations are the user's messages, an answer is an
+    action; the rewards of the steps add up. While the server cannot be reached, or has no place for a session, opening
+    one is retried; a lost session cannot be resumed, and its rollout ends with an error.
 
     Args:
-        url: of the server, as `http://127.0.0.1:8000`.
+        url: URL of the server, such as `http://127.0.0.1:8000`.
         dataset: the rows, see `MessageChatEnv`; by default one empty row.
         action_adapter: makes the action, a dict, of the text of an answer. By default the text is the one field that
             the server's schema of actions asks for.
@@ -43,8 +43,8 @@ class OpenEnvChatEnv(MessageChatEnv):
             `("next", "env_info")` where that is a dict, too.
         history_content_adapter: makes the text of a message of an observation; by default the one field that it has, or
             all of them as JSON.
-        system_prompt: what the model is told first, if anything.
-        timeout: seconds that opening a session may take, and that each answer may take.
+        system_prompt: system prompt of the conversation.
+        timeout: time limit of opening a session, and of each answer, in seconds.
         repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
 
     Raises:
@@ -102,7 +102,7 @@ class OpenEnvChatEnv(MessageChatEnv):
 class _Server:
     url: str
     action: Callable[[str], Mapping[str, object]] | None
-    """None until the server has told what an action is."""
+    """Function that makes an action; None until the server has sent its schema."""
     observation: Callable[[object], object]
     content: Callable[[object], str]
     system_prompt: str | None
@@ -114,7 +114,7 @@ class _NotNow(Exception):
 
 
 class _Session(MessageEnv):
-    """A conversation: a WebSocket, and whoever reads it, so that pings are answered while the policy thinks."""
+    """A conversation: a WebSocket, and the task that reads it, so that pings are answered during generation."""
 
     def __init__(self, server: _Server, row: Row) -> None:
         self._server, self._row = server, row
@@ -214,7 +214,7 @@ class _Session(MessageEnv):
                 raise _NotNow(f"it has no place for a session: {reason}")
             raise RuntimeError(f"{url} refused {question!r:.200}: {code}, {reason}")
         if is_unasked:
-            raise RuntimeError(f"{url} said {received!r:.200}, which nobody asked for.")
+            raise RuntimeError(f"{url} sent {received!r:.200}, which was not requested.")
         observation = self._server.observation(observation)
         info = observation if isinstance(observation, dict) else {}
         return observation, MessageStep(reward=0.0 if reward is None else reward, is_done=bool(is_done), info=info)

@@ -16,20 +16,20 @@ _random_lock = threading.Lock()
 
 
 class TextArenaGame(Game):
-    """Plays a game of TextArena: each player is told what is new since its own last move.
+    """Plays a game of TextArena: each player sees what is new since its own last move.
 
-    A move against the rules is answered, or ends the game, as TextArena has it. Who leaves others gets -1, and these 0;
-    who leaves alone gets 0. Games draw from Python's own random numbers, each from a state of its own; the program's
-    stays.
+    TextArena answers a move against the rules, or ends the game. A player that leaves others gets -1, and they get 0;
+    a player that leaves alone gets 0. Games draw Python's random numbers, each from its own state; the state of the
+    program does not change.
 
     Args:
-        env_id: of the game, as `TicTacToe-v0`.
-        num_players: who play it.
-        seed: of its reset.
+        env_id: id of the game, such as `TicTacToe-v0`.
+        num_players: number of players.
+        seed: seed of its reset.
 
     Raises:
-        MissingExtraError: without TextArena.
-        ValueError: for a game that there is not, or not for so many.
+        MissingExtraError: if TextArena is not installed.
+        ValueError: if the game does not exist, or not for this number of players.
     """
 
     def __init__(self, env_id: str, *, num_players: int, seed: int = 0) -> None:
@@ -55,12 +55,12 @@ class TextArenaGame(Game):
                 random.setstate(before)
 
     def observe(self) -> tuple[str, str]:
-        """Return whose turn it is, and what was said since: by the game, and by others."""
-        player, told = self._seeded(self._env.get_observation)
+        """Return the player to move, and the messages of the game and of the others since its last move."""
+        player, messages = self._seeded(self._env.get_observation)
         names = self._env.state.role_mapping
         said = (
             text if speaker < 0 else f"[{names.get(speaker, f'Player {speaker}')}] {text}"
-            for speaker, text, _ in told
+            for speaker, text, _ in messages
             if speaker != player
         )
         return self._roles[player], "\n".join(said).strip()
@@ -106,14 +106,14 @@ def make_textarena_env(
     num_epochs: int | None = None,
     name: str = "train",
 ) -> GameEnv:
-    """Return an environment of a game of TextArena, whose players are `player_0`, `player_1`, ….
+    """Return an environment of a game of TextArena with the players `player_0`, `player_1`, ….
 
     Args:
-        env_id: of the game, as `TicTacToe-v0`.
-        num_players: who play it.
-        opponents: who plays a role in place of the policy: a function of the messages that it has seen, which may ask
-            a model. Roles that are not there are the policy's own.
-        seeds: of the games, one a group.
+        env_id: id of the game, such as `TicTacToe-v0`.
+        num_players: number of players.
+        opponents: players in place of the policy, by role: functions of the messages that the role has seen, which
+            may ask a model. The policy plays all other roles.
+        seeds: seeds of the games, one for each group.
         system_prompt, repeats, shuffle, seed, num_epochs, name: see `GameEnv`.
 
     Raises:
@@ -138,5 +138,5 @@ def make_textarena_env(
         num_epochs=num_epochs,
         name=name,
     )
-    TextArenaGame(env_id, num_players=num_players, seed=rows[0]["seed"])  # what is wrong with it is told here
+    TextArenaGame(env_id, num_players=num_players, seed=rows[0]["seed"])  # raises the errors of a game here
     return env

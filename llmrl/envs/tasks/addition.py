@@ -46,7 +46,7 @@ def is_last_number_right(completion: str, answer: str) -> float:
 
 
 class AdditionEnv(TaskEnv):
-    """Asks for sums; a completed answer whose last number is the sum gets 1, a truncated one 0.
+    """Asks for sums; a completed answer with the sum as its last number gets 1, a truncated one 0.
 
     Args:
         dataset: problems of one's own, with columns `query` and `answer`; by default they are `addition_problems`.

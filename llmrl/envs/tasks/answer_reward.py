@@ -17,8 +17,8 @@ class AnswerReward(RubricReward):
     (there are thoughts in tags) and `success`.
 
     Args:
-        is_right: of a completion and columns of the dataset, by parameter name; plain or async.
-        has_answer: of a completion.
+        is_right: function of a completion and columns of the dataset, by parameter name; plain or async.
+        has_answer: function of a completion.
         format_reward, correct_reward: see above.
         set_done_if_answer: whether an answer ends the conversation; else something after it has to.
 

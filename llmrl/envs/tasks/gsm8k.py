@@ -82,13 +82,13 @@ class GSM8KRewardParser(AnswerReward):
 
 
 class GSM8KEnv(TaskEnv):
-    """Word problems whose answer is a number; see `GSM8KRewardParser` for the reward.
+    """Word problems with a number as the answer; see `GSM8KRewardParser` for the reward.
 
     Args:
         dataset: hub name, local file or folder, or rows, with columns `question` and `answer`, which ends with
             `#### NUMBER`.
         split: `train` (7,473 problems on the hub) or `test` (1,319).
-        reasoning: whether thoughts and answer are asked for in tags.
+        reasoning: whether the prompt asks for thoughts and answer in tags.
         **options: how problems are drawn; see `TaskOptions`.
 
     Raises:

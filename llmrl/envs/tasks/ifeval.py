@@ -1,4 +1,4 @@
-"""IFEval: instructions whose following can be verified (Zhou et al. 2023, https://arxiv.org/abs/2311.07911)."""
+"""IFEval: instructions that a program can verify (Zhou et al. 2023, https://arxiv.org/abs/2311.07911)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class IfEvalScorer(RubricReward):
     The four shares are the breakdown.
 
     Args:
-        format_weights: of `prompt_level_strict_acc`, `inst_level_strict_acc`, `prompt_level_loose_acc` and
+        format_weights: weights of `prompt_level_strict_acc`, `inst_level_strict_acc`, `prompt_level_loose_acc` and
             `inst_level_loose_acc`.
         aggregate_reward: true weighs them; a function of an `IFEvalScoreData` gives the reward itself, `"aggregate"`
             in the breakdown. It may also declare `think_blocks` and `answer_blocks`, the contents of such tags, and

@@ -53,7 +53,7 @@ class MATHRewardParser(AnswerReward):
 
 
 class MATHEnv(TaskEnv):
-    r"""Competition problems whose answers are expressions.
+    r"""Competition problems with expressions as answers.
 
     Args:
         dataset: hub name, local file or rows, with columns `problem` and `solution` (its last `\boxed{…}` is the

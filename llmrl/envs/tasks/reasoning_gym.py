@@ -28,17 +28,17 @@ class ReasoningGymProblems:
 
     Args:
         tasks: a task's name, or names with their weights.
-        num_problems: how many there are to an epoch.
+        num_problems: number of problems in an epoch.
         split: `train` and `test` generate from different seeds.
-        seed: of the mix and of the problems.
+        seed: seed of the mix and of the problems.
         curriculum: whether levels rise.
-        raise_at, window: when they do.
+        raise_at, window: mean score, and number of scores, at which they rise.
         config: arguments of reasoning-gym's configuration, by task.
 
     Raises:
         ValueError: for an unknown task, weights without a sum, a curriculum that a task does not have, or a
             configuration that it refuses.
-        TypeError: for a name that a task's configuration does not have, with the nearest one.
+        TypeError: if a task's configuration does not have a name; the message has the nearest one.
 
     Example:
         >>> problems = ReasoningGymProblems({"chain_sum": 1.0}, num_problems=8)

@@ -91,7 +91,7 @@ def has_searched(messages: Sequence[Message]) -> float:
 
 
 def example_conversation() -> tuple[Message, ...]:
-    """Return a question about nobody in any corpus, searched for and answered: it shows a model how it is done.
+    """Return an example with a search and an answer, about a person that no corpus has, to show a model the task.
 
     Example:
         >>> [message["role"] for message in example_conversation()]
@@ -108,7 +108,7 @@ def example_conversation() -> tuple[Message, ...]:
 
 
 class SearchEnv(TaskEnv):
-    """Questions whose answers only the search tool knows: question, search, answer.
+    """Questions that need the search tool: question, search, answer.
 
     Two things are rewarded, the mean of them weighted: naming the answer in the last message (weight 1), and having
     searched with success (`search_weight`), which shows a small model the way.
@@ -117,8 +117,8 @@ class SearchEnv(TaskEnv):
         dataset: questions of one's own, with columns `query`, `answer` and `documents` (texts); all documents
             together are what is searched. By default they are `search_corpus`.
         split: three quarters of the made-up questions are `train`, the rest `test`; both search the whole corpus.
-        num_people: of whom the corpus tells three things each.
-        num_results: documents that a search shows.
+        num_people: number of people; the corpus has three facts about each.
+        num_results: number of documents that a search shows.
         search_weight: weight of a search that found something.
         show_example: whether every conversation begins with one that is searched and answered.
         tool_parser: see `ToolTransform`.

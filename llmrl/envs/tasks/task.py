@@ -57,13 +57,13 @@ class TaskEnv(KnownArguments, TransformedEnv):
     Args:
         problems: rows with a column `query` and those that the reward reads.
         reward: the transform that ends and scores conversations; with others before it, a `Compose`.
-        system_prompt: what the model is told first, if anything.
-        reasoning: whether it is also asked for `<think>` and `<answer>`.
-        options: how problems are drawn.
-        chat_env: what draws them.
+        system_prompt: system prompt of the conversation.
+        reasoning: whether the prompt also asks for `<think>` and `<answer>`.
+        options: options of drawing problems.
+        chat_env: class of the environment that draws them.
 
     Raises:
-        TypeError: for an unknown option, with the nearest name.
+        TypeError: if an option is unknown; the message has the nearest name.
 
     Example:
         >>> from llmrl.transforms import RubricReward
