@@ -115,7 +115,7 @@ def test_a_level_that_fails_is_passed_over(monkeypatch):
 
     def refuse(self):
         if self.level == "namespaces":
-            raise IsolationError("namespaces cannot be had here.")
+            raise IsolationError("namespaces are not available here.")
         start(self)
 
     monkeypatch.setattr(launch.Launcher, "_start_zygote", refuse)
@@ -160,7 +160,7 @@ def test_a_level_that_leaves_something_open_is_taken_only_when_asked_for(monkeyp
 
     def refuse(self):
         if self.level == "namespaces":
-            raise IsolationError("namespaces cannot be had here.")
+            raise IsolationError("namespaces are not available here.")
         start(self)
 
     monkeypatch.setattr(launch.Launcher, "_start_zygote", refuse)
@@ -236,7 +236,7 @@ def test_nothing_outlives_the_program_however_it_ends(level):
     program.wait()
     program.stdout.close()
     if not folder:
-        pytest.skip(f"{level} cannot be had here")
+        pytest.skip(f"{level} is not available here")
     deadline = time.monotonic() + 240
     while (left := _with_folder(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
