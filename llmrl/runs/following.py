@@ -66,6 +66,7 @@ class WorkerRun:
         self.cfg = cfg
         self._exit = contextlib.ExitStack()
         self._tracked: dict[str, Any] = {}
+        self._lent: Engine | None = None
         self._step, self._is_in_step = 0, False
         seed_all(cfg.seed)
 
@@ -74,18 +75,21 @@ class WorkerRun:
         return self._exit.enter_context(part)
 
     def lend(self, engine: Engine) -> Engine:
-        """Take an engine of the caller's: the first rank gives it the weights."""
+        """Take an engine of the caller's: `track` takes part in giving it the weights."""
+        self._lent = engine
         return engine
 
     def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Name what a checkpoint holds; of a resumed run, restore it, and take part in sending the weights."""
         self._tracked = dict(objects)
-        if not self.cfg.resume:
-            return
-        folder = RunFolder(self.cfg.run.path, read_only=True)
-        if (checkpoint := folder.load_checkpoint()) is not None:
+        checkpoint = None
+        if self.cfg.resume:
+            folder = RunFolder(self.cfg.run.path, read_only=True)
+            checkpoint = folder.load_checkpoint()
+        if checkpoint is not None:
             restore_tracked(self._tracked, checkpoint, folder.checkpoint_path)
             self._step = checkpoint["step"]
+        if checkpoint is not None or engine is self._lent:  # as the first rank does: all gather sharded weights
             collector.update_policy_weights_(self._tracked["model"])
 
     def steps(

@@ -96,7 +96,8 @@ def check_reward(env: EnvBase, name: str) -> None:
     may_reward = [
         part
         for part in transforms
-        if type(part) is not Compose and (type(part).__module__ in rewarding or not is_ours(part))
+        if type(part) is not Compose
+        and (not is_ours(part) or any(base.__module__ in rewarding for base in type(part).__mro__))
     ]
     if is_silent and not may_reward:
         raise ValueError(

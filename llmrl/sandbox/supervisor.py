@@ -239,9 +239,11 @@ class Supervisor:
         """End what the code started and left running, the interpreter excepted; how many there were."""
         num_ended = 0
         for _ in range(100):
-            left = {process for process in descendants(os.getpid()) - {self._process} if not _is_zombie(process)}
-            if not left:
+            seen = descendants(os.getpid()) - {self._process}
+            if not seen:
                 break
+            # Where only ended ones are seen, one may have started another behind this look: look again.
+            left = {process for process in seen if not _is_zombie(process)}
             for process in left:
                 with contextlib.suppress(OSError):
                     os.kill(process, signal.SIGKILL)

@@ -232,5 +232,5 @@ def test_a_script_is_not_begun_with_an_odd_value(monkeypatch, takes_long, overri
 
     monkeypatch.setattr("sys.argv", ["grpo.py", override])
     with pytest.raises(SystemExit) as ended:
-        launch(main, GRPOConfig, "../sota-implementations/config/grpo.yaml")
+        launch(main, GRPOConfig, "../../sota-implementations/config/grpo.yaml")
     assert str(ended.value).startswith(override.partition("=")[0]) and not called

@@ -279,7 +279,7 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
         (["collect.max_concurrent_rollouts=auto", "collect.num_collectors=2", "engine.use_ray=true"], "give a number"),
         (["sync.transport=ipc", "engine.num_replicas=2"], "one engine on the trainer's GPU"),
         (["engine.use_ray=true", "engine.ray_options={num_gpus: 1}", "engine.tensor_parallel_size=2"], "as many GPUs"),
-        (["engine.gpu_memory_utilization=1.5"], r"in \(0, 1\]"),
+        (["engine.gpu_memory_utilization=1.5"], "must be above 0 and at most 1, got 1.5"),
         (["engine.num_replicas=0"], "at least 1"),
         (["train.device=gpu"], "train.device must be cpu, cuda"),
     ],

@@ -242,8 +242,8 @@ def test_a_script_finds_its_teacher_by_path_or_by_url(server, student, teacher_p
     assert isinstance(by_url, EngineTeacher) and by_url.engine.model == "teacher" and not by_url.engine.is_alive
     assert isinstance(by_path, TransformersWrapper) and by_path is not student
     assert taught(hint="It is {answer}.") is student
-    with pytest.raises(ValueError, match=r"teacher\.path='a' and teacher\.url='b' are two teachers"):
-        TeacherConfig(path="a", url="b")
+    with pytest.raises(ValueError, match=r"teacher\.path='a' and teacher\.url='http://b' are two teachers"):
+        TeacherConfig(path="a", url="http://b")
 
 
 class _Shifted:
