@@ -44,8 +44,8 @@ def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
     that. Calls do not nest.
 
     Args:
-        function: of code that may not end.
-        cpu_seconds: of this thread's processor time.
+        function: code that may not end.
+        cpu_seconds: seconds of this thread's processor time.
 
     Raises:
         CpuLimitError: when it is ended.

@@ -55,7 +55,7 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
     """Open a regular file, as `open` does with UTF-8; nothing else is waited for, followed or written to.
 
     Args:
-        path: of the file. Links among the folders above it are followed, see `check_entries`.
+        path: path of the file. Links among the folders above it are followed, see `check_entries`.
         mode: `r`, `r+`, `w`, `a` or `a+`, with `b` for bytes.
         newline, errors: see `open`.
 
@@ -133,7 +133,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename.
 
     The content reaches the disk before the name that leads to it. What `write` raises is raised, and nothing is left.
-    What a kill leaves is removed by `mend_killed_writes`.
+    What a kill leaves is removed by `clean_killed_writes`.
 
     Example:
         >>> import tempfile
@@ -162,7 +162,7 @@ def _temporary(path: Path) -> Path:
 def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a folder so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename.
 
-    Between the two names is a moment without either; a kill in it leaves the old one to `mend_killed_writes`. What
+    Between the two names is a moment without either; a kill in it leaves the old one to `clean_killed_writes`. What
     `write` raises is raised, and nothing is left.
 
     Example:
@@ -192,7 +192,7 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
         remove(old)
 
 
-def mend_killed_writes(folder: Path) -> None:
+def clean_killed_writes(folder: Path) -> None:
     """Remove what killed writers left in a folder that has no writer now, and put back what they had moved away."""
     for old in folder.glob(".*.old"):
         _put_back(old, old.with_name(old.name[1:].removesuffix(".old")))

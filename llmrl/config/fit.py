@@ -45,7 +45,7 @@ def shape_of(cfg: ScriptConfig) -> ModelShape | None:
 
 
 def check_fit(cfg: ScriptConfig) -> None:
-    """Refuse a run whose trainer has no room.
+    """Refuse a run if its trainer has no room.
 
     Raises:
         ValueError: when it needs more than there is, with its parts and what would fit. What is not known (a model on a

@@ -18,7 +18,7 @@ class ConversationsConfig(Section):
     path: str = field(metadata=NAMED)
     """A file, folder or hub name; `collect.groups_per_batch` of them make a batch."""
     held_out: str | None = field(default=None, metadata=NAMED)
-    """Others, whose loss is `eval/loss`; null: none."""
+    """Other demonstrations, for `eval/loss`; null: none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class SFTConfig(ScriptConfig):
 
 @dataclass(slots=True, kw_only=True)
 class TeacherConfig(Section):
-    """Whose log-probs the student's tokens are judged by."""
+    """Teacher: its log-probs judge the student's tokens."""
 
     section: ClassVar[str] = "teacher"
     path: str | None = field(default=None, metadata=NAMED)
@@ -74,7 +74,7 @@ class TeacherConfig(Section):
                 )
 
     def hint_for(self, problem: Row) -> str:
-        """Return what the teacher is told of a problem.
+        """Return what the teacher reads about a problem.
 
         Raises:
             ValueError: when the hint names a column that the problem lacks.

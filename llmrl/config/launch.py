@@ -36,13 +36,13 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
     """Call `main` with the configuration that the command line asks for.
 
     hydra composes the file, the groups that it names (`task=gsm8k`) and single entries (`train.learning_rate=1e-6`).
-    An entry that there is none of, or a value of another type, ends the program with a message and the nearest name,
+    An entry that does not exist, or a value of another type, ends the program with a message and the nearest name,
     before anything is started. With `resume=true` the run's own configuration is what the command line changes. With
     `train.num_ranks` above 1 so many processes of this command are started, unless `torchrun` has done so.
 
     Args:
         main: the script.
-        config_type: of its configuration.
+        config_type: type of its configuration.
         config_path: the file, as seen from the file that defines `main`.
     """
     require("hydra", extra="scripts")
@@ -86,7 +86,7 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
     """Return the typed configuration of a composed one: of a resumed run its own, and of a dry run what that replaces.
 
     Raises:
-        ValueError: for an entry that there is none of, naming the nearest; for a value that is none of an entry's; and
+        ValueError: for an entry that does not exist, naming the nearest; for a value that is none of an entry's; and
             see `llmrl.config.resumed`.
         FileNotFoundError: when there is no run to resume.
     """
@@ -102,7 +102,7 @@ def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
     """Return nested dicts, or hydra's, as a configuration class.
 
     Raises:
-        ValueError: for an entry that there is none of, naming the nearest; for a value that is none of an entry's.
+        ValueError: for an entry that does not exist, naming the nearest; for a value that is none of an entry's.
 
     Example:
         >>> from llmrl.config.sections import TrainConfig
@@ -154,7 +154,7 @@ def _entries(config_type: type[ScriptConfig]) -> dict[str, str]:
 
 
 def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
-    """Return, for each entry of a command line that there is none of, what it may have been meant to be."""
+    """Return, for each entry of a command line that does not exist, what it may have been meant to be."""
     found = []
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")

@@ -62,7 +62,7 @@ def resumed_config(
 
     Args:
         cfg: the configuration as composed, with `run.path`; hydra's or typed.
-        overrides: of the command line, as hydra has them; None takes every entry of `cfg` as asked for.
+        overrides: entries of the command line, as hydra has them; None takes every entry of `cfg` as asked for.
         config_folders: where hydra found the files that it composed.
 
     Returns:

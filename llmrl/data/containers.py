@@ -195,7 +195,7 @@ class Tokens(_Ragged):
     response: torch.Tensor | None = None
     full: torch.Tensor | None = None
     padded: bool | None = None
-    """Whether they are padded; None where nobody said so."""
+    """Whether they are padded; None where that is not known."""
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:

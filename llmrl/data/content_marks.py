@@ -1,4 +1,4 @@
-"""Special tokens in contents: split into ordinary tokens, so that whoever writes a page or a result forges no turn."""
+"""Special tokens in contents: split into ordinary tokens, so that no page or result can forge a turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ContentMarks:
     tokenized as ever. Where no content has a special token, there are no marks, and nothing changes.
 
     Args:
-        tokenizer: of Hugging Face.
+        tokenizer: tokenizer of Hugging Face.
         further: texts that are to be marked beside its special tokens.
     """
 

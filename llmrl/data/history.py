@@ -49,10 +49,10 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     conversation.
 
     Args:
-        role: of each message, a string or nested lists of strings.
-        content: of each, its text or a list of parts; a single one is that of all.
+        role: role of each message, a string or nested lists of strings.
+        content: content of each message, its text or a list of parts; a single one is that of all.
         is_complete: whether each was ended; by default true.
-        tool_calls: of each, a list of calls.
+        tool_calls: calls of each message, a list.
         tool_responses: texts that answer calls, for messages without content.
         messages: in place of these, the leaf itself; see `from_chats`.
         batch_size: must be that of `role`; by default it is.
@@ -100,7 +100,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         Args:
             text: special tokens included; see `parse_templated`. A last turn that was cut says `is_complete: False`.
             chat_template_name: a family, `chatml`, `llama3`, `llama4`, `gemma` or `mistral`, or a model of one, `qwen`,
-                `llama`; by default the one whose marks occur.
+                `llama`; by default the one with marks in the text.
             chat_template: has no effect, as in TorchRL: the marks in the text say what wrote it.
             tokenizer: has no effect either.
 
@@ -202,7 +202,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         Args:
             history: messages, the same for all; or a `History` of as many conversations.
             inplace: as for `append`.
-            dim: of a `History`, that of the messages is the last. By default 0, as in TorchRL: of a batch, its
+            dim: dimension; the last is that of the messages. By default 0, as in TorchRL: for a batch, its
                 conversations come after these. Messages are added to the last.
 
         Raises:

@@ -49,7 +49,7 @@ def has_padding_mask(tensordict: TensorDictBase) -> bool:
 def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
     """Return one tensor per row, without padding.
 
-    Padding is told by `("masks", "all_attention_mask")`, never by the value of a token: where the padding id is the
+    Padding is marked by `("masks", "all_attention_mask")`, never by the value of a token: where the padding id is the
     end-of-turn id, real tokens would be lost.
 
     Raises:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ROUTED_EXPERTS_KEY = "routed_experts"
 UNKNOWN_EXPERT = -1
-"""Stands for the experts of a token that nobody told: the trainer's own router chooses them."""
+"""Stands for the experts of a token without known ones: the trainer's own router chooses them."""
 
 
 class Replay(TypedDict, total=False):
@@ -58,7 +58,7 @@ def read_replay(batch: TensorDictBase, lengths: Sequence[int]) -> Replay:
 
 
 def unknown_experts(num_tokens: int, shape: torch.Size) -> torch.Tensor:
-    """Return the entry of tokens whose experts nobody told, `[num_tokens, num_layers, top_k]`."""
+    """Return the entry of tokens without known experts, `[num_tokens, num_layers, top_k]`."""
     return torch.full((num_tokens, *shape), UNKNOWN_EXPERT, dtype=torch.int16)
 
 
@@ -73,7 +73,7 @@ def _checked(entry: torch.Tensor, row: int, length: int, shape: torch.Size) -> t
 
 
 def routed_experts_entry(before: Sequence[np.ndarray | None]) -> dict[str, torch.Tensor]:
-    """Return the entry of a row or a turn, by its key; nothing where nobody told.
+    """Return the entry of a row or a turn, by its key; nothing where they are not known.
 
     Args:
         before: `[num_tokens]`, as `TokenColumns` has them: of each token the experts, `[num_layers, top_k]`, that made

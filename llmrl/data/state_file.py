@@ -43,7 +43,7 @@ def save_state(path: Path, state: StateDict) -> None:
     """Write a state.
 
     Args:
-        path: of the file.
+        path: path of the file.
         state: None, numbers, text, bytes, tensors, numpy arrays, lists, tuples, mappings, TensorDicts and llmrl's
             containers, however nested. Tensors come back on the CPU, a tensor that is there twice once.
 
@@ -59,12 +59,12 @@ def save_state(path: Path, state: StateDict) -> None:
     write_safetensors(path, entries, in_order, checksum_name=_CHECKSUM)
 
 
-def load_state(path: Path, *, mend: str) -> StateDict:
+def load_state(path: Path, *, advice: str) -> StateDict:
     """Read what `save_state` wrote. Tensors are in memory that is mapped from the file; writes to them stay private.
 
     Args:
-        path: of the file.
-        mend: what to do when it is damaged.
+        path: path of the file.
+        advice: what to do when it is damaged.
 
     Raises:
         FileNotFoundError: when there is none.
@@ -80,9 +80,9 @@ def load_state(path: Path, *, mend: str) -> StateDict:
         structure = json.loads(bytes(places.pop(_STRUCTURE).view(buffer).numpy()))
         del places[_CHECKSUM]
         return cast(StateDict, _decode(structure, {name: place.view(buffer) for name, place in places.items()}))
-    except Exception as error:  # whoever made the file has chosen what is in it
+    except Exception as error:  # the file's author has chosen what is in it
         found = "a pickle, which is never read" if start.startswith((b"PK", b"\x80")) else error
-        raise DamagedFileError(f"{path} is damaged, or not llmrl's: found {found} ({size} bytes). {mend}") from error
+        raise DamagedFileError(f"{path} is damaged, or not llmrl's: found {found} ({size} bytes). {advice}") from error
 
 
 class _Encoder:

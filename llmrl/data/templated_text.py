@@ -76,7 +76,7 @@ _WITHOUT_OWN = tuple(_TEMPLATES)
 # What `add_chat_template` was told of a template: parts of models' names, and what reads its text.
 _MODEL_NAMES: dict[str, Sequence[str]] = {}
 _READERS: dict[str, Callable[[str], Any]] = {}
-# Names of models whose templates are of a family.
+# Names of models with templates of a family.
 _ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama4"}
 _MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
 _MISTRAL_END = "</s>"
@@ -128,7 +128,7 @@ def add_chat_template(
     """Give a template a name, for `chat_template_name=`; in this process, until it ends.
 
     Args:
-        template_name: of the template; one that is known is replaced.
+        template_name: name of the template; one that is known is replaced.
         template: Jinja text.
         inverse_parser: makes a `History` of a text that it wrote, for `History.from_text(text, template_name)`.
         model_family_keywords: parts of models' names; a `History` is written for these models with the template.
@@ -154,7 +154,7 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
     Args:
         text: as a template wrote it, special tokens included.
         family: `chatml` (Qwen, SmolLM2), `llama3`, `gemma`, `mistral`, or a template that was added with what reads it;
-            by default the one whose marks occur.
+            by default the one with marks in the text.
 
     Raises:
         ValueError: for an unknown family, or a text that has none of its marks.

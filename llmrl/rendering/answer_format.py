@@ -27,7 +27,7 @@ def find_answer_format(renderer: ProbedRenderer, ending: Ending, reasoning_parse
     """Return what stands around the answers of a renderer's template.
 
     Args:
-        renderer: whose template is asked.
+        renderer: renderer of the template that is asked.
         ending: how it ends a plain answer.
         reasoning_parser: `think` takes `<think>` and `</think>` for the marks of reasoning, `none` takes nothing for
             reasoning, and `auto` takes what the template writes around it.
@@ -47,7 +47,7 @@ def find_answer_format(renderer: ProbedRenderer, ending: Ending, reasoning_parse
 
 
 def _fields(renderer: ProbedRenderer, probe: TemplateProbe) -> Iterator[tuple[str, str, str]]:
-    """Yield each field whose reasoning the template writes, with the text before it and the text after it."""
+    """Yield each field of reasoning that the template writes, with the text before it and the text after it."""
     names = [*_FIELDS, *(f".{name}" for name in _PARTS)]
     for name in names:
         if not re.search(rf"\b{name.removeprefix('.')}\b", renderer.chat_template):

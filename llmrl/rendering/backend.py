@@ -24,7 +24,7 @@ def make_renderer(
     """Return a renderer for a tokenizer's model.
 
     Args:
-        tokenizer: of Hugging Face.
+        tokenizer: tokenizer of Hugging Face.
         backend: `template` renders the chat template; `renderers` uses the hand-written renderer of the optional
             package of that name; `auto` takes the template where it can be rendered exactly and its calls are read,
             and falls back to that package where the package knows the model.

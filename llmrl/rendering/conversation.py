@@ -156,7 +156,7 @@ class Conversation:
         if is_begun:
             num_held = len(self.messages)
             messages = (*messages[:num_held], *check_messages(messages[num_held:]))
-        # What somebody else put into the assistant's mouth is no delta: it is rendered with the rest.
+        # What another program put into the assistant's mouth is no delta: it is rendered with the rest.
         is_foreign = any(message["role"] == "assistant" for message in messages[len(self.messages) :])
         is_appended = self.node is not None and is_kept and not is_foreign
         shown = None
@@ -247,7 +247,7 @@ class Conversation:
         return rewritten
 
     def _extendable(self) -> TokenBuffer:
-        """Return the held tokens if nobody extended them since, otherwise a copy: a branch."""
+        """Return the held tokens if they were not extended since, otherwise a copy: a branch."""
         if len(self._held.columns) == self._num_tokens:
             return self._held
         return TokenBuffer(self._held.columns.copy(self._num_tokens))

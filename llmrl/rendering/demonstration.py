@@ -1,4 +1,4 @@
-"""Conversations that somebody else has had, as if the policy had: what supervised training learns from."""
+"""Conversations of others, as if the policy had: what supervised training learns from."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def demonstrate(
 
     Each of the assistant's messages is a turn: what the template writes for it after its prompt, to the token that ends
     the turn, is trained, and nothing else is. A message with `"weight": 0` is context. Where a template shows earlier
-    turns otherwise, each turn is trained as it would be sampled, in a row of its own. Nobody sampled the tokens: their
+    turns otherwise, each turn is trained as it would be sampled, in a row of its own. They were not sampled: their
     log-probs are NaN and their version is -1.
 
     Args:
-        renderer: of the model.
-        messages: of the conversation.
+        renderer: renderer of the model.
+        messages: messages of the conversation.
         tools: that its prompts show.
         mode: see `Conversation`.
 
@@ -71,7 +71,7 @@ def demonstrate(
 
 
 def _with_split_thoughts(message: Message, thoughts: ThoughtMarks | None) -> Message:
-    """Return a message whose content holds its thoughts, as many data sets write them, with these apart."""
+    """Return a message with thoughts in its content, as many data sets write them, with these apart."""
     if message.get("reasoning_content") or message.get("content") is None or thoughts is None:
         return message
     reasoning, content = thoughts.split(text_of(message["content"]))

@@ -200,7 +200,7 @@ class TemplateProbe:
         return {token for token in self._added_tokens() if token in text} - is_of_thoughts
 
     def _check_turn_is_one_message(self, end: str) -> None:
-        """Refuse formats whose turns are several messages, reasoning and answer, each ended alike (harmony)."""
+        """Refuse formats with turns of several messages, reasoning and answer, each ended alike (harmony)."""
         for key in ("reasoning_content", "reasoning", "thinking"):
             text = self.text([USER, {**PLAIN_ANSWER, key: REASONING}], is_prompt=False) or ""
             _, found, after = text.partition(REASONING)

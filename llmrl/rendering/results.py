@@ -52,7 +52,7 @@ def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans
     to alternate.
 
     Args:
-        messages: of a conversation, or of its end.
+        messages: messages of a conversation, or of its end.
         carry_all: carry all results.
         carry_orphans: carry those that answer no call: after an answer without any, or without name and id.
     """

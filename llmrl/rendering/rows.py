@@ -19,7 +19,7 @@ class Row:
     row_index: int
     """Place among the rows of the rollout that are kept."""
     turn_span: tuple[int, int]
-    """First turn and one past the last turn whose completions this row holds."""
+    """First turn and one past the last turn with completions in this row."""
     turn_starts: dict[int, int]
     """Of each turn in this row, by its place in the rollout (of a tree, in the order of its rows): where its completion
     begins."""

@@ -1,4 +1,4 @@
-"""Formats of tool calls whose arguments stand between tags, one by one, most of them as bare text."""
+"""Formats of tool calls with arguments between tags, one by one, most of them as bare text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmrl.rendering.tool_calls import (
 
 
 class _Tags:
-    """Calls whose name and arguments stand between tags, values as bare text.
+    """Calls with name and arguments between tags, values as bare text.
 
     Args:
         begin: what begins a call, its name in the group `name`.
@@ -121,7 +121,7 @@ _MAX_DEPTH = 100
 
 @register_tool_call_parser("minimax_m3")
 def parse_minimax_m3(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read calls whose arguments are elements, which nest, a mark of its own before each tag.
+    """Read calls with arguments that are elements, which nest, a mark of its own before each tag.
 
     Example:
         >>> written = '<tool_call><invoke name="add"><a>1</a></invoke></tool_call>'

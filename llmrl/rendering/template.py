@@ -44,7 +44,7 @@ class TemplateRenderer:
     calls no parser reads is refused where tools are used (`check_tools`).
 
     Args:
-        tokenizer: of Hugging Face.
+        tokenizer: tokenizer of Hugging Face.
         chat_template: Jinja text; the tokenizer's own by default.
         tool_parser: name of a tool-call parser; `auto` takes the one that reads what the template writes for a call;
             `none` where no tools are used.
@@ -350,7 +350,7 @@ class TemplateRenderer:
     ) -> ParsedCompletion:
         """Read sampled tokens as an assistant message; never raises.
 
-        `tools` say what type an argument has; whether a named tool exists is for whoever executes the call to say.
+        `tools` say what type an argument has; whether a named tool exists is for the caller that executes it to say.
         `prompt_ids` are what the tokens were sampled after, or the end of that, and say whether they begin within
         reasoning; without them they begin as after a conversation of one message.
         """

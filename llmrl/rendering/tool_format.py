@@ -26,7 +26,7 @@ _TOOL_PROMPT = """You may call functions to help the user. These are their signa
 Write each call like this one, with the function's name and arguments:
 {example}"""
 
-# Marks of families whose templates show tools but leave it to the caller to write calls.
+# Marks of families with templates that show tools but leave it to the caller to write calls.
 _MARKS_OF_UNWRITTEN = {
     "<|tool_list_start|>": "lfm2",
     "<|tool_call_start|>": "lfm2",

@@ -121,7 +121,7 @@ class Evaluator:
             Of no environment there is nothing to evaluate.
         policy: answers; with a temperature of its own, if it is to be measured so.
         limits: turn, prompt and time limits of a rollout.
-        num_problems: of each environment the first so many; all by default.
+        num_problems: number of problems of each environment, its first ones; all by default.
         max_concurrent_rollouts: conversations in flight in one environment; all by default.
 
     Raises:

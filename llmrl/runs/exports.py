@@ -32,11 +32,11 @@ class Exports:
     a card that says what trained. Its folder is there when it is whole. The weights are copied to the host's memory
     when it is due; a thread writes them, while training goes on. An export that is due while the one before is still
     being written waits for it, so that there is one copy. One that is due while the hub still takes another is written
-    and not pushed. A hub that fails ends no run: it is told, and the next export is pushed again.
+    and not pushed. A hub that fails ends no run: the failure is reported, and the next export is pushed again.
 
     Args:
         cfg: its section `export` says what is due.
-        folder: of the run.
+        folder: folder of the run.
         say: tells the user what went wrong.
     """
 
@@ -113,7 +113,7 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
 
     Args:
         name: such as `me/my-model`.
-        is_public: of one that is made; one that is there stays as it is.
+        is_public: whether a new repository is public; an existing one stays as it is.
 
     Raises:
         ValueError: when that is no name of a repository.

@@ -59,7 +59,7 @@ class FolderLock:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether somebody holds the lock of a folder.
+    """Return whether a process holds the lock of a folder.
 
     Example:
         >>> import tempfile

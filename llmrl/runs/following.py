@@ -56,7 +56,7 @@ class WorkerRun:
     """A training loop's run on the ranks above 0: it does what concerns all ranks, when the first one does it.
 
     Args:
-        cfg: of the script; `run.path` is the first rank's.
+        cfg: configuration of the script; `run.path` is the first rank's.
     """
 
     def __init__(self, cfg: ScriptConfig) -> None:

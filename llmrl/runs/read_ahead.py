@@ -1,4 +1,4 @@
-"""`ReadAhead`: an iterator whose items are drawn by a thread."""
+"""`ReadAhead`: an iterator that draws its items in a thread."""
 
 from __future__ import annotations
 

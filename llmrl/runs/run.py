@@ -144,8 +144,8 @@ class Run:
 
         Args:
             collector: an `LLMCollector` or `Demonstrations`; its place in the data is saved with every batch.
-            engine: whose versions count on from where they were.
-            tokenizer: is saved, for whoever looks at the run, and beside its model.
+            engine: engine; its versions count on from where they were.
+            tokenizer: tokenizer, saved with the run, for its readers, and beside its model.
             objects: `model`, which the engine's weights are of, and whatever else of the loop has a `state_dict`:
                 optimizer, schedule, buffer.
 
@@ -191,8 +191,8 @@ class Run:
         the data does, or nothing is left to learn from; `why_stopped` says so.
 
         Args:
-            num_steps: of the whole run.
-            target_reward: end after a step whose batch has this mean reward.
+            num_steps: number of steps of the whole run.
+            target_reward: end after a step with this mean reward of its batch.
             in_background: draw batches in the background; where none is ready a step has an empty batch.
             needs_batch: whether a step has nothing to train on without new rows; asked in the background only.
 
@@ -277,7 +277,7 @@ class Run:
         step = self._step + 1
         new = [rollout for rollout in played if rollout.rollout_id not in self._dropped_ids]
         is_first = not self._dropped_ids and all(row.get("is_skipped", 1.0) for row in self._logged.values())
-        rows = token_rows(played)  # of the whole step, whose tokens are one file
+        rows = token_rows(played)  # of the whole step: its tokens are one file
         self.folder.log_rollouts(step, "train", [rollout.to_record() for rollout in new])
         if rows:
             self.folder.tokens.write(step, rows)
@@ -294,7 +294,7 @@ class Run:
         self._writes.wait()  # the checkpoint being written must not see half an update
         self._step, self._collected, self._is_replay = self._step + 1, collected, is_replay
         if not is_replay:
-            self._logged.pop(self._step, None)  # of a batch that somebody took away
+            self._logged.pop(self._step, None)  # of a batch that was taken away
         self._metrics, self._meter = {}, StepMeter(self._tracked, self._engine)
         if self.cfg.train.num_ranks > 1:
             broadcast_from_rank0((self._step, collected["batch"], random_states()))
@@ -347,7 +347,7 @@ class Run:
         Args:
             step: as `steps` gave it.
             learned: the report of `train_step`, or those of a step's several, or metrics.
-            version: of the weights that the step's update brings to the engine.
+            version: version of the weights that the step's update brings to the engine.
             metrics: further ones.
 
         Raises:

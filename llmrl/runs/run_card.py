@@ -25,10 +25,10 @@ def run_card(
     """Return a model's card, as Markdown with the head that a hub reads.
 
     Args:
-        cfg: of the run.
+        cfg: configuration of the run.
         step: after which the weights were taken.
-        metrics: of that step; none are shown where there are none.
-        summary: of the run, its evaluations before and after training.
+        metrics: metrics of that step; none are shown where there are none.
+        summary: summary of the run, its evaluations before and after training.
         argv: the command that was called; this process's when not given.
     """
     from huggingface_hub import ModelCardData

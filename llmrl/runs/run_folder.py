@@ -17,9 +17,9 @@ import torch
 
 from llmrl._utils.files import (
     check_entries,
+    clean_killed_writes,
     cut_lines,
     flush_to_disk,
-    mend_killed_writes,
     open_file,
     read_text,
     write_atomically,
@@ -88,7 +88,7 @@ class RunFolder:
     large model and optimizer states only now and then. A resumed run loads the last checkpoint and trains again on
     the rows written since, so that a kill loses nothing but the step that was being collected.
 
-    Its entries are files and folders, never links: a folder that somebody sent could lead elsewhere by one.
+    Its entries are files and folders, never links: a folder from elsewhere could lead outside by one.
 
     One process at a time writes into it. A folder that is made here can be entered by its owner alone (0700); one that
     was there keeps its mode. What a kill cut short is removed when the folder is opened again.
@@ -150,7 +150,7 @@ class RunFolder:
             for path in (self.metrics_path, self.rollouts_path, self.health.path):
                 cut_lines(path)
             for folder in (self.path, self.batches_path, self.tokens.path, self.exports_path):
-                mend_killed_writes(folder)
+                clean_killed_writes(folder)
             self._trackers = open_trackers(trackers, self.path)
         except BaseException:
             self._lock.release()
@@ -194,7 +194,7 @@ class RunFolder:
             self.tokens.write(step, rows, split=split)
 
     def drop_rollouts(self, logged: Mapping[int, Mapping[str, float]]) -> None:
-        """Drop the last records, whose steps' metrics were not logged (by step): they will be written again."""
+        """Drop the last records, of steps without logged metrics (by step): they will be written again."""
 
         def is_kept(line: bytes) -> bool:
             try:
@@ -226,14 +226,14 @@ class RunFolder:
             DamagedFileError: when it is not what was written.
         """
         path = self._batch_path(step)
-        mend = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
-        return load_state(path, mend=mend) if path.exists() else None
+        advice = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
+        return load_state(path, advice=advice) if path.exists() else None
 
     def saved_batches(self, first: int, say: Callable[[str], object]) -> Iterator[StateDict]:
         """Yield what was saved from a step on, to be trained on again, and note of which step that is being done.
 
         Where the last such training of a step ended with this process because the kernel was short of memory, it counts
-        as a failure of its batch, see `fail_replay`; `say` is told.
+        as a failure of its batch, see `fail_replay`; `say` reports it.
         """
         mark, (boot, num_kills) = self.batches_path / "replaying.json", memory_kills()
         if mark.exists():
@@ -260,7 +260,7 @@ class RunFolder:
 
         Args:
             checkpoint: step of the checkpoint; 0 where there is none.
-            num_logged: steps whose metrics were logged.
+            num_logged: number of steps with logged metrics.
             checkpoint_every: steps between checkpoints.
 
         Raises:
@@ -307,7 +307,7 @@ class RunFolder:
             file.write(what)
         if is_first:
             return (
-                f"the saved batch of step {step} failed again. If it does once more, it is set aside: mend what it "
+                f"the saved batch of step {step} failed again. If it does once more, it is set aside: repair what it "
                 f"shows, or resume as it is. What failed is in {note}."
             )
         self.set_aside_path.mkdir(exist_ok=True)
@@ -323,8 +323,8 @@ class RunFolder:
     def load_set_aside(self, step: int) -> StateDict | None:
         """Return the last batch of a step that was set aside; None when there is none."""
         paths = sorted(self.set_aside_path.glob(f"{step:06d}-*.safetensors"), key=lambda path: len(path.stem))
-        mend = f"Remove it, and resume: step {step} is then collected from the prompts that it had."
-        return load_state(paths[-1], mend=mend) if paths else None
+        advice = f"Remove it, and resume: step {step} is then collected from the prompts that it had."
+        return load_state(paths[-1], advice=advice) if paths else None
 
     def save_checkpoint(self, state: StateDict) -> None:
         """Replace the checkpoint; `state["step"]` says after which step it was taken.
@@ -349,8 +349,8 @@ class RunFolder:
         Raises:
             DamagedFileError: when it is not what was written.
         """
-        mend = "Put a copy of it in its place, or begin another run, from a model that you have, in another folder."
-        return load_state(self.checkpoint_path, mend=mend) if self.checkpoint_path.exists() else None
+        advice = "Put a copy of it in its place, or begin another run, from a model that you have, in another folder."
+        return load_state(self.checkpoint_path, advice=advice) if self.checkpoint_path.exists() else None
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Replace `summary.json`."""

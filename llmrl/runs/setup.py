@@ -82,7 +82,7 @@ def check_reward(env: EnvBase, name: str) -> None:
 
     Args:
         env: transformed.
-        name: of it, for the message.
+        name: its name, for the message.
 
     Raises:
         ValueError: saying how to add a reward.
@@ -110,7 +110,7 @@ def check_template(cfg: ScriptConfig, engine: HasTokenizer | None = None) -> Non
     """Refuse a model without a chat template, before an engine is started.
 
     Args:
-        cfg: of the run.
+        cfg: configuration of the run.
         engine: that is there already. A model that is not on this machine is left to the engine that loads it.
 
     Raises:

@@ -45,7 +45,7 @@ def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> Stat
 
     Args:
         tracked: by name. Where one has sharded tensors, all ranks call this.
-        path: of the run, which all ranks see.
+        path: folder of the run, which all ranks see.
         step: after which the checkpoint is taken.
     """
     states: StateDict = {name: one.state_dict() for name, one in tracked.items()}

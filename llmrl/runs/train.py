@@ -119,7 +119,7 @@ def train(
         eval_envs: environments of problems held out, by name, or one of them, which is then named `eval`; evaluated
             before and after training.
         eval_every: steps between evaluations; None adds none.
-        best_by: metric of the evaluation, such as `eval/eval/pass@1`, whose best model is kept in `model-best`.
+        best_by: metric of the evaluation, such as `eval/eval/pass@1`, by which the best model is kept in `model-best`.
         patience: evaluations in a row without a better one, after which training ends.
         path: the run's folder; by default a new one in `runs/`.
         resume: go on with the run in `path`.
@@ -128,21 +128,21 @@ def train(
         save_total_limit: exports that are kept, the last ones; None keeps all.
         push_to_hub: a repository, `me/my-model`, that is given each export and the model, with a card of the run; it is
             private where it is made.
-        trackers: of metrics, besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`.
+        trackers: trackers of metrics, besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`.
         num_steps: batches of the whole run.
         groups_per_batch: prompts of a batch.
-        max_new_tokens: of a turn.
+        max_new_tokens: most tokens of a turn.
         max_turns: answers of one conversation.
         max_model_len: tokens of a whole conversation; by default the model's own limit.
         chat_template: in place of the model's own, as base models have none: a file, or Jinja text.
-        temperature: of sampling.
+        temperature: temperature of sampling.
         max_staleness: versions that a group may be old; None generates and trains in turn, 1 at once.
         learning_rate: the highest; small models bear ten times the default.
         schedule, warmup_steps: see `make_optimizer`.
         num_epochs, num_minibatches: see `minibatches`.
         kl_to_ref_coeff: weight of the KL to the model as it was; None has no reference.
         lora_rank: train adapters of this rank in place of the weights.
-        seed: of sampling and torch.
+        seed: seed of sampling and torch.
         engine: generates in place of vLLM, such as a `TransformersEngine` of the same model. It is given the model's
             weights before the first step, and is not shut down.
         console: where it reports.
@@ -151,7 +151,7 @@ def train(
         The run's folder: `model/` in it is what was trained, and `llmrl view` shows the rest.
 
     Raises:
-        TypeError: for an argument that there is none of, with the nearest one; those of TRL and verl are known.
+        TypeError: for an argument that does not exist, with the nearest one; those of TRL and verl are known.
         ValueError: for an environment without a dataset or a reward, or with one answer a prompt, for environments of
             one name, for arguments of other types or out of range, and for a model without a chat template; before
             anything is started.

@@ -1,4 +1,4 @@
-"""`Sandbox`: where a conversation's commands run and its files lie, whoever provides it."""
+"""`Sandbox`: where a conversation's commands run and its files lie, for any provider."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class MemoryGroups:
     --scope -p Delegate=yes` does, one of version 1 where this program's user may write to it.
 
     Args:
-        num_bytes: of memory, in each.
+        num_bytes: bytes of memory, in each.
 
     Raises:
         OSError: where no group is delegated.

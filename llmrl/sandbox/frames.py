@@ -59,7 +59,7 @@ class FrameBuffer:
     """Messages out of pieces of a stream, however it was cut; never waits.
 
     Args:
-        max_bytes: of one message.
+        max_bytes: most bytes of one message.
 
     Example:
         >>> buffer, stream = FrameBuffer(100), encode([1]) + encode([2])

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from llmrl.sandbox.supervisor import KeptOutput
 
-# How often to look whether a command has ended whose output somebody else keeps open.
+# How often to look whether a command has ended while another process keeps its output open.
 _LOOK_SECONDS = 0.05
 _PIECE_BYTES = 1 << 16
 
@@ -75,7 +75,7 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
 
 
 def _send(writing: int, unsent: memoryview) -> memoryview:
-    """Write what a pipe takes and return the rest: nothing, where nobody reads it any more."""
+    """Write what a pipe takes and return the rest: nothing, where its reader has gone."""
     try:
         return unsent[os.write(writing, unsent[:_PIECE_BYTES]) :]
     except BlockingIOError:

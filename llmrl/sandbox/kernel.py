@@ -116,7 +116,7 @@ def drop_capabilities(*, keep: int | None = None) -> None:
     """Give up every capability, for good, except at most one, which child programs then have too."""
     for number in range(64):
         if number != keep:
-            _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused to whoever has none, and beyond the last one
+            _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused without the capability, and beyond the last one
     mask = 0 if keep is None else 1 << keep
     header = struct.pack("Ii", _CAP_VERSION_3, 0)
     low, high = mask & 0xFFFFFFFF, mask >> 32
@@ -126,7 +126,7 @@ def drop_capabilities(*, keep: int | None = None) -> None:
 
 
 def map_to_root(user: int, group: int) -> None:
-    """Become root of a new user namespace; nobody else exists in it."""
+    """Become root of a new user namespace; no other user exists in it."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")

@@ -83,14 +83,14 @@ class _Session:
 
 
 class PythonExecutorService:
-    r"""Runs Python that nobody has read.
+    r"""Runs untrusted Python.
 
     Each interpreter is a process of its own with limits, an empty environment, and a temporary home and working
     directory. What else confines it is a *level*: `namespaces` (no network, only Python's and the system's files and
     those read-only, its own process namespace; the kernel's means, used directly), `bubblewrap` (the same through the
     program `bwrap`, where only that is allowed to; slower to start), `process` (resource limits, Landlock where the
     kernel has it, and as root a user of its own). The level in force is logged once, and is in `isolation`. An
-    interpreter whose time is up is killed with everything it started. Between calls it is frozen.
+    interpreter that exceeds its time is killed with everything it started. Between calls it is frozen.
 
     Used as it is, or as a Ray actor shared by many machines.
 
@@ -98,11 +98,11 @@ class PythonExecutorService:
         pool_size: calls that run at the same time; further ones wait, without their time running.
         timeout: seconds that a call may take.
         isolation: a level that is required, or `auto`: the first that this machine allows.
-        limits: of each interpreter.
+        limits: limits of each interpreter.
         num_ready: interpreters started ahead.
 
     Raises:
-        IsolationError: when the level that is required cannot be had here.
+        IsolationError: when the required level is not available here.
         ValueError: for an argument out of its range.
 
     Example:
@@ -183,7 +183,7 @@ class PythonExecutorService:
 
     @staticmethod
     async def _open(launcher: Launcher) -> _Interpreter:
-        # Unbounded, since frames are bounded by whoever sends them.
+        # Unbounded, since the sender bounds its frames.
         return _Interpreter(*await asyncio.open_connection(sock=launcher.start(), limit=frames.MAX_FRAME_BYTES))
 
     def execute(

@@ -81,7 +81,7 @@ class Supervisor:
 
     Args:
         service: socket to the service.
-        confinement: of the interpreter.
+        confinement: confinement of the interpreter.
     """
 
     def __init__(self, service: socket.socket, confinement: Confinement) -> None:
@@ -149,7 +149,7 @@ class Supervisor:
                 remove_folder(self.confinement.folder)
 
     def _next_request(self) -> Any:
-        # Between requests nothing of the interpreter runs: threads that it left behind cost nobody anything.
+        # Between requests nothing of the interpreter runs: threads that it left behind cost nothing.
         self._signal_interpreter(signal.SIGSTOP)
         request = frames.receive(self.service)
         self._signal_interpreter(signal.SIGCONT)
@@ -377,7 +377,7 @@ def _read(source: int) -> bytes:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder that nobody writes to any more, however deep it is and whatever modes are in it; follow no links.
+    """Remove a folder without writers, however deep it is and whatever modes are in it; follow no links.
 
     What is in a folder within is moved to the top, so that neither recursion nor the length of paths is a bound.
     """

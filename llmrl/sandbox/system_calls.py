@@ -183,7 +183,7 @@ _BY_ARGUMENTS: tuple[tuple[_Numbers, list[Instruction]], ...] = (
         ],
     ),
     (_SCHED_SETAFFINITY, _one_of(0, (0,))),
-    # Libraries that are told that locks do not exist go on without them.
+    # Libraries that learn that locks do not exist go on without them.
     (_FLOCK, [_refuse(errno.ENOSYS)]),
 )
 
@@ -199,7 +199,7 @@ def filter_program(
         is_truncation_open: whether Landlock confines it in a version that does not know truncation.
 
     Raises:
-        OSError: for an architecture whose call numbers are not known.
+        OSError: if the call numbers of this architecture are not known.
 
     Example:
         >>> len(filter_program("x86_64")) > len(filter_program("aarch64")) > 100
@@ -211,7 +211,7 @@ def filter_program(
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),  # the other word size, whose numbers mean other calls
+        (_RETURN, 0, 0, _KILL),  # the other word size: its numbers mean other calls
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":

@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 from llmrl.sandbox import frames, inside, kernel  # noqa: F401  code in a cage finds `inside` loaded
 from llmrl.sandbox.supervisor import Confinement, Supervisor
 
-# Users that nobody is: one for each interpreter of this machine that runs at the same time, by its process id.
+# User ids without an account: one for each interpreter of this machine that runs at the same time, by its process id.
 _FIRST_USER = 1_700_000_000
 
 
@@ -40,7 +40,7 @@ class Settings(TypedDict, total=False):
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is among the settings, a JSON object that is the first argument."""
+    """Serve the socket with the descriptor in the settings, a JSON object that is the first argument."""
     settings: Settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -142,7 +142,7 @@ def _supervise(
 
 
 def is_python_hidden(prefixes: list[str]) -> bool:
-    """Return whether somebody other than root cannot read Python's own files.
+    """Return whether users other than root cannot read Python's own files.
 
     Example:
         >>> is_python_hidden(["/usr"])

@@ -69,7 +69,7 @@ class BrowserTransform(ToolTransform):
         tool_name, tool_parser, max_output_chars, truncate_side: see `ToolTransform`.
         max_pages: pages open at one time; a conversation beyond that waits for one to end, as long as `timeout`.
         screenshot_folder: where screenshots are saved; without it there is no such tool.
-        executable_path: of the browser; by default the system's.
+        executable_path: path of the browser; by default the system's.
 
     Raises:
         MissingExtraError: without the `tools` extra.

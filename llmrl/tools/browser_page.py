@@ -18,7 +18,7 @@ class PageActions:
     """The actions on one page of playwright.
 
     Args:
-        page: of playwright.
+        page: page of playwright.
         allowed_domains: told to the model when it asks for another.
         screenshot_path: where the next screenshot goes.
     """

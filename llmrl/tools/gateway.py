@@ -75,7 +75,7 @@ def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> boo
     """Return whether the gateway connects to an address that a host's name stands for.
 
     A name may stand for any address on the internet. One of this machine or its network is reached only where the
-    address itself, or the name `localhost`, is among the domains: whoever owns a name decides what it stands for. An
+    address itself, or the name `localhost`, is among the domains: the owner of a name decides what it stands for. An
     IPv6 address that stands for an IPv4 one (mapped, NAT64) is that; of tunnels that hold one (6to4, Teredo) none is
     reached.
 
@@ -102,7 +102,7 @@ class Gateway:
     """A forward proxy on loopback that refuses every host but the allowed ones.
 
     The browser sends everything through it: pages, what they load, redirects, web sockets. It also resolves names, so
-    the browser asks nobody, and connects to the very address that it has checked (`is_reachable`).
+    the browser resolves nothing, and connects to the very address that it has checked (`is_reachable`).
 
     Args:
         allowed_domains: see `is_allowed`.

@@ -31,8 +31,8 @@ def HttpTool(
         allowed_hosts: names, such as `api.example.org`, or with a port; to others nothing is sent. The browser's
             gateway is what keeps a model from machines near this one; here a name means whatever it resolves to.
         timeout: seconds that a request may take.
-        max_response_bytes: of a body, after which it is cut.
-        name: of the tool.
+        max_response_bytes: most bytes of a body, after which it is cut.
+        name: name of the tool.
 
     Raises:
         ValueError: without a host.
@@ -54,7 +54,7 @@ def HttpTool(
         Args:
             url: with http:// or https://.
             method: such as GET or POST.
-            headers: of the request.
+            headers: headers of the request.
             body: text that is sent.
         """
         try:

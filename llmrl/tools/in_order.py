@@ -26,7 +26,7 @@ class ToolService(Protocol):
     name: str
 
     def __call__(self, **arguments: object) -> object:
-        """Return what the model is told."""
+        """Return what the model reads."""
         ...
 
 
@@ -115,7 +115,7 @@ class ExecuteToolsInOrder(ToolTransform):
     """Runs the calls of a message one after the other, and answers them by one message: TorchRL's form of a tool.
 
     `ToolTransform` takes functions, validates arguments, shows tools to the model and runs calls side by side. As
-    there, whatever goes wrong is told to the model and ends no rollout.
+    there, whatever goes wrong is reported to the model and ends no rollout.
 
     Args:
         registry: the tools.
@@ -185,7 +185,7 @@ class SimpleToolTransform(ExecuteToolsInOrder):
 
     Args:
         tools: functions by name.
-        tool_schemas: what the tools take, for whoever reads it; models are not shown it.
+        tool_schemas: what the tools take, for readers; models are not shown it.
         parser: returns the calls of a message; by default `tool_call_pattern` reads them.
         tool_call_pattern: a regular expression with two groups, a tool's name and its arguments as JSON.
         tool_name: role of the answers.

@@ -34,7 +34,7 @@ class MCPToolTransform(ToolTransform):
 
     A message of a server has 8 MiB at most, and a server 1,000 tools. A lost connection is opened again. The call that
     lost it is repeated where the server says that its tool may be (it only reads, or is idempotent); otherwise the
-    model is told that its outcome is unknown.
+    model reads that its outcome is unknown.
 
     Args:
         servers: a name for each server, and how it is reached: `command`, `args`, `env` and `cwd` of a program that
@@ -45,7 +45,7 @@ class MCPToolTransform(ToolTransform):
 
     Raises:
         MissingExtraError: without the `tools` extra.
-        ValueError: for a server that is described wrongly, or whose tools have too long a name or description.
+        ValueError: for a server that is described wrongly, or has tools with too long a name or description.
         ConnectionError: when a server cannot be reached, or lists too many tools, naming it.
     """
 
@@ -225,7 +225,7 @@ class _Connection:
 
     async def _reopen(self, number: int) -> None:
         async with self._reopening:
-            if self.num_opened == number:  # nobody else has done it meanwhile
+            if self.num_opened == number:  # no other call has done it meanwhile
                 await self.close()
                 await self.open()
 

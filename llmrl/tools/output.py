@@ -46,14 +46,14 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class JsonPart:
-    """Something of a tool's result that is told as JSON."""
+    """Something of a tool's result that is given as JSON."""
 
     data: object
 
 
 @dataclass(frozen=True, slots=True)
 class FileRefPart:
-    """A file that a tool made, which the model is told the path of."""
+    """A file that a tool made, given to the model by its path."""
 
     path: str
 
@@ -82,7 +82,7 @@ class ToolResult:
     is_error: bool = False
     """The call counts as failed."""
     meta: Mapping[str, object] = field(default_factory=dict)
-    """For whoever calls the tool by hand."""
+    """For callers of the tool by hand."""
 
     @classmethod
     def from_text(cls, text: str, *, is_error: bool = False) -> ToolResult:
@@ -91,7 +91,7 @@ class ToolResult:
 
     @property
     def text(self) -> str:
-        """What the model is told.
+        """What the model reads.
 
         Raises:
             TypeError: for an image.

@@ -40,7 +40,7 @@ class PythonInterpreter(ToolTransform):
         persistent: whether the code of one conversation shares its variables; else each piece starts afresh.
         timeout: seconds that a piece of code may run.
         services: `"ray"` for a service that is shared through TorchRL's service registry; by default a local one.
-        service_name, namespace: of the shared service.
+        service_name, namespace: name and namespace of the shared service.
         calls: `fenced` for blocks of Python in the message, `tool_call` for calls of the tool `python`.
         executor: a local service that several transforms share, or a `SandboxExecutor`, for which `persistent` means
             files alone; by default a service of its own.

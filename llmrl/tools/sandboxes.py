@@ -1,4 +1,4 @@
-"""Tools that run in a `Sandbox`, whoever provides it: a shell, files, and Python."""
+"""Tools that run in a `Sandbox` of any provider: a shell, files, and Python."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ConversationSandbox:
         """Read a file.
 
         Args:
-            path: of the file, from the folder in which commands run.
+            path: path of the file, from the folder in which commands run.
             max_bytes: how much of it at most.
         """
         try:
@@ -78,7 +78,7 @@ class Sandboxes:
 
 
 def ShellTool(sandboxes: Sandboxes) -> Tool:
-    """Return the tool `shell`, whose commands run in the conversation's sandbox."""
+    """Return the tool `shell`, which runs commands in the conversation's sandbox."""
     return sandboxes.tools["shell"]
 
 

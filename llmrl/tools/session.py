@@ -32,7 +32,7 @@ OUTCOMES = ("answered", "failed", "timeouts", "invalid", "unknown", "malformed")
 class ToolSession:
     """One conversation, as its tools know it: an id, and who is to be told when it ends.
 
-    It rides in the TensorDict, where every copy of it is itself. Tools are told once: by `release`, which a collector
+    It rides in the TensorDict, where every copy of it is itself. Tools learn it once: by `release`, which a collector
     calls however a rollout ended, or when nothing refers to the conversation any more.
 
     Example:

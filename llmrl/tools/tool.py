@@ -100,7 +100,7 @@ def function_tool(function: Callable[..., object], *, name: str | None = None) -
 
 
 class InstanceTools:
-    """Tools with a memory: each conversation has its own instance of a class, whose public methods are the tools.
+    """Tools with a memory: each conversation has its own instance of a class, with its public methods as tools.
 
     The instance is made without arguments before the conversation's first answer is looked at, called or not. Then its
     method `reset`, if it has one, is called with those columns of the conversation's row that it names. When the

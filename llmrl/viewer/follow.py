@@ -21,7 +21,7 @@ def follow(
 
     Args:
         runs: their folders.
-        path: of the page.
+        path: path of the page.
         max_rollouts: keep only the last so many of each.
         interval: seconds between two looks, at least; more where writing takes long.
 

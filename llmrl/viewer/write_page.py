@@ -56,7 +56,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
 
     Args:
         runs: what `read_run` gave; curves of several are drawn over each other.
-        path: of the HTML file.
+        path: path of the HTML file.
 
     Returns:
         The path.
@@ -126,7 +126,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
 def _policy(script: str) -> str:
     """Return a content-security policy: this script and no other, nothing from elsewhere.
 
-    A run is data of models and of whoever sent it. That it is shown as text is the page's doing; this is for the day
+    A run is data of models and of its sender. That it is shown as text is the page's doing; this is for the day
     on which it is not.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -149,7 +149,7 @@ def _packed(value: object) -> str:
 
 
 def _readable(value: object) -> object:
-    """Return the value as browsers read JSON: they know neither NaN nor infinity, which are told by name."""
+    """Return the value as browsers read JSON: they know neither NaN nor infinity, which are given by name."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if isinstance(value, dict):

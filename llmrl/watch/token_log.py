@@ -79,7 +79,7 @@ class TokenLog:
         """Keep a batch of rows.
 
         Args:
-            step: of training.
+            step: step of training.
             rows: as a collector yields them, or as `rollout_rows` gives them.
             trainer_log_probs: one `[num_tokens]` per row, NaN where there is none.
             not_trained: further rows, of rollouts that were dropped; they have the entries `TOKEN_KEYS`.

@@ -14,7 +14,7 @@ from fake_hub import running_hub
 from loss_batches import tiny_model, with_lora
 from typer.testing import CliRunner
 
-from llmrl._utils.files import mend_killed_writes, write_folder_atomically
+from llmrl._utils.files import clean_killed_writes, write_folder_atomically
 from llmrl.cli.app import app
 from llmrl.cli.models import model_path
 from llmrl.config.sections import (
@@ -166,7 +166,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_folder_or_none(tmp_path):
                 os._exit(0)
         status = os.waitpid(pid, 0)[1]
         assert texts(path) in ({"old"}, {"new"}, set()) and (not path.exists() or len(list(path.rglob("*.txt"))) == 4)
-        mend_killed_writes(path.parent)
+        clean_killed_writes(path.parent)
         assert list(path.parent.iterdir()) == [path] and len(list(path.rglob("*.txt"))) == 4
         (text,) = texts(path)
         seen.add(text)

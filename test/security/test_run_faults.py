@@ -140,7 +140,7 @@ def test_a_batch_that_fails_twice_when_it_is_replayed_is_set_aside_and_the_run_g
     train(path, renderer, resume=True, on_step=fail)
     (kept,) = (path / "set-aside").glob("*.safetensors")
     assert kept.with_suffix(".failed").read_text().count("Traceback") == 2
-    assert list(load_state(kept, mend="")["batch"]["rollout", "rollout_id"]) == failing
+    assert list(load_state(kept, advice="")["batch"]["rollout", "rollout_id"]) == failing
     played = [line["rollout_id"] for line in lines_of(path) if line["split"] == "train"]
     assert len(set(played)) == len(played) == 5 * 6 and not set(failing) & set(played)
     assert [row["step"] for row in RunFolder(path, read_only=True).read_metrics()] == [0, 1, 2, 3, 4, 5]
@@ -377,8 +377,8 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(run_path, tmp_path):
         damaged = tmp_path / file.name
         for content in (data, data[:place]):
             damaged.write_bytes(content)
-            with pytest.raises(DamagedFileError, match=f"{damaged} is damaged.* Mend it.$"):
-                load_state(damaged, mend="Mend it.")
+            with pytest.raises(DamagedFileError, match=f"{damaged} is damaged.* Replace it.$"):
+                load_state(damaged, advice="Replace it.")
 
 
 def test_a_damaged_batch_is_removed_and_collected_anew(renderer, run_path, tmp_path):
@@ -410,7 +410,7 @@ def test_states_come_back_as_they_were(tmp_path):
         "ragged": torch.arange(6).view(2, 3).T, "": "\ud800",
     }  # fmt: skip
     save_state(tmp_path / "state", state)
-    loaded = load_state(tmp_path / "state", mend="")
+    loaded = load_state(tmp_path / "state", advice="")
     assert loaded.keys() == state.keys() and loaded[3] == state[3] and loaded["$tensor"] == state["$tensor"]
     assert all(torch.equal(one, weight) for one in loaded["tied"])
     assert loaded["tied"][0].data_ptr() == loaded["tied"][1].data_ptr()

@@ -315,7 +315,7 @@ def resume(sizes: Sizes, device: str) -> Result:
         save_state(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         held = 12 * sum(parameter.numel() for parameter in model.parameters()) / 2**30
         with measured(device) as result:
-            state = load_state(path, mend="")
+            state = load_state(path, advice="")
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
     return {**result, "model_and_optimizer_gib": held}
