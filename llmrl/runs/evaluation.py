@@ -24,7 +24,7 @@ from llmrl.watch.tracking import as_recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """Results in one environment. An answer is right where its reward is 1 at least; one that was not scored is not."""
+    """Results in one environment. Which answers are right, `is_right` says; one that was not scored is not."""
 
     policy_version: int
     """Of the weights that were measured."""

@@ -11,8 +11,16 @@ from llmrl.data import Rollout, StopReason, text_of
 
 
 def is_right(rollout: Rollout) -> bool:
-    """Return whether an answer is right: it was scored, and its reward is 1 at least."""
-    return rollout.is_scored and rollout.reward >= 1.0
+    """Return whether an answer is right: it was scored, and its `success`, or else its reward, is 1 at least.
+
+    `success` is the reward function of that name, which says what is right where the reward pays on another scale.
+
+    Example:
+        >>> is_right(Rollout(rollout_id="", group_id="", sample_index=0, group_size=1, is_scored=True, reward=10.0,
+        ...                  breakdown={"success": 0.0}))
+        False
+    """
+    return rollout.is_scored and rollout.breakdown.get("success", rollout.reward) >= 1.0
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.policies import LLMWrapperBase
+from llmrl.rewards import RewardFn, Rubric
 from llmrl.runs import train as train_module
 from llmrl.runs.evaluation import EvaluationReport, metrics_of_evaluation
 from llmrl.testing import ScriptedEngine
@@ -174,6 +175,15 @@ def right(completion, answer):
     return float(completion == answer)
 
 
+def paid(scale):
+    """Pays a wrong answer a fifth, and says apart from that which is right."""
+
+    def pays(completion, answer):
+        return scale * (1.0 if completion == answer else 0.2)
+
+    return Rubric(RewardFn(pays), RewardFn(right, name="success", weight=0))
+
+
 def sum_in(prompt):
     return str(sum(map(int, re.findall(r"\d", prompt.rpartition("user")[2]))))
 
@@ -209,3 +219,28 @@ def test_a_tool_that_always_fails_is_seen_at_the_first_step(judged):
     said, printed = judged(env.append_transform(RubricReward(right)), lambda step, prompt: call, num_rollouts=4)
     assert said[0]["broken_tools"] == "broken"
     assert "100 % of the tool calls were not answered. Likely: the tool raises" in printed
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_success_says_what_is_right_whatever_the_reward_pays(judged, scale):
+    said, printed = judged(sums(paid(scale)), lambda step, prompt: f"{sum_in(prompt)}<|im_end|>")
+    assert said == [{"no_signal": "look"}] and "100 % are all right" in printed
+    said, printed = judged(sums(paid(scale)), lambda step, prompt: "no<|im_end|>")
+    assert said == [{"no_signal": "broken"}], printed
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_an_evaluation_reads_success_too(renderer, scale):
+    def answer(prompt_ids):  # 0..3 + 1..4: six of the sixteen sums are at most 3
+        total = sum_in(renderer.decode(prompt_ids))
+        return f"{total if int(total) <= 3 else 'no'}<|im_end|>"
+
+    policy = LLMWrapperBase(
+        ScriptedEngine(answer, encode=renderer.encode), renderer=renderer, generate_kwargs={"max_new_tokens": 60}
+    )
+    env = sums(paid(scale), shuffle=False)
+    with LLMCollector(env, policy=policy, yield_completed_trajectories=True) as collector:
+        rollouts = collector.play(32)
+    metrics = rollout_metrics(rollouts)
+    assert EvaluationReport.of(rollouts).pass_at[1].mean == pytest.approx(6 / 16)
+    assert (metrics["groups_all_right"], metrics["groups_all_wrong"]) == (6 / 16, 10 / 16)
