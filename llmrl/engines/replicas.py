@@ -120,7 +120,8 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             num_replicas: local ones share the devices and the cores that this process sees.
             use_ray: start each in a Ray actor.
             ray_options: options of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
-            ray_init_config: arguments of `ray.init` if it has to run; `{"address": "auto"}` for a cluster that does.
+            ray_init_config: arguments of `ray.init`, if this process is not connected yet;
+                `{"address": "auto"}` for a cluster that runs.
             options: arguments of `AsyncVLLM.from_pretrained`.
 
         Raises:

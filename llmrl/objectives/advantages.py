@@ -69,7 +69,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         by: `"role"` compares each rollout with those of its group that played the same role: in a game of several
             players each role has a baseline of its own (SPIRAL, arXiv:2506.24119, section 3.3, where it is a running
             mean; here it is the group's, which needs no state).
-        gamma: credit by turn, if the environment rewards turns: the return of a turn is its reward and
+        gamma: credit by turn, for rows of environments that reward turns: the return of a turn is its reward and
             those after it, discounted by `gamma` a turn, and is compared with that of the same turn of the group's
             others (`turn_advantages`). Of a dense reward what came before a token of the turn is taken off
             (`on_tokens`). The advantage is `[num_tokens]` per row then. By default a rollout is one act.

@@ -325,6 +325,6 @@ class _Request:
             self.future.set_result(self.sequence.completion())
 
     def fail(self, error: EngineError) -> None:
-        """Resolve the future if its caller still waits."""
+        """Raise the error in the caller if it still waits."""
         if not self.future.done() and self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
