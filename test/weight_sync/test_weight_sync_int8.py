@@ -153,7 +153,7 @@ def test_what_cannot_be_rounded_is_refused_before_the_engine_starts(tmp_path):
             pass
 
     start("anything", None, is_cpu=False)
-    with pytest.raises(ValueError, match=r"must be 'int8', of an engine on a CPU, .*got 'int8' on a GPU"):
+    with pytest.raises(ValueError, match=r"must be 'int8', of an engine on a CPU: .*got 'int8' on a GPU"):
         start(tmp_path, is_cpu=False)
     with pytest.raises(ValueError, match="got 'fp8' on a CPU"):
         start(tmp_path, "fp8")
