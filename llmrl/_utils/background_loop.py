@@ -63,7 +63,8 @@ class CrossLoopTask(Generic[Result]):
     __slots__ = ("_background", "_claims", "_context", "_coroutine", "_ended", "_here", "_outbox", "_task", "future")
 
     def __init__(self, coroutine: Coroutine[None, None, Result]) -> None:
-        self._coroutine, self._here = coroutine, asyncio.get_running_loop()
+        self._coroutine = coroutine
+        self._here = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # the sender's, not that of the task that wakes the loop
         self.future: asyncio.Future[Result] = self._here.create_future()
         """Its result, for the loop that it was begun from."""
@@ -76,7 +77,9 @@ class CrossLoopTask(Generic[Result]):
         Raises:
             RuntimeError: when the loop is closed; the coroutine is, too.
         """
-        self._background, self._claims = background, [None]  # the side that takes the ticket owns the coroutine
+        # the side that takes the ticket owns the coroutine
+        self._background = background
+        self._claims = [None]
         try:
             background.check_open()
             self._outbox = background.outbox(self._here)

@@ -173,7 +173,8 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
         >>> (path / "note.txt").read_text(), len(list(path.parent.iterdir()))
         ('new', 1)
     """
-    temporary, old = _temporary(path), path.with_name(f".{path.name}.old")
+    temporary = _temporary(path)
+    old = path.with_name(f".{path.name}.old")
     if os.path.lexists(old):
         _put_back(old, path)
     try:

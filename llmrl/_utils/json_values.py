@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from llmrl._utils.types import JSON
 
 # Deeper values, and longer integers, raise where Python writes them or reads them back.
-_MAX_DEPTH, _MAX_BITS = 100, 14_000
+_MAX_DEPTH = 100
+_MAX_BITS = 14_000
 
 
 def as_json(value: object, depth: int = _MAX_DEPTH) -> JSON:

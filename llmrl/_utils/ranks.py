@@ -50,7 +50,8 @@ def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.Pr
     try:
         own = [compute()], ""
     except Exception as error:
-        failure, own = error, ([], f"{type(error).__name__}: {error}")
+        failure = error
+        own = ([], f"{type(error).__name__}: {error}")
     parts: list[tuple[list[T], str]] = [own] * num_ranks
     torch.distributed.all_gather_object(parts, own, group=process_group)
     if failure is not None:

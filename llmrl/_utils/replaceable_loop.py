@@ -28,7 +28,9 @@ class _Visit:
     __slots__ = ("errand", "is_movable", "place")
 
     def __init__(self, errand: CrossLoopTask[Any], place: BackgroundLoop, is_movable: bool) -> None:
-        self.errand, self.place, self.is_movable = errand, place, is_movable
+        self.errand = errand
+        self.place = place
+        self.is_movable = is_movable
 
 
 class _Watch:
@@ -95,7 +97,8 @@ class ReplaceableLoop:
             Exception: whatever it raised, as by `as_exception`.
             TimeoutError: when it took too long.
         """
-        here, place = asyncio.get_running_loop(), on or self.current
+        here = asyncio.get_running_loop()
+        place = on or self.current
         if place.loop is here:
             return await coroutine
         errand = place.begin(coroutine)

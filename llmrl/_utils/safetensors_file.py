@@ -62,10 +62,12 @@ def write_safetensors(
     if in_order != list(entries):
         held = dict(pairs)
         pairs = ((name, held[name]) for name, _, _ in in_order)
-    header, end = {}, 0
+    header = {}
+    end = 0
     last: list[Announced] = [] if checksum_name is None else [(checksum_name, torch.uint8, [_CHECKSUM_SIZE])]
     for name, dtype, shape in [*in_order, *last]:
-        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        start = end
+        end = end + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -88,7 +90,8 @@ def write_safetensors(
 def is_sealed(buffer: torch.Tensor) -> bool:
     """Return whether a file ([num_bytes] uint8) that was written with a checksum is as it was written."""
     data = memoryview(buffer.numpy())  # type: ignore[arg-type]
-    sealed, seal = data[:-_CHECKSUM_SIZE], data[-_CHECKSUM_SIZE:]
+    sealed = data[:-_CHECKSUM_SIZE]
+    seal = data[-_CHECKSUM_SIZE:]
     return zlib.crc32(sealed) == int.from_bytes(seal, "little")
 
 

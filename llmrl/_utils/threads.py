@@ -112,7 +112,8 @@ class _Call(Generic[Result]):
     __slots__ = ("_function", "_loop", "future")
 
     def __init__(self, function: Callable[[], Result]) -> None:
-        self._function, self._loop = function, asyncio.get_running_loop()
+        self._function = function
+        self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Result] = self._loop.create_future()
 
     def run(self) -> None:

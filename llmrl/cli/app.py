@@ -217,8 +217,10 @@ def chat(
     from llmrl.policies import vLLMWrapper
 
     try:
-        environment, path = make_env(env, system_prompt=system, tools=tool or []), model_path(model)
-        length, renderer = _clamped(path, max_model_len), make_chat_renderer(path, chat_template)
+        environment = make_env(env, system_prompt=system, tools=tool or [])
+        path = model_path(model)
+        length = _clamped(path, max_model_len)
+        renderer = make_chat_renderer(path, chat_template)
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         raise _fail(error) from None
     try:
@@ -287,7 +289,8 @@ def serve(
         named = name or Path(model).name
         settings = command.ServeSettings(name=named, host=host, port=port, api_key=api_key, out=out)
         path = model_path(model)
-        length, renderer = _clamped(path, max_model_len), make_chat_renderer(path, chat_template)
+        length = _clamped(path, max_model_len)
+        renderer = make_chat_renderer(path, chat_template)
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
     try:
@@ -309,7 +312,8 @@ def serve(
 def demo(context: typer.Context) -> None:
     """Post-train the embedded model on one-digit sums. Further arguments go to the script, for example `seed=1`."""
     checkout = Path(__file__).parents[2]
-    script, project = checkout / "sota-implementations/grpo/grpo-sync.py", checkout / "pyproject.toml"
+    script = checkout / "sota-implementations/grpo/grpo-sync.py"
+    project = checkout / "pyproject.toml"
     # In site-packages, another package may have installed a script of this name.
     if not project.is_file() or 'name = "llmrl"' not in project.read_text(encoding="utf-8") or not script.is_file():
         raise _fail(

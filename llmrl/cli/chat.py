@@ -35,7 +35,8 @@ class ChatSession:
 
     def __init__(self, policy: LLMWrapperBase, env: EnvBase) -> None:
         unlock_batch_size(env)
-        self.policy, self.env = policy, env
+        self.policy = policy
+        self.env = env
         self._state: TensorDictBase | None = None
         self.reward = 0.0
         """Reward of the last step."""

@@ -48,10 +48,12 @@ class _Progress:
     """The number of answers so far, as `Live` draws it from time to time."""
 
     def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator, self._started = evaluator, time.perf_counter()
+        self._evaluator = evaluator
+        self._started = time.perf_counter()
 
     def __rich__(self) -> Text:
-        num_all, seconds = sum(self._evaluator.num_rollouts.values()), time.perf_counter() - self._started
+        num_all = sum(self._evaluator.num_rollouts.values())
+        seconds = time.perf_counter() - self._started
         return Text(f"{self._evaluator.num_played} of {num_all} answers, {seconds:.0f} s")
 
 

@@ -92,7 +92,8 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     Raises:
         OSError: if the port is taken.
     """
-    completer, numbers = Completer(policy, num_retries=2), itertools.count()
+    completer = Completer(policy, num_retries=2)
+    numbers = itertools.count()
     limits = SessionLimits(max_prompt_tokens=policy.engine.max_model_len - 1)
 
     def open_session(name: str) -> Session:

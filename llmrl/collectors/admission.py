@@ -117,15 +117,19 @@ class DemandGate:
         self.units_per_batch = units_per_batch
         self.follows_versions = False
         self.rest_reason = DropReason.OVERSAMPLED if num_extra else DropReason.RESET if reset_each_batch else None
-        self._num_extra, self._num_ahead, self._reset_each_batch = num_extra, num_ahead, reset_each_batch
-        self._surplus, self._estimate_units = surplus, estimate_units
+        self._num_extra = num_extra
+        self._num_ahead = num_ahead
+        self._reset_each_batch = reset_each_batch
+        self._surplus = surplus
+        self._estimate_units = estimate_units
         self._is_free_running = False
         self._is_asked = False
         self._admitted: dict[str, int] = {}  # id: version at admission, in order; being played or ready
         self._ready: dict[str, int] = {}  # id: units
         self._ready_units = 0
         self._credit = 0  # units of divided groups that wait for the next batch
-        self._num_seen, self._num_units_seen = 0, 0
+        self._num_seen = 0
+        self._num_units_seen = 0
 
     @property
     def live_ids(self) -> list[str]:
@@ -181,7 +185,8 @@ class DemandGate:
         have = self._credit + self._ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
-        selected, units = Selection(), self._credit
+        selected = Selection()
+        units = self._credit
         for group_id in [group_id for group_id in self._admitted if group_id in self._ready]:
             size = self._ready[group_id]
             is_full = units >= self.units_per_batch

@@ -84,7 +84,9 @@ class AgentEndpoint:
     def __init__(self, policy: LLMWrapperBase, completer: Completer, limits: SessionLimits) -> None:
         if policy.renderer is None or policy.input_mode != "history":
             raise ValueError("agents speak messages: build the policy with input_mode='history' and tokenizer=.")
-        self._policy, self._completer, self._limits = policy, completer, limits
+        self._policy = policy
+        self._completer = completer
+        self._limits = limits
         self._sessions = KeyedSessions()
         self._server = EndpointServer(self._sessions)
         self._serving: asyncio.Task[None] | None = None
@@ -94,7 +96,9 @@ class AgentEndpoint:
     async def session(self, rollout: Rollout) -> AsyncIterator[tuple[Session, AgentModel]]:
         """Open a session for a rollout's agent; at its exit the records are written into the rollout."""
         await self._listen()
-        numbers, parent = itertools.count(), here()  # requests run in tasks of the server
+        # requests run in tasks of the server
+        numbers = itertools.count()
+        parent = here()
 
         async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
             name = f"{rollout.rollout_id}/{next(numbers)}"
@@ -111,8 +115,11 @@ class AgentEndpoint:
         finally:
             session.end()
             self._sessions.remove(key)
-            rollout.conversation, rollout.messages, rollout.turns = tree, tree.messages, tree.to_records()
-            rollout.num_turns, rollout.num_completion_tokens = tree.num_turns, session.num_completion_tokens
+            rollout.conversation = tree
+            rollout.messages = tree.messages
+            rollout.turns = tree.to_records()
+            rollout.num_turns = tree.num_turns
+            rollout.num_completion_tokens = session.num_completion_tokens
             rollout.info |= copied(session.record())
 
     async def _listen(self) -> None:

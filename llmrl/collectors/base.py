@@ -78,8 +78,13 @@ class BatchCollector:
     ) -> None:
         for transform in (postproc, getattr(replay_buffer, "transform", None)):
             check_group_size(transform, source.dataset_env)
-        self._source, self._scheduler, self._shape, self._reset_each_batch = source, scheduler, shape, reset_each_batch
-        self.total_dialog_turns, self.postproc, self.replay_buffer = total_dialog_turns, postproc, replay_buffer
+        self._source = source
+        self._scheduler = scheduler
+        self._shape = shape
+        self._reset_each_batch = reset_each_batch
+        self.total_dialog_turns = total_dialog_turns
+        self.postproc = postproc
+        self.replay_buffer = replay_buffer
         self.verbose = verbose
         self._background = BackgroundLoop("llmrl-collector")
         self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
@@ -317,7 +322,8 @@ class BatchCollector:
         Raises:
             ValueError: without a model at the first call.
         """
-        senders, coming = self._weight_senders.connected(policy_or_weights), self.policy_version + 1
+        senders = self._weight_senders.connected(policy_or_weights)
+        coming = self.policy_version + 1
         updates = [sender.start_update() for sender in senders]
         self._scheduler.expect_version(coming)
 
@@ -379,7 +385,8 @@ class BatchCollector:
                 f"the saved state is of batches of {state.get('kind')} there, {self._shape.kind} here; what was in "
                 "flight does not fit: build the collector as it was when the state was saved."
             )
-        self._frames, self._left_over = state["num_turns"], list(state["left_over"])
+        self._frames = state["num_turns"]
+        self._left_over = list(state["left_over"])
         self._scheduler.gate.carry(len(self._left_over))
         if self._source.dataset_env is not None:
             self._source.dataset_env.load_state_dict(state["env"])

@@ -49,7 +49,8 @@ class BufferFiller:
     """
 
     def __init__(self, next_batch: Callable[[], Batch | None], write: Callable[[Batch], object]) -> None:
-        self._next_batch, self._write = next_batch, write
+        self._next_batch = next_batch
+        self._write = write
         self.lock = threading.RLock()
         """Held while a batch is written."""
         self._is_stopping = False
@@ -86,7 +87,8 @@ class BufferFiller:
             Exception: whatever ended it, once.
         """
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
         return self._thread is not None and self._thread.is_alive()
 
@@ -124,7 +126,8 @@ class QueueBuffer:
     def __init__(self, queue: TakesItems) -> None:
         if not callable(getattr(queue, "put", None)):
             raise TypeError(f"queue must have put(item, timeout=), as queue.Queue has; got {type(queue).__name__}.")
-        self._queue, self._is_closed = queue, False
+        self._queue = queue
+        self._is_closed = False
 
     def extend(self, batch: TensorDictBase) -> None:
         """Put all elements.

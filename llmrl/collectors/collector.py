@@ -159,7 +159,9 @@ class LLMCollector(KnownArguments, BatchCollector):
             )
         self.yield_only_last_steps = shape.kind == "last_steps"
         self.yield_completed_trajectories = self.yield_only_last_steps or shape.kind == "trajectories"
-        self.reset_at_each_iter, self.async_envs, self.flatten_data = reset_at_each_iter, True, True
+        self.reset_at_each_iter = reset_at_each_iter
+        self.async_envs = True
+        self.flatten_data = True
         self._play_concurrency = num_given
         limit = None
         if is_limit_found:
@@ -270,7 +272,8 @@ class LLMCollector(KnownArguments, BatchCollector):
         """
         if num_rollouts % (num_players := self._source.num_players):
             raise ValueError(f"num_rollouts must be a multiple of a game's {num_players} players, got {num_rollouts}.")
-        started, self.num_played = time.perf_counter(), 0
+        started = time.perf_counter()
+        self.num_played = 0
         self.rollouts = self._run(self._play(num_rollouts))
         self._frames += sum(rollout.num_turns for rollout in self.rollouts)
         kept_or_dropped = GroupRules().judge(self.rollouts)
@@ -280,7 +283,8 @@ class LLMCollector(KnownArguments, BatchCollector):
         return self.rollouts
 
     async def _play(self, num_rollouts: int) -> list[Rollout]:
-        source, slots = self._source, asyncio.Semaphore(self._play_concurrency or num_rollouts)
+        source = self._source
+        slots = asyncio.Semaphore(self._play_concurrency or num_rollouts)
         jobs = await source.open_rollouts(num_rollouts)
         if not jobs:
             raise EndOfData("the dataset has no further prompts.")

@@ -47,7 +47,9 @@ class Completer:
                 "cannot make that distribution again: leave it at 1; or say replay=False, to train with importance "
                 "ratios that are not 1 on-policy, or where nothing is trained."
             )
-        self.policy, self._num_retries, self._is_open = policy, num_retries, is_open
+        self.policy = policy
+        self._num_retries = num_retries
+        self._is_open = is_open
         # Unique to this player, since others may play the same dataset on the same engine.
         self._request_prefix = uuid.uuid4().hex[:12]
 
@@ -78,11 +80,14 @@ class Completer:
     async def _complete(
         self, prompt_ids: list[int], sampling: SamplingConfig, name: str, routing_key: str | None
     ) -> Completion:
-        renderer, engine = self.policy.renderer, self.policy.engine
+        renderer = self.policy.renderer
+        engine = self.policy.engine
         stop_strings = StopStringWatch(sampling.stop, None if renderer is None else renderer.decode)
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
         parts: list[Completion] = []
-        num_sampled, num_fruitless, version = 0, 0, engine.policy_version
+        num_sampled = 0
+        num_fruitless = 0
+        version = engine.policy_version
         seed = sampling.seed
         for attempt in itertools.count():
             if self._is_open is not None:
@@ -108,7 +113,8 @@ class Completer:
             part = stop_strings.judge(part, sampled)
             parts.append(part)
             num_sampled += len(part.token_ids)
-            is_updated, version = engine.policy_version != version, engine.policy_version
+            is_updated = engine.policy_version != version
+            version = engine.policy_version
             num_fruitless = 0 if part.token_ids else 1 if is_updated else num_fruitless + 1
             if part.finish_reason != "abort" or num_fruitless > self._num_retries:
                 break

@@ -98,12 +98,15 @@ class ConcurrencyLimit:
     def __init__(self, first: int, *, least: int = 1, most: int) -> None:
         if not 1 <= least <= most:
             raise ValueError(f"least must be at least 1 and at most most={most}, got {least}.")
-        self.least, self.most = least, most
+        self.least = least
+        self.most = most
         self._limit = float(min(max(first, least), most))
-        self._is_searching, self._is_draining = True, False
+        self._is_searching = True
+        self._is_draining = False
         self._version: int | None = None
         self._num_to_skip = 0
-        self._counts, self._num_preemptions = TurnCounts(), 0
+        self._counts = TurnCounts()
+        self._num_preemptions = 0
 
     @property
     def value(self) -> int:
@@ -128,7 +131,8 @@ class ConcurrencyLimit:
             self._counts.add(counts)
             if self._is_wasteful(num_running):
                 self._limit = max(self.least, min(self._limit, num_running) * _SHRINK)
-                self._is_searching, self._is_draining = False, num_running > self.value
+                self._is_searching = False
+                self._is_draining = num_running > self.value
                 self._forget()
                 return self.value
         is_full = load.num_waiting_max > 0 or load.kv_use_max >= _FULL
@@ -138,7 +142,8 @@ class ConcurrencyLimit:
 
     def _is_wasteful(self, num_running: int) -> bool:
         """Judge what was counted, as soon as it is enough; then begin to count anew."""
-        enough, counts = max(num_running, _LEAST_TURNS), self._counts
+        enough = max(num_running, _LEAST_TURNS)
+        counts = self._counts
         put_off = self._num_preemptions / enough
         if put_off > _WASTE:
             return True
@@ -149,7 +154,8 @@ class ConcurrencyLimit:
         return put_off + forgotten > _WASTE
 
     def _forget(self) -> None:
-        self._counts, self._num_preemptions = TurnCounts(), 0
+        self._counts = TurnCounts()
+        self._num_preemptions = 0
 
 
 @runtime_checkable
@@ -196,7 +202,8 @@ async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: Conc
             return
         if load is None:  # no engine lives: its requests wait
             continue
-        counts, before = source.take_turn_counts(), limit.value
+        counts = source.take_turn_counts()
+        before = limit.value
         version = source.policy_version
         scheduler.max_concurrent_rollouts = limit.observe(
             load, counts, num_running=scheduler.num_running, version=version

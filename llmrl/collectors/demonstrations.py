@@ -65,7 +65,8 @@ class Demonstrations:
     ) -> None:
         if conversations_per_batch < 1:
             raise ValueError(f"conversations_per_batch must be at least 1, got {conversations_per_batch}.")
-        self._renderer, self._size = renderer, conversations_per_batch
+        self._renderer = renderer
+        self._size = conversations_per_batch
         kept = _that_fit(load_rows(dataset, columns=["messages"]), renderer, max_tokens)
         self.prompts = PromptSampler(kept, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name="demonstrations")
         """The order of the conversations."""

@@ -185,7 +185,9 @@ class StallDetector:
     def __init__(
         self, patience: int, *, max_warnings: int = 7, error: type[CollectionStalled] = CollectionStalled
     ) -> None:
-        self.patience, self.max_warnings, self.error = patience, max_warnings, error
+        self.patience = patience
+        self.max_warnings = max_warnings
+        self.error = error
         self._has_delivered = False
         self._num_in_row = 0
         self._reasons: dict[str, int] = {}
@@ -193,7 +195,9 @@ class StallDetector:
 
     def delivered(self) -> None:
         """Start anew: a group was delivered."""
-        self._num_in_row, self._reasons, self._first_error = 0, {}, ""
+        self._num_in_row = 0
+        self._reasons = {}
+        self._first_error = ""
         self._has_delivered = True
 
     def dropped(self, dropped: Sequence[Dropped]) -> None:

@@ -39,7 +39,8 @@ class MixedSource:
         limits: RolloutLimits | Mapping[str, RolloutLimits],
         step_timeout_seconds: float | None = None,
     ) -> None:
-        self.dataset_env, self._prompts = mixed, mixed.prompts
+        self.dataset_env = mixed
+        self._prompts = mixed.prompts
         self.is_open = asyncio.Event()
         """Between turns, rollouts wait while it is not set."""
         self.is_open.set()
@@ -126,7 +127,8 @@ class MixedSource:
         chosen: Sequence[tuple[str, list[int]]],
         draw: Callable[[EnvSource, int], Awaitable[list[list[RolloutTask]]]],
     ) -> list[list[RolloutTask]]:
-        source, groups = self._sources[name], [positions for one, positions in chosen if one == name]
+        source = self._sources[name]
+        groups = [positions for one, positions in chosen if one == name]
         again = [positions for positions in groups if positions]
         jobs = iter(await source.open_at([place for positions in again for place in positions]) if again else ())
         drawn = [list(itertools.islice(jobs, len(positions))) for positions in again]

@@ -68,8 +68,11 @@ class RayLLMCollector(LLMCollector):
         if num_collectors < 1:
             raise ValueError(f"num_collectors must be at least 1, got {num_collectors}.")
         shares = {name: share for name, share in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if share is not None}
-        self._engine, self._num_collectors, self._num_actor_retries = engine, num_collectors, num_actor_retries
-        self._actor_options, self._ray_init_config = {**shares, **(remote_config or {})}, ray_init_config
+        self._engine = engine
+        self._num_collectors = num_collectors
+        self._num_actor_retries = num_actor_retries
+        self._actor_options = {**shares, **(remote_config or {})}
+        self._ray_init_config = ray_init_config
         super().__init__(env, policy_factory=policy_factory, **(arguments if sync_iter else _ahead(arguments)))
 
     def _make_source(

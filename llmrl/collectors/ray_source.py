@@ -47,7 +47,8 @@ class CollectorActor:
         limits: RolloutLimits,
         step_timeout_seconds: float | None,
     ) -> None:
-        env, policy = make_env(), make_policy()
+        env = make_env()
+        policy = make_policy()
         if track_version:
             env = TransformedEnv(env, PolicyVersion(source=lambda: policy.engine.policy_version))
         self._in_groups = in_groups
@@ -66,7 +67,8 @@ class CollectorActor:
                 rollout.packed_rows = pack_rows(rollout)
             rollout.steps = [portable_turn(step) for step in rollout.steps]
             rollout.conversation = None  # it holds the renderer; its tokens are in the packed rows
-            rollout.columns, rollout.tool_states = {}, {}
+            rollout.columns = {}
+            rollout.tool_states = {}
         return rollouts
 
     async def process_id(self) -> int:
@@ -128,7 +130,8 @@ class RaySource:
             raise ValueError("env must build one DatasetChatEnv: actors play prompts of it by their positions.")
         self.is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
         self.is_open = asyncio.Event()
-        self.engine, self._num_retries = engine, num_retries
+        self.engine = engine
+        self._num_retries = num_retries
         self._prompts = self.dataset_env.prompts
         self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
         self._are_groups_whole = self.is_group_scored or self.num_players > 1
@@ -228,7 +231,8 @@ class RaySource:
         logger.warning("a collector actor died (%s); another takes its place", error)
         with contextlib.suppress(Exception):  # where it is only out of reach, it must not go on
             require("ray", extra="ray").kill(slot.actor)
-        slot.actor, slot.is_ready = self._new_actor(), False
+        slot.actor = self._new_actor()
+        slot.is_ready = False
         self.num_restarts += 1
         task = asyncio.create_task(self._wait_until_ready(slot))
         self._starting.add(task)
@@ -245,7 +249,8 @@ class RaySource:
             if slot.num_failed_starts <= self._num_retries:
                 self._replace(slot, error)
         else:
-            slot.is_ready, slot.num_failed_starts = True, 0
+            slot.is_ready = True
+            slot.num_failed_starts = 0
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
         """Do nothing: actors score their groups themselves."""

@@ -88,7 +88,9 @@ class RolloutRunner:
         limits: RolloutLimits,
         is_open: asyncio.Event | None = None,
     ) -> None:
-        self.stepper, self.policy, self.limits = stepper, policy, limits
+        self.stepper = stepper
+        self.policy = policy
+        self.limits = limits
         self.completer = Completer(policy, num_retries=limits.num_engine_retries, is_open=is_open)
         self.turn_counts = TurnCounts()
         """Counts of turns since the reader last replaced this object."""
@@ -145,7 +147,8 @@ class RolloutRunner:
                 else:
                     self._end(rollout, StopReason.ENGINE_ERROR, as_exception(error))
             for element in held:
-                rollout.tool_calls, rollout.tool_states = outcomes_of(element), states_of(element)
+                rollout.tool_calls = outcomes_of(element)
+                rollout.tool_states = states_of(element)
             if rollout.conversation is not None:
                 counts = rollout.conversation.count_turns()
                 rollout.num_forks = counts["num_forked_turns"]
@@ -167,7 +170,8 @@ class RolloutRunner:
             await self._play(rollout, held)
 
     async def _open(self, job: RolloutTask, rollout: Rollout, held: list[TensorDictBase]) -> None:
-        opening, job.payload = job.payload, None
+        opening = job.payload
+        job.payload = None
         try:
             element = await self.stepper.open(opening)
         except Exception as error:
@@ -177,7 +181,8 @@ class RolloutRunner:
         if self._is_scored_here:
             element.set(("rollout", "is_scored_later"), non_tensor(True))
         if _is_any(element.get("done")):  # a game that was over before this player's turn
-            rollout.status, rollout.is_scored = decide_status(is_terminated=True), True
+            rollout.status = decide_status(is_terminated=True)
+            rollout.is_scored = True
             rollout.reward = float(element.get("reward", torch.zeros(1)).sum())
 
     @staticmethod
@@ -219,10 +224,12 @@ class RolloutRunner:
         held[:] = [element]
         self._settle(rollout, stepped)
         if session.reason:  # it went on, without the answers that it was refused
-            rollout.reason, rollout.status = session.reason, decide_status(is_terminated=False, reason=session.reason)
+            rollout.reason = session.reason
+            rollout.status = decide_status(is_terminated=False, reason=session.reason)
         rollout.breakdown = {**score.parts, **rollout.breakdown}
         if self.rubric is None:
-            rollout.is_scored, rollout.error = score.is_scored and rollout.status.is_success, score.error
+            rollout.is_scored = score.is_scored and rollout.status.is_success
+            rollout.error = score.error
 
     async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
         while not rollout.status.is_settled:
@@ -235,7 +242,8 @@ class RolloutRunner:
         except Exception as error:
             # A template that refuses the messages which the environment appended.
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
-        rollout.conversation, rollout.messages = conversation, conversation.messages
+        rollout.conversation = conversation
+        rollout.messages = conversation.messages
         if conversation.num_tokens > self.max_prompt_tokens:
             return self._end(rollout, StopReason.PROMPT_TOO_LONG)
         completion = await self._complete(conversation.prompt_ids, rollout)
@@ -257,13 +265,15 @@ class RolloutRunner:
             rollout.traceback = plain(step.get("env_traceback"))
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error_text)
         held[:] = [element]
-        reward, num_tokens = step.get("reward"), len(completion.token_ids)
+        reward = step.get("reward")
+        num_tokens = len(completion.token_ids)
         if reward.numel() >= num_tokens > 1:
             rollout.token_rewards[rollout.num_turns - 1] = reward.flatten()[-num_tokens:].tolist()
         self._settle(rollout, stepped)
 
     async def _complete(self, prompt_ids: list[int], rollout: Rollout) -> Completion:
-        sampling, limit = self.policy.sampling, self.limits.max_completion_tokens
+        sampling = self.policy.sampling
+        limit = self.limits.max_completion_tokens
         if limit is not None and (left := limit - rollout.num_completion_tokens) < sampling.max_new_tokens:
             sampling = sampling.with_changes(max_new_tokens=left)
         name = f"{rollout.rollout_id}/{rollout.num_turns}"
@@ -271,7 +281,8 @@ class RolloutRunner:
 
     def _count_turn(self, conversation: Conversation, completion: Completion, rollout: Rollout) -> None:
         rollout.num_turns += 1
-        rollout.conversation, rollout.messages = conversation, conversation.messages
+        rollout.conversation = conversation
+        rollout.messages = conversation.messages
         rollout.num_completion_tokens += len(completion.token_ids)
         limit = self.limits.max_completion_tokens
         if completion.finish_reason == "length" and self.limits.end_at_length:
@@ -333,7 +344,8 @@ class RolloutRunner:
         """Add a score to a settled rollout."""
         assert self.rubric is not None
         rollout.add_reward(score.reward)
-        rollout.breakdown, rollout.is_scored = score.breakdown, score.is_scored
+        rollout.breakdown = score.breakdown
+        rollout.is_scored = score.is_scored
         rollout.error = rollout.error or score.error
         _refuse_reward(rollout)
         if rollout.steps:
@@ -370,11 +382,14 @@ def _refuse_reward(rollout: Rollout) -> None:
         )
     except ValueError as error:
         if rollout.is_scored:
-            rollout.reward, rollout.is_scored, rollout.error = 0.0, False, rollout.error or f"ValueError: {error}"
+            rollout.reward = 0.0
+            rollout.is_scored = False
+            rollout.error = rollout.error or f"ValueError: {error}"
 
 
 def as_scored(rollout: Rollout) -> RewardInput:
     """Return the rollout as reward functions see it."""
-    messages, columns = copied(rollout.messages), copied(rollout.columns)
+    messages = copied(rollout.messages)
+    columns = copied(rollout.columns)
     is_answered = rollout.num_turns > 0
     return RewardInput(messages, columns, rollout.status, rollout.reason, rollout.tool_states, is_answered)

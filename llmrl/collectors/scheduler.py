@@ -123,7 +123,10 @@ class RolloutScheduler:
     ) -> None:
         if max_concurrent_rollouts < 1:
             raise ValueError(f"max_concurrent_rollouts must be at least 1, got {max_concurrent_rollouts}.")
-        self.source, self.gate, self.rules, self._units = source, gate, rules, units
+        self.source = source
+        self.gate = gate
+        self.rules = rules
+        self._units = units
         self.max_concurrent_rollouts = max_concurrent_rollouts
         self.is_open = is_open or asyncio.Event()
         """Cleared by `pause`: nothing new is started; a source that was given it also waits between turns."""
@@ -144,14 +147,16 @@ class RolloutScheduler:
         self._errors: deque[Exception] = deque()  # not raised yet; nothing is started meanwhile
         self._coming_version: int | None = None  # of the weights that the engines are loading
         self._update_error: Exception | None = None
-        self._wake, self._changed = asyncio.Event(), asyncio.Event()
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
         self._opening = asyncio.Lock()
         self._admitting: asyncio.Task[None] | None = None
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that the next rollout starts with."""
-        version, coming = self.source.policy_version, self._coming_version
+        version = self.source.policy_version
+        coming = self._coming_version
         return version if coming is None else max(version, coming)
 
     # The consumer's side
@@ -173,10 +178,12 @@ class RolloutScheduler:
             if self._errors:
                 error = self._errors.popleft()
                 if isinstance(error, CollectionStalled):
-                    error.dropped, self._dropped = self._dropped, []
+                    error.dropped = self._dropped
+                    self._dropped = []
                 raise error
             if self._update_error is not None:
-                error, self._update_error = self._update_error, None
+                error = self._update_error
+                self._update_error = None
                 raise error
             self._wake.set()
             version = self.policy_version  # what is delivered while the engines load is trained on with these weights
@@ -199,9 +206,11 @@ class RolloutScheduler:
         if self.gate.rest_reason is not None:
             for group_id in self.gate.live_ids:
                 self._drop_group(group_id, self.gate.rest_reason)
-        dropped, self._dropped = self._dropped, []
+        dropped = self._dropped
+        self._dropped = []
         dropped += [one for group in delivered for one in group.dropped]
-        self._undelivered, self._unreported = _positions(delivered) + self._unreported, []
+        self._undelivered = _positions(delivered) + self._unreported
+        self._unreported = []
         return ReadyBatch(groups=[group.kept or [] for group in delivered], staleness=staleness, dropped=dropped)
 
     def mark_delivered(self) -> None:
@@ -226,12 +235,14 @@ class RolloutScheduler:
 
     def expect_version(self, version: int | None) -> None:
         """Start nothing with the old weights, since the engines load new ones, until `end_update`."""
-        self._update_error, self._coming_version = None, version
+        self._update_error = None
+        self._coming_version = version
 
     def end_update(self, version: int, error: Exception | None = None) -> None:
         """Go on: the engines have the expected weights, or failed of an error, which the next batch raises."""
         if version == self._coming_version:  # else another update was begun meanwhile
-            self._update_error, self._coming_version = error, None
+            self._update_error = error
+            self._coming_version = None
         self.notify()
 
     async def pause(self) -> None:
@@ -396,11 +407,14 @@ def _positions(groups: Iterable[_Group]) -> list[int]:
 
 def _aborted(rollout: Rollout) -> Rollout:
     if not rollout.status.is_settled:
-        rollout.status, rollout.reason = RolloutStatus.ABORTED, StopReason.ABORTED
+        rollout.status = RolloutStatus.ABORTED
+        rollout.reason = StopReason.ABORTED
     return rollout
 
 
 def _failed(record: Rollout, error: BaseException) -> Rollout:
-    record.status, record.reason = RolloutStatus.ERROR, StopReason.ENGINE_ERROR
-    record.error, record.traceback = describe(error), traceback_of(error)
+    record.status = RolloutStatus.ERROR
+    record.reason = StopReason.ENGINE_ERROR
+    record.error = describe(error)
+    record.traceback = traceback_of(error)
     return record

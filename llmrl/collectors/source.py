@@ -93,7 +93,8 @@ class EnvSource:
 
     def take_turn_counts(self) -> TurnCounts:
         """Return the counts of the engine's cache hits of the turns since the last call."""
-        counts, self.runner.turn_counts = self.runner.turn_counts, TurnCounts()
+        counts = self.runner.turn_counts
+        self.runner.turn_counts = TurnCounts()
         return counts
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:

@@ -55,7 +55,9 @@ class StalenessGate:
             raise ValueError(f"max_staleness must be at least 0 (on-policy), got {max_staleness}.")
         if late not in ("wait", "drop"):
             raise ValueError(f"late must be 'wait' or 'drop', got {late!r}.")
-        self.groups_per_batch, self.max_staleness, self.late = groups_per_batch, max_staleness, late
+        self.groups_per_batch = groups_per_batch
+        self.max_staleness = max_staleness
+        self.late = late
         self.follows_versions = True
         self.rest_reason: str | None = None
         self._is_unasked = False
@@ -136,7 +138,9 @@ class StalenessGate:
         is_full = self._num_ready >= self.groups_per_batch
         if not (is_full or (is_last and self._num_ready)) or self.overdue_ids(version):
             return None
-        num_taken, num_wanted = dict[int, int](), self.groups_per_batch  # by deadline, the oldest first
+        # by deadline, the oldest first
+        num_taken = dict[int, int]()
+        num_wanted = self.groups_per_batch
         for deadline in sorted(self._ready_by_deadline):
             num_taken[deadline] = min(num_wanted, len(self._ready_by_deadline[deadline]))
             num_wanted -= num_taken[deadline]

@@ -63,7 +63,9 @@ class EnvStepper:
 
     def __init__(self, env: EnvBase, *, timeout_seconds: float | None = None, keep_steps: bool = False) -> None:
         unlock_batch_size(env)
-        self.env, self.timeout_seconds, self.keep_steps = env, timeout_seconds, keep_steps
+        self.env = env
+        self.timeout_seconds = timeout_seconds
+        self.keep_steps = keep_steps
         for part in environment_parts(env):
             if hasattr(part, "step_timeout_seconds"):  # it keeps the limit itself, and knows what does not count
                 part.step_timeout_seconds = timeout_seconds
@@ -157,7 +159,8 @@ class EnvStepper:
         # Everything that became ready in this turn of the loop joins the first batch.
         await asyncio.sleep(0)
         while self._waiting:
-            batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
+            batch = self._waiting[:_MAX_BATCH]
+            self._waiting = self._waiting[_MAX_BATCH:]
             results: Sequence[Stepped | Exception]
             try:
                 results = await self._step_within_time([element for element, _ in batch])

@@ -63,7 +63,8 @@ class WeightSenders:
     """
 
     def __init__(self, schemes: Mapping[str, WeightScheme], source: HasEngine) -> None:
-        self._schemes, self._source = dict(schemes), source
+        self._schemes = dict(schemes)
+        self._source = source
         self._senders: dict[str, WeightSender] = {}
         self._model: Weights | None = None
 
@@ -111,6 +112,7 @@ class WeightSenders:
 
     def shutdown(self) -> None:
         """End the senders; the engines stay. May be called twice."""
-        senders, self._senders = self._senders, {}
+        senders = self._senders
+        self._senders = {}
         for sender in senders.values():
             sender.shutdown()

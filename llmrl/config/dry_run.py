@@ -50,7 +50,8 @@ def as_dry_run(cfg: Config) -> Config:
     cfg.eval = replace(cfg.eval, num_problems=2, num_samples=1)
     for env in cfg.eval.envs.values():
         env.data = _ROWS.get(env.name)
-    cfg.engine, cfg.ray = EngineConfig(cpu_threads=1), RayConfig()
+    cfg.engine = EngineConfig(cpu_threads=1)
+    cfg.ray = RayConfig()
     cfg.sync = replace(cfg.sync, transport="direct")
     if isinstance(cfg, SFTConfig):
         cfg.conversations = replace(cfg.conversations, path=_conversations(), held_out=_conversations())
@@ -63,7 +64,9 @@ def as_dry_run(cfg: Config) -> Config:
 
 def plan_of(cfg: ScriptConfig) -> list[str]:
     """Return what a configuration asks for, as its dry run prints it: engines, trainer, memory, batch."""
-    engine, train, collect = cfg.engine, cfg.train, cfg.collect
+    engine = cfg.engine
+    train = cfg.train
+    collect = cfg.collect
     count = engine.num_replicas or 1
     where = "in Ray actors" if engine.use_ray else "here"
     shards = f", each over {engine.tensor_parallel_size} GPUs" if engine.tensor_parallel_size > 1 else ""
@@ -88,10 +91,8 @@ def _memory(cfg: ScriptConfig) -> str:
     model = shape_of(cfg)
     if model is None:
         return "of the trainer is known when the model is here, and a dense transformer"
-    plan, served = (
-        plan_memory(model, training_shape(cfg)),
-        model.num_parameters * (4 if cfg.model.dtype == "float32" else 2),
-    )
+    plan = plan_memory(model, training_shape(cfg))
+    served = model.num_parameters * (4 if cfg.model.dtype == "float32" else 2)
     return (
         f"{model.num_parameters / 1e9:.2f} B parameters: the trainer about {plan.total / GIB:.1f} GiB on each device "
         f"({', '.join(lines_of(plan))}), an engine {served / GIB:.1f} GiB before its key-value cache"

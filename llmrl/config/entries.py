@@ -40,7 +40,8 @@ class EntryError(ValueError):
 
     def __init__(self, entry: str, problem: str) -> None:
         super().__init__(f"{entry} {problem}")
-        self.entry, self.problem = entry, problem
+        self.entry = entry
+        self.problem = problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ def check_entries(section: DataclassInstance, name: str) -> None:
     """
     kinds = _hints(type(section))
     for field in dataclasses.fields(section):
-        entry, value = ".".join(filter(None, (name, field.name))), getattr(section, field.name)
+        entry = ".".join(filter(None, (name, field.name)))
+        value = getattr(section, field.name)
         kept = _checked(entry, value, kinds[field.name], field.metadata.get(_ALLOWED))
         if kept is not value:
             setattr(section, field.name, kept)
@@ -142,7 +144,8 @@ def _checked(entry: str, value: object, hint: object, allowed: Allowed | None) -
     null = " or null" if type(None) in options else ""
     if value is None and null:
         return None
-    item_kinds, kind = get_args(kind), get_origin(kind) or kind
+    item_kinds = get_args(kind)
+    kind = get_origin(kind) or kind
     if kind not in _KINDS:  # a section, or what is checked where it is read
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and not isinstance(value, kind):
             raise EntryError(entry, f"must be a {kind.__name__}, got {value!r}.")

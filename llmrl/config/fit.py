@@ -51,11 +51,13 @@ def check_fit(cfg: ScriptConfig) -> None:
         ValueError: when it needs more than there is, with its parts and what would fit. What is not known (a model on a
             hub, another architecture, no GPU here), and a CPU, is not refused.
     """
-    model, training = shape_of(cfg), training_shape(cfg)
+    model = shape_of(cfg)
+    training = training_shape(cfg)
     num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its small batches fill no budget
     if model is None or num_bytes is None:
         return
-    plan, usable = plan_memory(model, training), int(num_bytes * _USABLE)
+    plan = plan_memory(model, training)
+    usable = int(num_bytes * _USABLE)
     if not cfg.engine.use_ray:  # an engine has its share of the same GPU
         beside = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)) * _USABLE)
         if not cfg.engine_sleeps:

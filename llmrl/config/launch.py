@@ -133,7 +133,8 @@ def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
 def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
     """Return a sentence on an entry that does not exist; `elsewhere` has all sections' entries, by their last names."""
     group, _, last = name.rpartition(".")
-    near, other = nearest(last, known), nearest(last, elsewhere or ())
+    near = nearest(last, known)
+    other = nearest(last, elsewhere or ())
     if last == "reward_funcs":
         hint = "The environment has the reward: env.name=my_env.py:make."
     elif elsewhere and other and (near is None or last in SYNONYMS):

@@ -97,7 +97,8 @@ def resumed_config(
     # What belongs to this call, not to the run.
     parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})
     resumed = OmegaConf.merge(*map(OmegaConf.create, parts))
-    before, after = _flat(saved), _flat(OmegaConf.to_container(resumed, resolve=True))
+    before = _flat(saved)
+    after = _flat(OmegaConf.to_container(resumed, resolve=True))
     changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
     for name in ("resume", "run.path"):
         changes.pop(name, None)
@@ -131,7 +132,8 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
 
     asked: list[Entries] = []
     for override in OverridesParser.create().parse_overrides(list(overrides)):
-        name, value = override.key_or_group, override.value()
+        name = override.key_or_group
+        value = override.value()
         if override.is_delete():
             raise ValueError(f"a resumed run keeps its entries, so {override.input_line!r} cannot be; set the entry.")
         files = [path for folder in folders if (path := folder / name / f"{value}.yaml").exists()]

@@ -294,7 +294,8 @@ class ScriptConfig(Section):
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         # What hardware is asked for is checked here, so that a dry run, which replaces it, has checked it.
-        engine, gpus = self.engine, self.engine.ray_options.get("num_gpus")
+        engine = self.engine
+        gpus = self.engine.ray_options.get("num_gpus")
         if self.collect.num_collectors is not None and not engine.use_ray:
             raise ValueError(
                 "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."

@@ -34,7 +34,8 @@ class Chat:
     __slots__ = ("is_message", "messages")
 
     def __init__(self, messages: Iterable[Message] = (), *, is_message: bool = False) -> None:
-        self.messages, self.is_message = tuple(messages), is_message
+        self.messages = tuple(messages)
+        self.is_message = is_message
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Chat) and (self.messages, self.is_message) == (other.messages, other.is_message)

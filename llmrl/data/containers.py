@@ -66,7 +66,8 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
             )
 
         def convert(turn: ChatHistory) -> Text:
-            prompt, full = render(turn.prompt, is_prompt=True), render(turn.full)
+            prompt = render(turn.prompt, is_prompt=True)
+            full = render(turn.full)
             if prompt is None or full is None:
                 return Text(prompt=prompt, response=render(turn.response), full=full)
             if not full.startswith(prompt):
@@ -115,7 +116,8 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
             return torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
 
         def convert(turn: Text) -> Tokens:
-            prompt, full = encode(turn.prompt), encode(turn.full)
+            prompt = encode(turn.prompt)
+            full = encode(turn.full)
             # By number of ids, since the text of a prompt may end within a token of the whole.
             is_split = prompt is not None and full is not None
             response = full[len(prompt) :] if is_split else encode(turn.response)  # type: ignore[index, arg-type]

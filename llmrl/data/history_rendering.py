@@ -41,7 +41,8 @@ class ChatRendering:
         if (self.truncation or self.padding == "max_length") and self.max_length is None:
             raise ValueError("truncation and padding='max_length' need max_length.")
         if not self.chat_template:
-            model, has_own = str(getattr(self.tokenizer, "name_or_path", "")), bool(self.tokenizer.chat_template)
+            model = str(getattr(self.tokenizer, "name_or_path", ""))
+            has_own = bool(self.tokenizer.chat_template)
             object.__setattr__(self, "chat_template", template_of_model(model, has_own=has_own))
         template = self.chat_template or self.tokenizer.chat_template
         if isinstance(template, str):
@@ -70,14 +71,16 @@ class ChatRendering:
 
     def tokens(self, chat: Sequence[Message]) -> TensorDict:
         """Encode a conversation: `input_ids`, `attention_mask` and perhaps `assistant_masks`, `[num_tokens]` each."""
-        marks, given = ContentMarks(self.tokenizer), self.template_kwargs.get("tools")
+        marks = ContentMarks(self.tokenizer)
+        given = self.template_kwargs.get("tools")
         mark, chat, tools = marks.mark(chat, cast(Sequence[ToolSchema] | None, given))
         marked = replace(self, template_kwargs={**self.template_kwargs, **({} if tools is None else {"tools": tools})})
 
         def render(messages: Sequence[Message], is_prompt: bool) -> str:
             return with_plain_marks(marked.text(messages, add_generation_prompt=is_prompt), mark)
 
-        text, are_assistants = render(chat, self.add_generation_prompt), []
+        text = render(chat, self.add_generation_prompt)
+        are_assistants = []
         if self.has_mask:
             located = marks.locate(text, mark)
             token_ids = [token_id for token_id, _ in located]

@@ -39,7 +39,9 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
     The tensorclass machinery writes its own methods over those that a body defines, so these are set on the class.
     """
     made: Any = cls  # mypy knows nothing of what tensordict has made
-    generated_init, generated_get, generated_unbind = made.__init__, made.__getitem__, made.unbind
+    generated_init = made.__init__
+    generated_get = made.__getitem__
+    generated_unbind = made.unbind
 
     def initialize(
         self: _Messages,
@@ -63,10 +65,12 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
                 raise ValueError("History takes role and content of messages; or History.from_chats takes messages.")
             leaves, shape = messages_of(role, content, is_complete, tool_calls, tool_responses)
             for size in reversed(batch_size if batch_size and not shape else ()):  # one message, as many times
-                leaves, shape = [leaves] * size, (size, *shape)
+                leaves = [leaves] * size
+                shape = (size, *shape)
             if batch_size is not None and tuple(batch_size) != shape:
                 raise ValueError(f"batch_size must be that of role, {list(shape)}, got {list(batch_size)}.")
-            messages, batch_size = leaf_of(leaves), shape
+            messages = leaf_of(leaves)
+            batch_size = shape
         generated_init(self, messages=messages, batch_size=batch_size or (), device=device, names=names)
 
     def get(self: _Messages, index: object) -> _Messages:
@@ -116,11 +120,15 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
 
         return change
 
-    made.__init__, made.__repr__ = initialize, represent
+    made.__init__ = initialize
+    made.__repr__ = represent
     made.shape, made.ndim = property(shape), property(lambda self: len(shape(self)))
     for name in ("expand", "view", "reshape"):
         setattr(made, name, with_shape(name))
-    made.__getitem__, made.__len__, made.__iter__, made.unbind = get, length, iterate, unbind
+    made.__getitem__ = get
+    made.__len__ = length
+    made.__iter__ = iterate
+    made.unbind = unbind
     return cls
 
 

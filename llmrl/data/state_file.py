@@ -32,7 +32,8 @@ from llmrl.data.history import Chat
 _CONTAINERS = (ChatHistory, History, LogProbs, Masks, Text, Tokens)
 _CONTAINERS_BY_NAME = {cls.__name__: cls for cls in _CONTAINERS}
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, MemoryMappedTensor)
-_STRUCTURE, _CHECKSUM = "structure", "checksum"
+_STRUCTURE = "structure"
+_CHECKSUM = "checksum"
 
 
 class DamagedFileError(ValueError):
@@ -71,7 +72,8 @@ def load_state(path: Path, *, advice: str) -> StateDict:
         DamagedFileError: when it is not as it was written, saying what was found.
     """
     with open_file(path, "rb") as file:
-        size, start = os.fstat(file.fileno()).st_size, file.read(4)
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(4)
     try:
         buffer = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         if not is_sealed(buffer):

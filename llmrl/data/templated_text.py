@@ -30,7 +30,8 @@ class TemplateFamily:
     @property
     def pattern(self) -> re.Pattern[str]:
         """One turn; the last may lack its end."""
-        start, between = re.escape(self.start), re.escape(self.between)
+        start = re.escape(self.start)
+        between = re.escape(self.between)
         end = "|".join(map(re.escape, (self.end, *self.other_ends)))
         return re.compile(rf"{start}([^\n<]*?){between}(.*?)(?:({end})|(?={start})|\Z)", re.DOTALL)
 
@@ -224,7 +225,8 @@ def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message]
     for index, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        prompt, answered = render(chat[:index], True), render(chat[: index + 1], False)
+        prompt = render(chat[:index], True)
+        answered = render(chat[: index + 1], False)
         if not answered.startswith(prompt) or not whole.startswith(answered):
             raise ValueError(
                 f"the template writes the assistant's turn (message {index}) differently once others follow, so there "

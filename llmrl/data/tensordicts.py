@@ -46,7 +46,8 @@ def documented(cls: type[Container]) -> type[Container]:
         'A note.'
     """
     cls.__doc__ = cls._documentation  # type: ignore[attr-defined]
-    refused, init = instead_of(cls.__name__), cls.__init__
+    refused = instead_of(cls.__name__)
+    init = cls.__init__
 
     @functools.wraps(init)
     def checked(self: Container, *args: object, **kwargs: object) -> None:

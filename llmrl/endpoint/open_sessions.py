@@ -33,7 +33,9 @@ class OpenSessions:
         on_end: Callable[[Session], None] = lambda session: None,
         idle_seconds: float = 600.0,
     ) -> None:
-        self._open_session, self._api_key, self._on_end = open_session, api_key, on_end
+        self._open_session = open_session
+        self._api_key = api_key
+        self._on_end = on_end
         self._idle_seconds = idle_seconds
         self._sessions: dict[str, Session] = {}
         self._by_prompt: dict[ChainKey, str] = {}  # of those without a name of their client's

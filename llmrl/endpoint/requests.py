@@ -23,7 +23,9 @@ class RefusedRequest(Exception):
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)
-        self.message, self.status, self.code = message, status, code
+        self.message = message
+        self.status = status
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,8 @@ class EndpointServer:
 
     def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:
         self.web = require("aiohttp.web", extra="server")
-        self.sessions, self.model_name = sessions, model_name
+        self.sessions = sessions
+        self.model_name = model_name
         self.counts: Counter[str] = Counter()
         """Counts for `/metrics`, by Prometheus names and labels."""
         self._runner: web.AppRunner | None = None
@@ -137,7 +138,8 @@ class EndpointServer:
         await self._runner.setup()
         site = self.web.TCPSite(self._runner, host, port, backlog=4096)
         await site.start()
-        self._host, address = host.lower(), self._runner.addresses[0]
+        self._host = host.lower()
+        address = self._runner.addresses[0]
         self.url = f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}"
 
     async def close(self) -> None:
@@ -176,7 +178,8 @@ class EndpointServer:
         """
         if self.sessions.needs_key:
             return
-        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        host = request.headers.get("Host", "")
+        origin = request.headers.get("Origin")
         name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
         if name.strip("[]").lower() not in (*LOOPBACK, self._host) or origin not in (None, f"http://{host}"):
             raise RefusedRequest(

@@ -101,8 +101,12 @@ class Session:
         *,
         does_client_sample: bool = False,
     ) -> None:
-        self.session_id, self.tree, self.limits = session_id, tree, limits
-        self._complete, self._sampling, self._does_client_sample = complete, sampling, does_client_sample
+        self.session_id = session_id
+        self.tree = tree
+        self.limits = limits
+        self._complete = complete
+        self._sampling = sampling
+        self._does_client_sample = does_client_sample
         self.reason: str = StopReason.NONE
         """The budget that ended it, see `StopReason`; empty if none has."""
         self.last_refusal: str = StopReason.NONE
@@ -192,7 +196,8 @@ class Session:
             )
 
     def _check_budgets(self, request: ModelRequest) -> None:
-        limits, spent = self.limits, self.num_completion_tokens
+        limits = self.limits
+        spent = self.num_completion_tokens
         is_aside = self._is_aside(request)
         if limits.max_turns is not None and not is_aside and self._num_begun + request.num_answers > limits.max_turns:
             raise self._over(StopReason.MAX_TURNS, f"its {limits.max_turns} answers")
@@ -201,7 +206,8 @@ class Session:
 
     def _check_length(self, request: ModelRequest) -> bool:
         """Return whether a request may be too long; one that certainly is too long is refused before it is rendered."""
-        most, messages = self.limits.max_prompt_tokens, self._with_earlier(request)
+        most = self.limits.max_prompt_tokens
+        messages = self._with_earlier(request)
         if len(messages) > most:  # each has at least one token
             raise self._too_long(f"{len(messages)} messages")
         num_characters = sum(map(_num_characters, (*messages, *request.tools)))
@@ -323,7 +329,8 @@ class Session:
             raise RefusedRequest("its client hung up.", status=499)
         sampled = exchange.task.result()
         self.check_open()
-        request, is_aside = exchange.request, self._is_aside(exchange.request)
+        request = exchange.request
+        is_aside = self._is_aside(exchange.request)
         turns = [self.tree.turn(sampled.prompted, sampled.prompt_key, completion) for completion in sampled.completions]
         answers = [self._answer(turn, request) for turn in turns]
         reply = ModelReply(
@@ -344,13 +351,15 @@ class Session:
         return reply
 
     def _answer(self, turn: RecordedTurn, request: ModelRequest) -> ModelAnswer:
-        parsed, completion = turn.conversation.last, turn.completion
+        parsed = turn.conversation.last
+        completion = turn.completion
         assert parsed is not None
         content = text_of(parsed.message.get("content"))
         calls: Sequence[ToolCall] = parsed.message.get("tool_calls") or ()
         if calls and not request.may_call:
             ids = completion.token_ids[: len(completion.token_ids) - parsed.is_complete]
-            content, calls = self.tree.decode(ids), ()
+            content = self.tree.decode(ids)
+            calls = ()
         if completion.stop_string is not None:
             content = content.partition(completion.stop_string)[0]
         finish: FinishReason = "length" if completion.finish_reason == "length" else "stop"

@@ -190,8 +190,10 @@ class TurnTree:
         places = {id(turn.node): place for place, turn in enumerate(self.turns)}
         records: list[dict[str, object]] = []
         for turn in self.turns:
-            node, messages = turn.node, turn.conversation.messages
-            parent, num_known = places.get(id(node.parent)), 0
+            node = turn.node
+            messages = turn.conversation.messages
+            parent = places.get(id(node.parent))
+            num_known = 0
             if parent is not None:  # it ends with an answer, as it does here, whatever came before it
                 num_answers = len(_answers(self.turns[parent].conversation.messages))
                 num_known = _answers(messages)[:num_answers][-1] + 1

@@ -36,7 +36,8 @@ class Waiters:
     def wake(self) -> None:
         """Wake all that were added."""
         with self._lock:
-            futures, self._futures = self._futures, []
+            futures = self._futures
+            self._futures = []
         for future in futures:
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 future.get_loop().call_soon_threadsafe(_set, future)

@@ -86,18 +86,23 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self.vocab_size = engines[0].vocab_size
         self._engines = list(engines)
         self._router = Router(len(engines), max_imbalance=max_imbalance)
-        self._num_retries, self._restart, self._max_restarts = num_retries, restart, max_restarts
+        self._num_retries = num_retries
+        self._restart = restart
+        self._max_restarts = max_restarts
         self._restarts_in_a_row = [0] * len(engines)
         self._dead: set[int] = set()
         self._recovering: dict[int, threading.Thread] = {}
         self._unproven: set[int] = set()  # restarted, and not seen with the weights of the others yet
         self._first_version: int | None = None  # of the weights that they start with, where it was given
         self._version = self.last_version = max(engine.policy_version for engine in engines)
-        self._are_all_open, self._looked_s = True, -LOOK_AGAIN_S
+        self._are_all_open = True
+        self._looked_s = -LOOK_AGAIN_S
         self._pending: dict[str, PendingRequest] = {}
-        self._waiters, self._ids = Waiters(), itertools.count()
+        self._waiters = Waiters()
+        self._ids = itertools.count()
         self._lock = threading.RLock()
-        self.hang_timeout_seconds, self.is_shut_down = hang_timeout_seconds, False
+        self.hang_timeout_seconds = hang_timeout_seconds
+        self.is_shut_down = False
         self._watch = None if hang_timeout_seconds is None else HangDetector(hang_timeout_seconds)
         self._watching: asyncio.Task[None] | None = None
 

@@ -109,7 +109,8 @@ class Router:
     def _choose(self, routing_key: str | None, avoid: Collection[int]) -> int:
         least = self._least_loaded(self._open.difference(avoid)) if avoid else None
         if least is None:
-            least, avoid = self._least_loaded_open(), ()
+            least = self._least_loaded_open()
+            avoid = ()
         home = None if routing_key is None else self._affinity.get(routing_key)
         if home is None or home not in self._open or home in avoid:
             return least

@@ -30,7 +30,10 @@ class StopStringWatch:
     """
 
     def __init__(self, stop: Sequence[str], decode: Callable[[list[int]], str] | None) -> None:
-        self._stop, self._decode, self._text, self._num_left = stop, decode, "", 0
+        self._stop = stop
+        self._decode = decode
+        self._text = ""
+        self._num_left = 0
 
     def num_wanted(self, num_left: int) -> int:
         """Return how many of the tokens that may still be sampled to ask for next."""

@@ -78,7 +78,9 @@ class Command:
             raise ValueError("the command is empty; give a program and its arguments.")
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}.")
-        self._env, self._timeout_seconds, self._score = dict(env), timeout_seconds, score
+        self._env = dict(env)
+        self._timeout_seconds = timeout_seconds
+        self._score = score
         fields = (name for word in self._words for _, name, _, _ in string.Formatter().parse(word) if name is not None)
         self.columns = tuple(dict.fromkeys(fields))
         """Columns of the dataset in the command."""

@@ -87,8 +87,11 @@ class ChatEnv(KnownArguments, EnvBase):
         self._batch_locked = batch_size is not None
         self.input_mode = input_mode
         self.system_prompt = system_prompt
-        self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
-        self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
+        self.tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        self.system_role = system_role
+        self.user_role = user_role
+        self.policy_role = policy_role
         if data_key is not None:
             self.data_key = data_key
         self._make_specs(shape)
@@ -238,11 +241,13 @@ class ChatEnv(KnownArguments, EnvBase):
         """
         if self.tokenizer is None:
             raise ValueError(f"rewards of input_mode={self.input_mode!r} need tokenizer=, which reads the answer.")
-        prompt, full = plain(element.get((self.input_mode, "prompt"))), self._full(element)
+        prompt = plain(element.get((self.input_mode, "prompt")))
+        full = self._full(element)
         answer = element.get((self.input_mode, "response"), None)
         answer = plain(full)[len(prompt) :] if answer is None else plain(answer)
         if self.input_mode == "tokens":
-            special, token_ids = self.tokenizer.all_special_ids, torch.as_tensor(answer).tolist()
+            special = self.tokenizer.all_special_ids
+            token_ids = torch.as_tensor(answer).tolist()
             while token_ids and token_ids[-1] in special:
                 token_ids.pop()
             answer = self.tokenizer.decode(token_ids)

@@ -86,7 +86,8 @@ class DatasetChatEnv(ChatEnv):
         self.prompts = PromptSampler(
             items, num_samples=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name=name
         )
-        self._prepare, self._query_column = prepare, data_key
+        self._prepare = prepare
+        self._query_column = data_key
         super().__init__(
             input_mode=input_mode,
             batch_size=num_envs if batch_size is None else batch_size,

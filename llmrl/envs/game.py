@@ -220,7 +220,8 @@ class _Table:
         opening: Sequence[Message],
         loop: BackgroundLoop,
     ) -> None:
-        self.opening, self.loop = opening, loop
+        self.opening = opening
+        self.loop = loop
         self.num_missing = len(roles)
         """Players that have not joined yet."""
         self.results: Mapping[str, float] = {}
@@ -319,7 +320,9 @@ class _Player(MessageEnv):
     """A role of a game: its own view as a conversation."""
 
     def __init__(self, table: _Table, role: str, make_game: Callable[[], Game]) -> None:
-        self.table, self._role, self._make_game = table, role, make_game
+        self.table = table
+        self._role = role
+        self._make_game = make_game
         self.reason: str = StopReason.NONE
         """The reason why the current turn ends this player's conversation."""
         self.reward: float | None = None

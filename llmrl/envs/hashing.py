@@ -58,8 +58,11 @@ class LLMHashingEnv(KnownArguments, EnvBase):
                 "tokenizer is needed for vocab_size and for text; or give vocab_size and text_output=False."
             )
         self.vocab_size: int = len(tokenizer) if tokenizer is not None and vocab_size is None else vocab_size  # type: ignore[assignment]
-        self.observation_key, self.text_key, self.text_output = observation_key, text_key, text_output
-        self._hash, self._tokenizer = hashing_module or SipHash(), tokenizer
+        self.observation_key = observation_key
+        self.text_key = text_key
+        self.text_output = text_output
+        self._hash = hashing_module or SipHash()
+        self._tokenizer = tokenizer
         observations: dict[str, TensorSpec] = {
             observation_key: Categorical(self.vocab_size, shape=(-1,), dtype=torch.int64),
             "hashing": Unbounded((1,), dtype=torch.int64),

@@ -57,7 +57,8 @@ class LLMEnv(KnownArguments, EnvBase):
             )
         super().__init__(batch_size=(), device=device, allow_done_after_reset=True)
         self._batch_locked = False
-        self.from_text, self.eos_token_id = from_text, eos_token_id
+        self.from_text = from_text
+        self.eos_token_id = eos_token_id
         self.prompt_key = str_key if from_text else token_key
         # Not `action_key`: that is EnvBase's, read off the specs below.
         self._response_key = action_key or ("text_response" if from_text else "tokens_response")

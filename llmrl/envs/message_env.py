@@ -193,7 +193,8 @@ class MessageChatEnv(DatasetChatEnv):
 
     async def before_step(self, element: TensorDictBase) -> None:
         """Have the conversation's own environment answer, which may take long, before the batched step."""
-        message_env, chat = plain(element.get("message_env")), element.get(("history", "full")).chats
+        message_env = plain(element.get("message_env"))
+        chat = element.get(("history", "full")).chats
         answer: object = MessageStep()
         if message_env is not None and chat:  # else an action drawn from the spec
             try:
@@ -220,10 +221,14 @@ class MessageChatEnv(DatasetChatEnv):
         answer = plain(tensordict.pop("env_answer"))
         if isinstance(answer, BaseException):  # it ends this conversation alone; the others of the batch go on
             written = dict(super()._stepped(tensordict).items())
-            error, traceback, info = describe(answer), traceback_of(answer), None
+            error = describe(answer)
+            traceback = traceback_of(answer)
+            info = None
         else:
             written = self._written(tensordict, answer)
-            error, traceback, info = "", "", answer.info or None
+            error = ""
+            traceback = ""
+            info = answer.info or None
         outcome = {"env_error": error, "env_traceback": traceback, "env_info": info}
         return tensordict_of({**written, **{key: non_tensor(value) for key, value in outcome.items()}})
 

@@ -59,7 +59,8 @@ class MixedPrompts:
     """
 
     def __init__(self, samplers: Mapping[str, PromptSampler], weights: Weights | None = None) -> None:
-        self._samplers, self._names = dict(samplers), list(samplers)
+        self._samplers = dict(samplers)
+        self._names = list(samplers)
         self._weights = dict.fromkeys(self._names, 1.0) if weights is None else weights
         if not callable(self._weights):
             self._shares(self._weights)
@@ -158,7 +159,8 @@ class MixedPrompts:
             raise ValueError(f"the saved state is of the environments {list(state['samplers'])}, not {self._names}.")
         for name, sampler in self._samplers.items():
             sampler.load_state_dict(state["samplers"][name])
-        self._credits, self._ended = dict(state["credits"]), set(state["ended"])
+        self._credits = dict(state["credits"])
+        self._ended = set(state["ended"])
         self.progress = {name: EnvProgress(*saved) for name, saved in state["progress"].items()}
         self._again = deque(state["again"])
 

@@ -70,8 +70,12 @@ class PromptSampler:
         for argument, value in (("num_samples", num_samples), ("num_epochs", num_epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{argument} must be at least 1, got {value}.")
-        self.items, self.num_samples, self.shuffle = items, num_samples, shuffle
-        self.seed, self.num_epochs, self.name = seed, num_epochs, name
+        self.items = items
+        self.num_samples = num_samples
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_epochs = num_epochs
+        self.name = name
         if shuffle and isinstance(items, StreamedRows):
             raise ValueError("shuffle needs all rows, and the loader has no length; let the loader shuffle.")
         self._position = 0
@@ -217,7 +221,8 @@ class PromptSampler:
             ValueError: when it was saved with other prompts or samples, order, seed or name, with which its positions
                 would be other draws.
         """
-        saved, own = state.get("order", {}), self._meaning()
+        saved = state.get("order", {})
+        own = self._meaning()
         differing = [
             f"{name}={saved.get(name)!r} there, {own[name]!r} here" for name in own if saved.get(name) != own[name]
         ]
@@ -226,7 +231,8 @@ class PromptSampler:
                 f"the saved position is of other draws: {'; '.join(differing)} (num_samples are a dataset's repeats). "
                 "Build the environment as it was when the state was saved, or begin anew without the state."
             )
-        self._position, self._first_epoch = state["position"], state["first_epoch"]
+        self._position = state["position"]
+        self._first_epoch = state["first_epoch"]
         self._again = deque(state["again"])
 
 

@@ -214,7 +214,8 @@ def _refuse_doubled(names: Sequence[str]) -> None:
 
 def _read_csv(path: Path) -> list[Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader, start = csv.reader(file, strict=True), 1
+        reader = csv.reader(file, strict=True)
+        start = 1
         header: list[str] = []
         rows: list[Row] = []
         try:

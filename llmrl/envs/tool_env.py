@@ -114,7 +114,10 @@ class _Opening(MessageEnv):
     """Makes the instance of a conversation, and its first messages; tools answer the rest."""
 
     def __init__(self, instances: InstanceTools, row: Row, column: str, system_prompt: str | None) -> None:
-        self._instances, self._row, self._column, self._system_prompt = instances, row, column, system_prompt
+        self._instances = instances
+        self._row = row
+        self._column = column
+        self._system_prompt = system_prompt
         self.session = ToolSession()
 
     async def init(self) -> Sequence[Message]:

@@ -172,17 +172,22 @@ class MCAdvantage(KnownArguments, GroupCounters):
         min_size = candidate_selection_min_size or grpo_size
         super().__init__(None if min_size is None else GroupQueue(keys, min_size, max_num_waiting_groups))
         self.keys = keys
-        self.grpo_size, self.candidate_group_size = grpo_size, candidate_group_size
+        self.grpo_size = grpo_size
+        self.candidate_group_size = candidate_group_size
         self.candidate_selection_min_size = min_size
         self.gamma = gamma
-        self.verbose, self.trajectory_return = verbose, trajectory_return
+        self.verbose = verbose
+        self.trajectory_return = trajectory_return
         self.normalization: Normalization = normalization
-        self.normalize_batch, self.kl_penalty = normalize_batch, kl_penalty
+        self.normalize_batch = normalize_batch
+        self.kl_penalty = kl_penalty
         self.component_weights = dict(component_weights) if component_weights is not None else None
         self.candidate_selector = candidate_selector or MCAdvantageSelector()
         self.keep_return_bounds = keep_return_bounds
         self.drop_constant_groups = drop_constant_groups
-        self.prompt_key, self.rewards_key, self.done_key = prompt_key, rewards_key, done_key
+        self.prompt_key = prompt_key
+        self.rewards_key = rewards_key
+        self.done_key = done_key
         self.advantage_key = advantage_key
         self.sampled_group_size = num_candidates
         """Rollouts that each group is sampled with, where that was said."""
@@ -311,7 +316,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
         turns = self.trajectory_return or "sum"
         rewards = self.keys.rollout_values(scored, self.keys.rewards, turns)
         unscored = {self.keys.rollout_id(row) for row in rows} - rewards.keys()
-        names, chosen = list(rewards), None
+        names = list(rewards)
+        chosen = None
         if rewards:
             chosen = self._chosen(list(rewards.values()), scored)
             is_waited_for = not is_final and self.queue is not None

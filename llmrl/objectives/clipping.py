@@ -89,8 +89,10 @@ def is_within_trust_region(
         >>> is_within_trust_region(new, old, torch.ones(2), 0.2), is_within_trust_region(new, old, -torch.ones(2), 0.2)
         (tensor([False,  True]), tensor([True, True]))
     """
-    current, old = log_probs.detach().double(), old_log_probs.detach().double()
-    pi, mu = current.exp(), old.exp()
+    current = log_probs.detach().double()
+    old = old_log_probs.detach().double()
+    pi = current.exp()
+    mu = old.exp()
     if divergence == "tv":
         measured = (mu - pi).abs()
     else:

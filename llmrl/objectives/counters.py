@@ -109,9 +109,11 @@ class GroupCounters(Transform):
         """Keep counters and incomplete groups where all processes that write to a buffer see them."""
         if not self.is_shared:
             manager = multiprocessing.Manager()
-            self._manager, self._lock = manager, manager.RLock()
+            self._manager = manager
+            self._lock = manager.RLock()
             self._stats = manager.dict(self._stats)
             if self.queue is not None:
-                waiting, self.queue.waiting = self.queue.waiting, PickledRows(manager.dict())
+                waiting = self.queue.waiting
+                self.queue.waiting = PickledRows(manager.dict())
                 self.queue.waiting.update(waiting)
         return self

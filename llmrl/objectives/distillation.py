@@ -111,7 +111,8 @@ class DistillationLoss(SequenceLoss):
                 f"kl_estimator must be 'k2' or 'k3', got {kl_estimator!r}; the gradient of k1 is independent of the "
                 "teacher."
             )
-        self.actor_network, self.teacher = actor_network, teacher
+        self.actor_network = actor_network
+        self.teacher = teacher
         self.kl_direction: Literal["reverse", "forward", "js"] = kl_direction
         self.kl_estimator: Literal["k2", "k3"] = kl_estimator
 
@@ -148,7 +149,8 @@ class DistillationLoss(SequenceLoss):
                 "writes the log-probs of tokens alone: give a TransformersWrapper, or leave teacher= out and write the "
                 "teacher's log-probs into the batch."
             )
-        keys, batch = self.tensor_keys, self._with_tokens(tensordict)
+        keys = self.tensor_keys
+        batch = self._with_tokens(tensordict)
         inputs = read_inputs(
             batch,
             tokens_key=keys.action,
@@ -169,7 +171,8 @@ class DistillationLoss(SequenceLoss):
         read = [tokens[str(key)] for key in self.teacher.in_keys]
         divergence = self.teacher.packed_divergence(self.actor_network, packed, self.kl_direction, *read)
         flat_index = inputs.row_starts[packed.row_index] + packed.token_index
-        losses, measured = {"loss_distill": divergence * tokens.weight}, {"kl_to_teacher": divergence.detach()}
+        losses = {"loss_distill": divergence * tokens.weight}
+        measured = {"kl_to_teacher": divergence.detach()}
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
     def token_loss(
@@ -225,9 +228,14 @@ class TeacherAdvantage(Transform):
         kl_key: NestedKey = "kl_to_teacher",
     ) -> None:
         super().__init__()
-        self.coeff, self.advantage_key, self.kl_key = coeff, advantage_key, kl_key
-        self.log_prob_key, self.teacher_log_prob_key, self.mask_key = log_prob_key, teacher_log_prob_key, mask_key
-        self.in_keys, self.out_keys = [log_prob_key, teacher_log_prob_key, mask_key], [advantage_key, kl_key]
+        self.coeff = coeff
+        self.advantage_key = advantage_key
+        self.kl_key = kl_key
+        self.log_prob_key = log_prob_key
+        self.teacher_log_prob_key = teacher_log_prob_key
+        self.mask_key = mask_key
+        self.in_keys = [log_prob_key, teacher_log_prob_key, mask_key]
+        self.out_keys = [advantage_key, kl_key]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the advantages of a batch, in place."""
@@ -236,7 +244,8 @@ class TeacherAdvantage(Transform):
             return tensordict
         keys = (self.log_prob_key, self.teacher_log_prob_key, self.mask_key)
         columns = [ragged_column(batch, key) for key in keys]
-        kls, masks = [masked_kl(*row) for row in zip(*columns, strict=True)], columns[-1]
+        kls = [masked_kl(*row) for row in zip(*columns, strict=True)]
+        masks = columns[-1]
         written = [-self.coeff * kl for kl in kls]
         if has_entry(batch, self.advantage_key):
             rewarded = [advantage.reshape(-1) for advantage in ragged_column(batch, self.advantage_key)]

@@ -47,10 +47,12 @@ class GroupKeys:
         """
         rows = list(flat_batch(tensordict).unbind(0)) if tensordict.batch_size.numel() else []
         turns = [row for row in rows if not has_entry(row, self.rollout) and has_entry(row, self.done)]
-        name, group = "", None
+        name = ""
+        group = None
         for row in turns if not has_entry(tensordict, _TRAJECTORY) else ():
             if not name:
-                name, group = uuid.uuid4().hex, self.group_id(row)
+                name = uuid.uuid4().hex
+                group = self.group_id(row)
             row.set(_TRAJECTORY, non_tensor(name))
             row.set(_TRAJECTORY_GROUP, non_tensor(group))
             if bool(row.get(self.done).any()):
@@ -109,7 +111,8 @@ class GroupKeys:
         numbers: dict[Hashable, list[torch.Tensor]] = {}
         for row in rows:
             check_entry(row, key, owner="A row")
-            rollout_id, value = self.rollout_id(row), float(row.get(key).sum())
+            rollout_id = self.rollout_id(row)
+            value = float(row.get(key).sum())
             if not math.isfinite(value):
                 raise ValueError(f"rollout {rollout_id!r} has {value} under {key!r}, which is no finite number.")
             if self.are_turns([row]):
@@ -208,7 +211,9 @@ class GroupQueue:
     """
 
     def __init__(self, keys: GroupKeys, num_rollouts: int, max_num_waiting: int) -> None:
-        self.keys, self.num_rollouts, self.max_num_waiting = keys, num_rollouts, max_num_waiting
+        self.keys = keys
+        self.num_rollouts = num_rollouts
+        self.max_num_waiting = max_num_waiting
         self.num_abandoned = 0
         """Groups dropped because they stayed incomplete."""
         self.waiting: MutableMapping[Hashable, list[TensorDictBase]] = {}

@@ -143,13 +143,19 @@ class GRPOLoss(LLMLoss):
         aggregation_weights(torch.zeros(1, dtype=torch.int64), 1, aggregation, fixed_length=fixed_length)
         self.actor_network = actor_network
         self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)
-        self.dual_clip, self.kl_mask_threshold, self.max_staleness = dual_clip, kl_mask_threshold, max_staleness
-        self.aggregation, self.fixed_length = aggregation, fixed_length
+        self.dual_clip = dual_clip
+        self.kl_mask_threshold = kl_mask_threshold
+        self.max_staleness = max_staleness
+        self.aggregation = aggregation
+        self.fixed_length = fixed_length
         self.entropy_bonus = self.needs_entropy = entropy_coeff is not None if entropy_bonus is None else entropy_bonus
         self.entropy_coeff = 0.01 if entropy_coeff is None else entropy_coeff
-        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff or None, kl_to_inference_coeff
+        self.kl_to_ref_coeff = kl_to_ref_coeff or None
+        self.kl_to_inference_coeff = kl_to_inference_coeff
         self.kl_estimator: KLEstimator = kl_estimator
-        self.ratio, self.importance_cap, self.importance_floor = ratio, importance_cap, importance_floor
+        self.ratio = ratio
+        self.importance_cap = importance_cap
+        self.importance_floor = importance_floor
         self.importance_mode: ImportanceMode = importance_mode
         self.importance_level: ImportanceLevel = importance_level
         self.masking_strategy: MaskingStrategy = masking_strategy
@@ -233,7 +239,8 @@ class GRPOLoss(LLMLoss):
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
     ) -> MicroLoss:
         """Return the loss of `[num_tokens]` trained tokens, from their current log-probs."""
-        current, sampler = log_probs.detach(), tokens["sample_log_probs"]
+        current = log_probs.detach()
+        sampler = tokens["sample_log_probs"]
         # The trainer's own, before the first update on the batch: what separates them from the sampler's is no update.
         own = tokens.columns.get("old_log_probs", current)
         is_to_own = self.importance_cap is not None or ("old_log_probs" in tokens and not self._is_around_sampler)
@@ -311,7 +318,8 @@ class GRPOLoss(LLMLoss):
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LLMLossOutput:
         """Return the losses, and means over trained tokens."""
-        log_weight, difference = measured.pop("log_weight"), measured.pop("difference")
+        log_weight = measured.pop("log_weight")
+        difference = measured.pop("difference")
         return self.output_type(
             ESS=effective_sample_size(log_weight),
             log_prob_difference_mean=difference.mean(),

@@ -62,8 +62,11 @@ class KLPenalty(Transform):
             raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")
         self.coeff = coeff
         self.estimator: KLEstimator = estimator
-        self.log_prob_key, self.other_log_prob_key = log_prob_key, other_log_prob_key
-        self.mask_key, self.rewards_key, self.kl_key = mask_key, rewards_key, kl_key
+        self.log_prob_key = log_prob_key
+        self.other_log_prob_key = other_log_prob_key
+        self.mask_key = mask_key
+        self.rewards_key = rewards_key
+        self.kl_key = kl_key
         self.keys = GroupKeys(rollout=rollout_key, rewards=rewards_key)
         self.in_keys = [log_prob_key, other_log_prob_key, mask_key, rollout_key, rewards_key]
         self.out_keys = [rewards_key, kl_key]
@@ -76,7 +79,8 @@ class KLPenalty(Transform):
         rows = batch.unbind(0)
         totals: dict[Hashable, torch.Tensor] = {}
         for row, divergences in zip(rows, self._divergences(batch), strict=True):
-            name, divergence = self.keys.rollout_id(row), divergences.sum()
+            name = self.keys.rollout_id(row)
+            divergence = divergences.sum()
             totals[name] = totals[name] + divergence if name in totals else divergence
         of_rows = [totals[self.keys.rollout_id(row)] for row in rows]
         written = [one.to(row[self.rewards_key].dtype).reshape(1, 1) for one, row in zip(of_rows, rows, strict=True)]

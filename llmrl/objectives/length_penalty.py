@@ -57,7 +57,8 @@ def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, r
         >>> group_relative_length([10, 20, 30, 10], [1.0, 1.0, 1.0, 0.0])
         [0.5, 0.0, -0.5, 0.0]
     """
-    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    shortest = min(lengths, default=0)
+    longest = max(lengths, default=0)
     if shortest == longest:
         return [0.0] * len(lengths)
     values = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
@@ -96,10 +97,14 @@ class LengthPenalty(Transform):
         written_key: NestedKey = "length_penalty",
     ) -> None:
         super().__init__()
-        self.length_reward, self.coeff = length_reward, coeff
-        self.mask_key, self.rewards_key, self.written_key = mask_key, rewards_key, written_key
+        self.length_reward = length_reward
+        self.coeff = coeff
+        self.mask_key = mask_key
+        self.rewards_key = rewards_key
+        self.written_key = written_key
         self.keys = GroupKeys(rewards=rewards_key)
-        self.in_keys, self.out_keys = [mask_key, rewards_key], [rewards_key, written_key]
+        self.in_keys = [mask_key, rewards_key]
+        self.out_keys = [rewards_key, written_key]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Change the rewards of a batch of complete groups, in place.
@@ -111,7 +116,8 @@ class LengthPenalty(Transform):
         batch = flat_batch(tensordict)
         if not batch.batch_size.numel() or has_entry(batch, self.written_key):
             return tensordict
-        rows, lengths = self.keys.rows(batch), dict[Hashable, int]()
+        rows = self.keys.rows(batch)
+        lengths = dict[Hashable, int]()
         if self.keys.are_turns(rows):
             raise ValueError("LengthPenalty changes rewards of rollouts, and these rows are turns: give training rows.")
         for row, mask in zip(rows, ragged_column(batch, self.mask_key), strict=True):

@@ -64,7 +64,8 @@ class MCAdvantageSelector(KnownArguments):
         if in_keys is not None and not in_keys:
             raise ValueError("in_keys must name at least one entry of the candidates.")
         self.strategy: SelectionStrategy = strategy
-        self.max_combinations, self.in_keys = max_combinations, list(in_keys or ["return"])
+        self.max_combinations = max_combinations
+        self.in_keys = list(in_keys or ["return"])
 
     def select(
         self,
@@ -170,7 +171,8 @@ class TopKRewardSelector(KnownArguments, Transform):
                 f"topk_size must be from 1 to total_dialog_turns, got {topk_size} with "
                 f"total_dialog_turns={total_dialog_turns}."
             )
-        self.total_dialog_turns, self.topk_size = total_dialog_turns, topk_size
+        self.total_dialog_turns = total_dialog_turns
+        self.topk_size = topk_size
         self.keys = GroupKeys(prompt_key, rollout_key, is_scored_key, rewards_key, done_key)
         self.queue = GroupQueue(self.keys, total_dialog_turns, max_num_waiting_groups)
         self.in_keys = [rollout_key if prompt_key is None else prompt_key, rewards_key]

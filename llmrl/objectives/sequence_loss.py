@@ -41,7 +41,8 @@ class SequenceLoss(LLMLoss):
         tokenizer_kwargs: Mapping[str, object] | None,
     ) -> None:
         super().__init__()
-        self._tokenizer, self._tokenizer_kwargs = tokenizer, tokenizer_kwargs
+        self._tokenizer = tokenizer
+        self._tokenizer_kwargs = tokenizer_kwargs
         if reduction not in get_args(Reduction):
             raise ValueError(f"reduction must be one of {list(get_args(Reduction))}, got {reduction!r}.")
         if masking_strategy not in get_args(MaskingStrategy):

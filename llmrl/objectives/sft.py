@@ -101,7 +101,8 @@ class SFTLoss(SequenceLoss):
         self.actor_network = actor_network
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.kl_estimator: KLEstimator = kl_estimator
-        self.loss_function, self.beta = loss_function, beta
+        self.loss_function = loss_function
+        self.beta = beta
 
     @property
     def _has_reference(self) -> bool:

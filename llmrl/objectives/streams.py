@@ -61,7 +61,8 @@ def write_loss_weights(batch: TensorDictBase, **streams: Callable[[TensorDictBas
     """
     for row in flat_batch(batch).unbind(0):
         for name, weigh in streams.items():
-            weights, num_tokens = weigh(row), len(row.get(("tokens", "full")))
+            weights = weigh(row)
+            num_tokens = len(row.get(("tokens", "full")))
             if weights.shape != (num_tokens,) or not bool(weights.isfinite().all()):
                 raise ValueError(
                     f"the weights of {name!r} must be {num_tokens} finite numbers, one per token, got "
@@ -194,7 +195,8 @@ class StreamsLoss(LLMLoss):
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch, for each stream the rows that are in it."""
-        rows, mask_key = flat_batch(tensordict).unbind(0), (LOSS_WEIGHTS, "")
+        rows = flat_batch(tensordict).unbind(0)
+        mask_key = (LOSS_WEIGHTS, "")
         lengths = [len(row.get(self.tensor_keys.action)) for row in rows]
         shells = lazy_stack(
             [row.exclude(LOSS_WEIGHTS).set(mask_key, torch.zeros(num)) for row, num in zip(rows, lengths, strict=True)]
@@ -238,7 +240,8 @@ class StreamsLoss(LLMLoss):
         """Take out of each stream the rows from which no gradient can come."""
         lengths = [len(ids) for ids in inputs.token_ids]
         for name, loss in self.streams.items():
-            own, key = _own_columns(inputs.columns, name), f"{name}:is_scored"
+            own = _own_columns(inputs.columns, name)
+            key = f"{name}:is_scored"
             masks = list(inputs.columns[key].split(lengths))
             read = replace(inputs, columns=_loss_columns(own), scored_masks=masks)
             if "weight" in own:
@@ -267,7 +270,8 @@ class StreamsLoss(LLMLoss):
         """Put the micro-batches of one batch together."""
         if not micro_losses:
             raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
-        outputs, num_tokens = {}, {}
+        outputs = {}
+        num_tokens = {}
         found = [micro.streams for micro in micro_losses if isinstance(micro, StreamsMicroLoss)]
         for name, loss in self.streams.items():
             parts = [streams[name] for streams in found if name in streams]

@@ -111,11 +111,16 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             from transformers import AutoTokenizer
 
             tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(tokenizer))
-        self.generate, self.input_mode = generate, input_mode
+        self.generate = generate
+        self.input_mode = input_mode
         self.input_key = (input_mode, "prompt" if generate else "full") if input_key is None else input_key
-        self.attention_mask_key, self.log_probs_key = attention_mask_key, log_probs_key
-        self.return_log_probs, self.pad_output = return_log_probs is not False, pad_output
-        self.num_samples, self.chat_template, self.prefer_tokens = num_samples, chat_template, prefer_tokens
+        self.attention_mask_key = attention_mask_key
+        self.log_probs_key = log_probs_key
+        self.return_log_probs = return_log_probs is not False
+        self.pad_output = pad_output
+        self.num_samples = num_samples
+        self.chat_template = chat_template
+        self.prefer_tokens = prefer_tokens
         self.inplace = num_samples is None if inplace is None else inplace is True
         self.in_keys = [self.input_key]
         names = ["text", "masks", "tokens", *([log_probs_key] if self.return_log_probs else [])]
@@ -167,7 +172,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Generate for every conversation, all in flight at once; may be called from any thread."""
-        elements, shape = batch_elements(tensordict), tensordict.batch_size
+        elements = batch_elements(tensordict)
+        shape = tensordict.batch_size
         if self.num_samples is not None:
             shape = torch.Size((*shape, self.num_samples))
         if not self.inplace:
@@ -331,8 +337,10 @@ def _write_tensors(element: TensorDictBase, conversation: Conversation, log_prob
     """Write the tokens of the last turn with their log-probs, masks and versions, as views of the conversation's."""
     assert conversation.node is not None
     split = conversation.num_tokens - conversation.node.num_completion_tokens
-    token_ids, log_probs = conversation.tensor_view("token_ids"), conversation.tensor_view("log_probs")
-    loss_mask, versions = conversation.tensor_view("loss_mask"), conversation.tensor_view("versions")
+    token_ids = conversation.tensor_view("token_ids")
+    log_probs = conversation.tensor_view("log_probs")
+    loss_mask = conversation.tensor_view("loss_mask")
+    versions = conversation.tensor_view("versions")
     tokens = {"prompt": token_ids[:split], "response": token_ids[split:], "full": token_ids}
     masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
     element.set("tokens", container_of(Tokens, tokens))

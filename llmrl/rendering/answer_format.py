@@ -36,11 +36,13 @@ def find_answer_format(renderer: ProbedRenderer, ending: Ending, reasoning_parse
         RenderingError: when the template writes reasoning, or has a variable for it, and no marks of it are found.
     """
     probe = TemplateProbe(renderer)
-    field, thoughts = "reasoning_content", None
+    field = "reasoning_content"
+    thoughts = None
     if reasoning_parser == "auto":
         field, thoughts = _find_thoughts(renderer, probe)
     elif reasoning_parser == "think":
-        field, thoughts = next(_fields(renderer, probe), (field, "", ""))[0], ThoughtMarks()
+        field = next(_fields(renderer, probe), (field, "", ""))[0]
+        thoughts = ThoughtMarks()
     renderer._answer_format = AnswerFormat(thoughts, field, "", "")
     opening, closing = _find_answer(probe, ending, thoughts)
     return AnswerFormat(thoughts, field, opening, closing)
@@ -62,7 +64,8 @@ def _fields(renderer: ProbedRenderer, probe: TemplateProbe) -> Iterator[tuple[st
 
 def _find_thoughts(renderer: ProbedRenderer, probe: TemplateProbe) -> tuple[str, ThoughtMarks | None]:
     usual = ThoughtMarks()
-    tag, plain = _tag_pattern(renderer), _plain_answer(probe)
+    tag = _tag_pattern(renderer)
+    plain = _plain_answer(probe)
     is_written = False
     for field, before, after in _fields(renderer, probe):
         is_written = True

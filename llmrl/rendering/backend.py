@@ -123,7 +123,8 @@ class PackageRenderer:
         """
         self._content_marks.refuse(new_messages, tools)
         # Only the last token can be the end of this turn; earlier ones may be ends of earlier turns.
-        before, last = list(token_ids[:-1]), list(token_ids[-1:])
+        before = list(token_ids[:-1])
+        last = list(token_ids[-1:])
         bridged = self._renderer.bridge_to_next_turn(
             before, last, [_plain(message) for message in new_messages], tools=_schemas(tools)
         )
@@ -151,7 +152,8 @@ class PackageRenderer:
         message: dict[str, object] = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content
-        calls, malformed = [], []
+        calls = []
+        malformed = []
         for call in parsed.tool_calls:
             if call.status != "ok" or not call.name or not isinstance(call.arguments, Mapping):
                 malformed.append(MalformedToolCall(call.raw, str(call.status)))

@@ -64,7 +64,8 @@ def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
         {'name': 'add', 'arguments': {'a': 1}}
     """
     calls: list[ToolCall] = []
-    position, start = 0, re.compile(r"\s*(?:<\|assistant\|>\s*)?([A-Za-z_][\w.-]*)[^\S\n]*\n\s*(?=\{)")
+    position = 0
+    start = re.compile(r"\s*(?:<\|assistant\|>\s*)?([A-Za-z_][\w.-]*)[^\S\n]*\n\s*(?=\{)")
     while begun := start.match(text, position):
         try:
             arguments, position = json.JSONDecoder().raw_decode(text, begun.end())
@@ -101,7 +102,8 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCall
     if not is_tagged and not re.match(r'\{\s*"(name|type|parameters|function)"\s*:', body):
         return ParsedCalls(text)
     calls: list[ToolCall] = []
-    decoder, position = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    position = 0
     try:
         while position < len(body):
             value, position = decoder.raw_decode(body, position)
@@ -380,7 +382,9 @@ def _read_gemma4_value(text: str, position: int) -> tuple[Json, int]:
         constants = {"True": True, "False": False, "None": None}
         bare = word[0].strip()
         return constants[bare] if bare in constants else json.loads(bare), word.end()
-    closing, pairs, items = "}" if opening == "{" else "]", {}, []
+    closing = "}" if opening == "{" else "]"
+    pairs = {}
+    items = []
     position = _skip_space(text, position + 1)
     while not text.startswith(closing, position):
         if opening == "{":
@@ -411,5 +415,6 @@ def _read_deepseek_call(body: str) -> ToolCall:
         raise ValueError("<｜tool▁sep｜> is expected after the name")
     fenced = re.fullmatch(r"([\w.-]+)\s*```json(.*)```", written.strip(), re.DOTALL)
     if fenced is not None:
-        name, written = fenced[1], fenced[2]
+        name = fenced[1]
+        written = fenced[2]
     return check_call({"name": name.strip(), "arguments": json.loads(written)})

@@ -180,7 +180,8 @@ class Conversation:
 
         White space, the spelling of a call or an empty reasoning block are no difference: what was sampled stays.
         """
-        renderer, last = self.renderer, self.last
+        renderer = self.renderer
+        last = self.last
         assert renderer is not None and last is not None
         before = self._shown
         if before is None:
@@ -188,7 +189,8 @@ class Conversation:
         num_equal = common_prefix_length(before, shown)
         end = next((i for i in range(num_equal, len(shown)) if shown[i] in renderer.stop_token_ids), None)
         # A template's white space before the answer may be one token with what follows it: compared as text.
-        lead, text = renderer.decode(before[num_equal:]), renderer.decode(shown[num_equal:end])
+        lead = renderer.decode(before[num_equal:])
+        text = renderer.decode(shown[num_equal:end])
         said = said_after(lead, text, renderer.thought_marks)
         if end is None or said is None:
             return False

@@ -91,7 +91,8 @@ def _completion_ids(
     num_equal = common_prefix_length(prompt, written)
     answer = written[num_equal:]
     if num_equal < len(prompt):  # the end of the prompt and the answer's beginning may be one token
-        lead, text = renderer.decode(prompt[num_equal:]), renderer.decode(answer)
+        lead = renderer.decode(prompt[num_equal:])
+        text = renderer.decode(answer)
         said = said_after(lead, text, renderer.thought_marks)
         thoughts = renderer.thought_marks
         is_dropped = thoughts is not None and thoughts.is_open_at_end(lead) and thoughts.closing not in text

@@ -187,7 +187,8 @@ class TemplateProbe:
 
     def turn_marks(self) -> set[str]:
         """Return the added tokens that begin or end turns, or a tool's result, whether called special or not."""
-        renderer, end = self.renderer, _NEXT_USER
+        renderer = self.renderer
+        end = _NEXT_USER
         frames = [self._after_mark(PLAIN_ANSWER, end), self._after_mark(calling(), _TOOL_RESULT)]
         offsets = [renderer._ending(is_call=False, role="user"), renderer._ending(is_call=True, role="tool")]
         text = "".join(
@@ -333,7 +334,8 @@ class TemplateProbe:
         for role, following in (("tool", _TOOL_RESULT), ("user", _NEXT_USER)):
             ending = self.renderer._ending(is_call=True, role=role)
             tools = None if self.renderer.is_tool_prompt_added else [_TOOL]
-            prompt, text = self.text([USER], tools=tools), self.text([USER, asked, following], tools=tools)
+            prompt = self.text([USER], tools=tools)
+            text = self.text([USER, asked, following], tools=tools)
             if ending is None or prompt is None or text is None or ANSWER not in text:
                 continue
             start = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))

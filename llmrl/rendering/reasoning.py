@@ -47,13 +47,15 @@ class ThoughtMarks:
             >>> ThoughtMarks().without_empty("a <think>\n\n</think>\n\nb </think>c <think>d</think>e")
             'a b c <think>d</think>e'
         """
-        opening, closing = re.escape(self.opening), re.escape(self.closing)
+        opening = re.escape(self.opening)
+        closing = re.escape(self.closing)
         held = rf"{opening}(?:(?!{closing}).)*?\S(?:(?!{closing}).)*?{closing}"
         return re.sub(rf"({held})|(?:{opening}\s*)?{closing}\s*", r"\1", text, flags=re.DOTALL)
 
     def without_empty_first(self, text: str) -> str:
         """Return a text without the empty reasoning block with which it begins."""
-        opening, closing = re.escape(self.opening), re.escape(self.closing)
+        opening = re.escape(self.opening)
+        closing = re.escape(self.closing)
         return re.sub(rf"\A\s*(?:{opening}\s*)?{closing}\s*", "", text)
 
 
@@ -96,7 +98,8 @@ class AnswerFormat:
     def written(self, message: Mapping[str, object]) -> dict[str, object]:
         """Return a message with its reasoning where the template reads it."""
         written = dict(message)
-        reasoning, content = written.get("reasoning_content"), text_of(written.get("content"))
+        reasoning = written.get("reasoning_content")
+        content = text_of(written.get("content"))
         if written["role"] != "assistant" or self.field == "reasoning_content":
             return written
         if self.field == ".thoughts":  # such a template takes one answer as text only where it takes all so
@@ -118,7 +121,8 @@ class AnswerFormat:
             >>> AnswerFormat(None, "", "<|START_RESPONSE|>", "<|END_RESPONSE|>").said("<|START_RESPONSE|>four")
             'four'
         """
-        opening, closing = self.opening.strip(), self.closing.strip()
+        opening = self.opening.strip()
+        closing = self.closing.strip()
         if opening.endswith((">", "]")) and text.lstrip().startswith(opening):  # a tag, whatever white space is there
             text = text.lstrip().removeprefix(opening)
         else:

@@ -49,7 +49,8 @@ def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
         >>> common_prefix_length([1, 2, 3, 4], [1, 2, 9])
         2
     """
-    low, high = 0, min(len(left), len(right))
+    low = 0
+    high = min(len(left), len(right))
     if left[:high] == right[:high]:
         return high
     while low < high - 1:  # left[:low] agrees, left[:high] does not

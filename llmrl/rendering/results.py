@@ -28,7 +28,8 @@ def name_results(messages: Sequence[Message]) -> list[Message]:
     place = 0
     for message in messages:
         if message["role"] == "assistant":
-            calls, place = list(message.get("tool_calls") or ()), 0
+            calls = list(message.get("tool_calls") or ())
+            place = 0
         elif message["role"] in TOOL_ROLES:
             call = None if message.get("name") else _call_of(message, calls, place)
             place += 1
@@ -59,7 +60,8 @@ def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans
     written: list[Message] = []
     has_calls = is_open = False
     for message in messages:
-        role, content = message["role"], text_of(message.get("content"))
+        role = message["role"]
+        content = text_of(message.get("content"))
         if role == "assistant":
             has_calls = bool(message.get("tool_calls"))
         is_result = role in TOOL_ROLES

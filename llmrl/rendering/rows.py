@@ -59,7 +59,8 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
     for leaf in leaves:
         first_turn = 0
         for turns in turns_by_row(leaf):
-            columns, starts = _columns_of(turns), {}
+            columns = _columns_of(turns)
+            starts = {}
             for turn, num_left in turns:
                 num_before = num_trained.get(id(turn), 0)
                 start = turn.num_kept_tokens + turn.num_context_tokens

@@ -46,9 +46,11 @@ class _Tags:
         calls: list[ToolCall] = []
         position = 0
         while begun := self._begin.match(text, position):
-            position, arguments = begun.end(), {}
+            position = begun.end()
+            arguments = {}
             while written := self._argument.match(text, position):
-                position, key = written.end(), written["key"].strip()
+                position = written.end()
+                key = written["key"].strip()
                 if key in arguments:
                     raise ValueError(f"the argument {key!r} is written twice")
                 arguments[key] = self._value(written, begun["name"], tools)
@@ -152,7 +154,8 @@ def _read_elements(
         raise ValueError(f"at most {_MAX_DEPTH} elements may stand in each other")
     elements: list[tuple[str, Json]] = []
     while begun := _ELEMENT.match(text, position):
-        key, position = begun["key"], begun.end()
+        key = begun["key"]
+        position = begun.end()
         if key != "item" and any(key == other for other, _ in elements):
             raise ValueError(f"the argument {key!r} is written twice")
         expected = schema(key)

@@ -156,11 +156,14 @@ class TemplateRenderer:
                 raise
             self.tool_fault = str(error)
             tool_format = choose_tool_format(self, "none")
-        self.tool_parser, self._parse_calls = tool_format.name, tool_format.parse
+        self.tool_parser = tool_format.name
+        self._parse_calls = tool_format.parse
         if tool_format.write is not None:
-            self._are_calls_written, self._write_call = True, tool_format.write
+            self._are_calls_written = True
+            self._write_call = tool_format.write
             self._endings.clear()  # calls end as answers do
-        probe, example = TemplateProbe(self), {"argument": "value"}
+        probe = TemplateProbe(self)
+        example = {"argument": "value"}
         self._tool_example = self._write_call("function_name", example)
         if not self._are_calls_written:
             written = probe.written_call("function_name", {"argument": ANSWER}) or ""
@@ -235,7 +238,8 @@ class TemplateRenderer:
         )
         chat = [self._plain(message) for message in carried]
         if tools and self.is_tool_prompt_added:
-            chat, tools = with_tool_prompt(chat, tools, self._tool_example, self._is_system_known), None
+            chat = with_tool_prompt(chat, tools, self._tool_example, self._is_system_known)
+            tools = None
         try:
             return written_in_time(
                 partial(

@@ -59,7 +59,8 @@ def choose_tool_format(renderer: ProbedRenderer, tool_parser: str) -> ToolFormat
         RenderingError: when the template shows tools, and what it writes for a call is not read.
         ValueError: for an unknown parser, or one without a writer where calls have to be written.
     """
-    probe, template = TemplateProbe(renderer), renderer.chat_template
+    probe = TemplateProbe(renderer)
+    template = renderer.chat_template
     is_written_by_us = renderer._are_calls_written
     name = tool_parser
     if name == "auto" and is_written_by_us:
@@ -69,7 +70,8 @@ def choose_tool_format(renderer: ProbedRenderer, tool_parser: str) -> ToolFormat
         readable = (each for each, parse in TOOL_CALL_PARSERS.items() if probe.is_call_read(parse))
         name = next(readable, name)
         if name == "auto" and renderer.is_tool_prompt_added:
-            name, is_written_by_us = "hermes", True
+            name = "hermes"
+            is_written_by_us = True
     elif name != "none" and not is_written_by_us and not probe.is_call_read(find_tool_call_parser(name)):
         if not renderer.is_tool_prompt_added:
             raise _unread(renderer, name)

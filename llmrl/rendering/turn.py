@@ -113,11 +113,13 @@ class TurnNode:
         num_parent_tokens = 0 if parent is None else parent.num_tokens
         if not 0 <= num_kept_tokens <= num_parent_tokens:
             raise ValueError(f"num_kept_tokens must lie in 0..{num_parent_tokens}, got {num_kept_tokens}.")
-        self.parent, self.num_kept_tokens = parent, num_kept_tokens
+        self.parent = parent
+        self.num_kept_tokens = num_kept_tokens
         self.num_context_tokens = len(columns) - start - num_completion_tokens
         self.num_completion_tokens = num_completion_tokens
         self.fork_threshold_tokens = fork_threshold_tokens
-        self._columns, self._start = columns, start
+        self._columns = columns
+        self._start = start
 
     @classmethod
     def over(
@@ -136,7 +138,8 @@ class TurnNode:
 
     def own(self) -> None:
         """Let go of columns that others share, keeping a copy of this turn's tokens alone; nothing else changes."""
-        self._columns, self._start = self.columns(), 0
+        self._columns = self.columns()
+        self._start = 0
 
     def shares(self, columns: TokenColumns) -> bool:
         """Return whether this turn's tokens lie in `columns`."""
@@ -147,7 +150,8 @@ class TurnNode:
         """What its prompt did to the row of its parent; None for the first turn."""
         if self.parent is None:
             return None
-        held, answer = self.parent.num_tokens, self.parent.num_completion_tokens
+        held = self.parent.num_tokens
+        answer = self.parent.num_completion_tokens
         return classify(held, self.num_kept_tokens, answer, fork_threshold_tokens=self.fork_threshold_tokens)
 
     @property

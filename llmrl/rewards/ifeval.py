@@ -211,7 +211,8 @@ def _capital_words(capital_frequency: int, capital_relation: str) -> Callable[[s
 
 
 def _letter_frequency(letter: str, let_frequency: int, let_relation: str) -> Callable[[str], bool]:
-    is_right, sign = _RELATIONS[let_relation], letter.strip().lower()
+    is_right = _RELATIONS[let_relation]
+    sign = letter.strip().lower()
     if len(sign) != 1:
         raise ValueError(f"letter must be one character, got {letter!r}.")
     return lambda answer: is_right(answer.lower().count(sign), int(let_frequency))
@@ -219,9 +220,11 @@ def _letter_frequency(letter: str, let_frequency: int, let_relation: str) -> Cal
 
 def _number_of_placeholders(num_placeholders: int) -> Callable[[str], bool]:
     def count(line: str) -> int:
-        num_found, start = 0, line.find("[")
+        num_found = 0
+        start = line.find("[")
         while start >= 0 and (end := line.find("]", start)) >= 0:
-            num_found, start = num_found + 1, line.find("[", end)
+            num_found = num_found + 1
+            start = line.find("[", end)
         return num_found
 
     return lambda answer: sum(map(count, answer.split("\n"))) >= int(num_placeholders)

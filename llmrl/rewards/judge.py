@@ -105,12 +105,19 @@ class Judge:
         ):
             if value is not None and not value > 0:
                 raise ValueError(f"{argument} must be positive, got {value}.")
-        self.model, self.prompt, self.scale, self.read, self.__name__ = model, prompt, scale, read, name
+        self.model = model
+        self.prompt = prompt
+        self.scale = scale
+        self.read = read
+        self.__name__ = name
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY) for field in fields]
         )
-        self.max_concurrent_requests, self.requests_per_minute = max_concurrent_requests, requests_per_minute
-        self.cache_path, self.prices, self.options = cache_path, prices, dict(options or {})
+        self.max_concurrent_requests = max_concurrent_requests
+        self.requests_per_minute = requests_per_minute
+        self.cache_path = cache_path
+        self.prices = prices
+        self.options = dict(options or {})
         self.usage = JudgeUsage()
         """Usage so far, of all that share this judge in this process."""
         self.client_options: dict[str, object] = {
@@ -180,7 +187,8 @@ class _Questions:
         self._room = asyncio.Semaphore(judge.max_concurrent_requests)
         self._next_start = 0.0
         self._interval = 60 / judge.requests_per_minute if judge.requests_per_minute is not None else 0.0
-        self._usage, self._prices = judge.usage, judge.prices
+        self._usage = judge.usage
+        self._prices = judge.prices
         self._path = None if judge.cache_path is None else Path(judge.cache_path)
         self._replies = {} if self._path is None else read_replies(self._path)
         self._asked: dict[str, asyncio.Future[str]] = {}
@@ -191,7 +199,8 @@ class _Questions:
     async def ask(self, request: Mapping[str, object]) -> str:
         """Return the reply to a request, which is sent only once."""
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        known, asked = self._replies.get(digest), self._asked.get(digest)
+        known = self._replies.get(digest)
+        asked = self._asked.get(digest)
         if known is not None or asked is not None:
             self._usage.num_cached += 1
         if known is not None:
@@ -210,7 +219,8 @@ class _Questions:
             answer = await self._client.chat.completions.create(**request)
         self._usage.num_requests += 1
         if answer.usage is not None:
-            num_input, num_output = answer.usage.prompt_tokens, answer.usage.completion_tokens
+            num_input = answer.usage.prompt_tokens
+            num_output = answer.usage.completion_tokens
             self._usage.num_input_tokens += num_input
             self._usage.num_output_tokens += num_output
             self._usage.cost += (num_input * self._prices[0] + num_output * self._prices[1]) / 1e6

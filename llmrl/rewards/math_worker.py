@@ -17,7 +17,8 @@ def main() -> None:
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:

@@ -83,7 +83,9 @@ class RewardFn:
             raise ValueError("name is needed for a reward function that has none of its own.")
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight of {name!r} must be non-negative and finite, got {weight!r}.")
-        self.function, self.name, self.weight = function, name, weight
+        self.function = function
+        self.name = name
+        self.weight = weight
         # A function, or an object with a coroutine as its `__call__`.
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         parameters = inspect.signature(function).parameters.values()

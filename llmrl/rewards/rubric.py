@@ -87,7 +87,8 @@ class Rubric:
         for name, value in (("truncation_reward", truncation_reward), ("error_reward", error_reward)):
             if value is not None:
                 finite_number(value, name)
-        self.truncation_reward, self.error_reward = truncation_reward, error_reward
+        self.truncation_reward = truncation_reward
+        self.error_reward = error_reward
         self.timeout_seconds = timeout_seconds
         self._logged: set[str] = set()
 

@@ -89,7 +89,9 @@ class BatchSource:
         last: Collected | None,
         on_dropped: Callable[[dict[str, float], Sequence[Rollout]], object],
     ) -> None:
-        self._collector, self._needs_batch, self._last = collector, needs_batch, last
+        self._collector = collector
+        self._needs_batch = needs_batch
+        self._last = last
         self._batches = self._draw()
         self._ahead = ReadAhead(self._batches) if in_background else None
         if isinstance(collector, BatchCollector) and not in_background:
@@ -142,7 +144,8 @@ class BatchSource:
 
 def played_by(collector: BatchMaker) -> tuple[dict[str, float], list[Rollout]]:
     """Return what a collector played last, in numbers and as rollouts."""
-    report, played = collector.report, collector.rollouts
+    report = collector.report
+    played = collector.rollouts
     assert report is not None
     return report.to_metrics() | rollout_metrics(played) | metrics_by_env(played), played
 

@@ -176,7 +176,8 @@ class Evaluator:
             return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
 
     def _play(self, name: str) -> EvaluationReport:
-        started, version = time.perf_counter(), self.policy.engine.policy_version
+        started = time.perf_counter()
+        version = self.policy.engine.policy_version
         rollouts = self._collectors[name].play(self.num_rollouts[name])
         if (now := self.policy.engine.policy_version) != version:
             warnings.warn(

@@ -41,7 +41,9 @@ class Exports:
     """
 
     def __init__(self, cfg: ScriptConfig, folder: RunFolder, say: Callable[[str], object]) -> None:
-        self._cfg, self._folder, self._say = cfg, folder, say
+        self._cfg = cfg
+        self._folder = folder
+        self._say = say
         self._writes = BackgroundWrites()
         self._pushed: Future[CommitInfo] | None = None
         self._being_pushed: Path | None = None
@@ -99,7 +101,8 @@ class Exports:
 
     def _await_push(self) -> None:
         """Wait for the hub; where it failed, say so."""
-        pushed, path = self._pushed, self._being_pushed
+        pushed = self._pushed
+        path = self._being_pushed
         self._pushed = self._being_pushed = None
         if pushed is not None and (error := pushed.exception()) is not None:
             self._say(

@@ -67,7 +67,8 @@ class WorkerRun:
         self._exit = contextlib.ExitStack()
         self._tracked: dict[str, Any] = {}
         self._lent: Engine | None = None
-        self._step, self._is_in_step = 0, False
+        self._step = 0
+        self._is_in_step = False
         seed_all(cfg.seed)
 
     def enter(self, part: contextlib.AbstractContextManager[Entered]) -> Entered:

@@ -92,7 +92,9 @@ class Run:
     ) -> None:
         from transformers.utils.logging import disable_progress_bar
 
-        self.cfg, self.console, self._continued_by = cfg, console or Console(), continued_by
+        self.cfg = cfg
+        self.console = console or Console()
+        self._continued_by = continued_by
         self._warn = functools.partial(self.console.print, style="bold red", highlight=False, markup=False)
         if cfg.export.push_to_hub is not None:  # before anything is trained, since the hub may refuse it
             open_repository(cfg.export.push_to_hub)
@@ -109,7 +111,8 @@ class Run:
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
         self._best_saved: int | None = None  # step of the model that this process has saved as the best
         self._exports = Exports(cfg, self.folder, self._warn)
-        self._exit, self._writes = contextlib.ExitStack(), BackgroundWrites()
+        self._exit = contextlib.ExitStack()
+        self._writes = BackgroundWrites()
         self._tracked: dict[str, Any] = {}
         self._collector: BatchMaker | None = None
         self._engine: Engine | None = None
@@ -152,7 +155,9 @@ class Run:
         Raises:
             ValueError: when the checkpoint lacks one of them.
         """
-        self._collector, self._engine, self._tracked = collector, engine, dict(objects)
+        self._collector = collector
+        self._engine = engine
+        self._tracked = dict(objects)
         self.folder.save_tokenizer(tokenizer)
         checkpoint = self.folder.load_checkpoint() if self.cfg.resume else None
         if self.cfg.resume:
@@ -203,7 +208,8 @@ class Run:
             raise RuntimeError("run.steps needs run.track(collector, engine, model=..., ...) before it.")
         self._is_ahead = in_background or self.cfg.collect.max_staleness is not None
         waiting, training = ("wait for a batch", "train, and generate") if self._is_ahead else ("generate", "train")
-        self._num_steps, first_step = num_steps, self._step
+        self._num_steps = num_steps
+        first_step = self._step
         collected: Collected | None = None
         with LiveView(num_steps, first_step=first_step, console=self.console) as self._view:
             for saved in self.folder.saved_batches(self._step + 1, self._warn):
@@ -292,7 +298,9 @@ class Run:
 
     def _begin(self, collected: Collected, *, is_replay: bool = False) -> tuple[int, TensorDictBase]:
         self._writes.wait()  # the checkpoint being written must not see half an update
-        self._step, self._collected, self._is_replay = self._step + 1, collected, is_replay
+        self._step = self._step + 1
+        self._collected = collected
+        self._is_replay = is_replay
         if not is_replay:
             self._logged.pop(self._step, None)  # of a batch that was taken away
         self._metrics, self._meter = {}, StepMeter(self._tracked, self._engine)
@@ -302,7 +310,8 @@ class Run:
 
     def _end(self) -> None:
         """Do what follows a step: save a checkpoint when it is time."""
-        collected, self._collected = self._collected, None
+        collected = self._collected
+        self._collected = None
         assert collected is not None
         self._dropped_ids = set()
         if self._step % self.cfg.run.checkpoint_every == 0:

@@ -53,7 +53,8 @@ def run_card(
         "Learning rate": f"{cfg.train.learning_rate:g}, {cfg.train.schedule}",
         "Steps": f"{step} of {cfg.train.num_steps}",
     }
-    before, after = summary.get("before", {}), summary.get("after", {})
+    before = summary.get("before", {})
+    after = summary.get("after", {})
     evaluated = [f"| {name} | {old} | {new} |" for name, old, new in shown_results(before, after)]
     measured = [f"| {name} | {value:.6g} |" for name, value in sorted(metrics.items())]
     parts = [

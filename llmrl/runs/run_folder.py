@@ -301,7 +301,8 @@ class RunFolder:
         return self._count_failure(step, "".join(format_exception(error)))
 
     def _count_failure(self, step: int, what: str) -> str:
-        batch, note = self._batch_path(step), self.batches_path / f"{step:06d}.failed"
+        batch = self._batch_path(step)
+        note = self.batches_path / f"{step:06d}.failed"
         is_first = not note.exists()
         with open_file(note, "a", errors="backslashreplace") as file:
             file.write(what)
@@ -436,5 +437,6 @@ class BackgroundWrites:
     def wait(self) -> None:
         """Block until nothing is being written."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
+            pending = self._pending
+            self._pending = None
             pending.result()

@@ -151,7 +151,8 @@ def chat_template(cfg: ScriptConfig) -> str | None:
 
 def tokenizer_of(cfg: ScriptConfig, engine: HasTokenizer) -> PreTrainedTokenizerBase:
     """Return the engine's tokenizer, with the chat template that `model` gives it."""
-    tokenizer, template = engine.get_tokenizer(), chat_template(cfg)
+    tokenizer = engine.get_tokenizer()
+    template = chat_template(cfg)
     if template is not None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = template
@@ -214,7 +215,8 @@ def optimizer_options(cfg: ScriptConfig) -> OptimizerOptions:
 
 def clip_bounds(cfg: GRPOConfig | DistillationConfig) -> tuple[float, float]:
     """Return how far below and above 1 the ratio goes before it is clipped."""
-    low, high = cfg.train.clip_epsilon, cfg.train.clip_epsilon_high
+    low = cfg.train.clip_epsilon
+    high = cfg.train.clip_epsilon_high
     return low, low if high is None else high
 
 

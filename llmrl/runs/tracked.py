@@ -109,7 +109,8 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
     known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     targets: dict[str, torch.Tensor] = {}
     for place, name in shards["names"]:
-        entry, like = known[name], layouts.get(place, layouts.get(place[:-1]))
+        entry = known[name]
+        like = layouts.get(place, layouts.get(place[:-1]))
         target = torch.empty(entry.size, dtype=entry.properties.dtype) if like is None else torch.empty_like(like)
         _put(states, place, targets.setdefault(name, target))
     load(targets, storage_reader=reader, no_dist=not dist.is_initialized())

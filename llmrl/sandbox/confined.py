@@ -44,7 +44,8 @@ class ConfinedSandbox:
     """
 
     def __init__(self, service: PythonExecutorService) -> None:
-        self._service, self._session = service, uuid.uuid4().hex
+        self._service = service
+        self._session = uuid.uuid4().hex
 
     async def start(self) -> None:
         """Take a cage."""

@@ -46,7 +46,10 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
     for number in (writing, *outputs):
         os.set_blocking(number, False)
         poller.register(number, select.POLLOUT if number == writing else select.POLLIN)
-    num_open, unsent, deadline, timed_out = 3, memoryview(stdin), time.monotonic() + timeout, False
+    num_open = 3
+    unsent = memoryview(stdin)
+    deadline = time.monotonic() + timeout
+    timed_out = False
     while num_open and process.poll() is None and (left := deadline - time.monotonic()) > 0:
         for ready, _ in poller.poll(1000 * min(left, _LOOK_SECONDS)):
             if ready == writing:
@@ -110,7 +113,8 @@ def get(path: str, start: int, size: int) -> None:
 
 def _open_own(path: str, flags: int) -> int:
     """Open a regular file below the sandbox's folder: opening and reading others could take for ever."""
-    folder, place = os.path.realpath(os.environ["HOME"]), os.path.realpath(path)
+    folder = os.path.realpath(os.environ["HOME"])
+    place = os.path.realpath(path)
     if not place.startswith(f"{folder}/") and place != folder:
         raise PermissionError(errno.EACCES, "It leads out of the sandbox's folder", path)
     if flags & os.O_CREAT:

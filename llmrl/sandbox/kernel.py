@@ -10,20 +10,38 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-NEW_MOUNTS, NEW_HOST_NAME, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
-    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
+NEW_MOUNTS = 0x00020000
+NEW_HOST_NAME = 0x04000000
+NEW_IPC = 0x08000000
+NEW_USER = 0x10000000
+NEW_PIDS = 0x20000000
+NEW_NETWORK = 0x40000000
 
 BOX = "/box"
 """In a file system that was made for an interpreter: its folder; `/tmp` too, unless Python lives there."""
 
-_MS_READ_ONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1, 0x2, 0x4, 0x1000, 0x4000, 0x40000
+_MS_READ_ONLY = 0x1
+_MS_NOSUID = 0x2
+_MS_NODEV = 0x4
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
 _MNT_DETACH = 2
-_AT_RECURSIVE, _AT_FDCWD, _ATTR_READ_ONLY = 0x8000, -100, 0x1
-_MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
+_AT_RECURSIVE = 0x8000
+_AT_FDCWD = -100
+_ATTR_READ_ONLY = 0x1
+_MOUNT_SETATTR = 442
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 1, 4, 8, 24
-_PR_SET_SUBREAPER, _PR_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_KEEPCAPS = 8
+_PR_CAPBSET_DROP = 24
+_PR_SET_SUBREAPER = 36
+_PR_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
 _CAP_VERSION_3 = 0x20080522
 READ_EVERYTHING = 2
 """The capability CAP_DAC_READ_SEARCH."""
@@ -119,7 +137,8 @@ def drop_capabilities(*, keep: int | None = None) -> None:
             _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused without the capability, and beyond the last one
     mask = 0 if keep is None else 1 << keep
     header = struct.pack("Ii", _CAP_VERSION_3, 0)
-    low, high = mask & 0xFFFFFFFF, mask >> 32
+    low = mask & 0xFFFFFFFF
+    high = mask >> 32
     _check(_libc.capset(header, struct.pack("6I", low, low, low, high, high, high)), "capset")
     if keep is not None:
         _check(_libc.prctl(_PR_CAP_AMBIENT, 2, keep, 0, 0), "prctl")
@@ -198,7 +217,12 @@ def _make_read_only(path: str, *, is_recursive: bool) -> None:
 
 
 # Landlock: what an unprivileged process may give up. Rights as the kernel's header lists them.
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_DIR = 8
+_TRUNCATE = 1 << 14
+_IOCTL = 1 << 15
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}

@@ -112,7 +112,8 @@ class Launcher:
     """
 
     def __init__(self, level: Isolation, limits: PythonLimits) -> None:
-        self.level, self.limits = level, limits
+        self.level = level
+        self.limits = limits
         self.folder = tempfile.mkdtemp(prefix="llmrl-python-")
         # Each interpreter may be its own user, and has its folder in this one.
         os.chmod(self.folder, 0o711)  # noqa: PTH101

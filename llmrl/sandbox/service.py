@@ -45,7 +45,8 @@ class PythonResult:
 
 class _Interpreter:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self.why_not = "the process that watches it ended"
         """Why it is not started, where it is not."""
 
@@ -128,7 +129,9 @@ class PythonExecutorService:
                 raise ValueError(f"{name} must be positive, got {value}.")
         if isolation not in ("auto", *LEVELS):
             raise ValueError(f"isolation must be 'auto' or one of {LEVELS}, got {isolation!r}.")
-        self.pool_size, self.timeout, self.num_ready = pool_size, timeout, num_ready
+        self.pool_size = pool_size
+        self.timeout = timeout
+        self.num_ready = num_ready
         self.limits = PythonLimits() if limits is None else limits
         self._loop = BackgroundLoop("llmrl-python")
         self._is_closed = False
@@ -215,7 +218,8 @@ class PythonExecutorService:
                 interpreter = session.interpreter or await self._take()
             except IsolationError as error:
                 return PythonResult(False, "", f"The Python service is out of order: {error}", -1, "died")
-            session.interpreter, session.running = None, interpreter
+            session.interpreter = None
+            session.running = interpreter
             is_kept = False
             limit = self.timeout if timeout is None else timeout
             try:
@@ -243,7 +247,8 @@ class PythonExecutorService:
                 "is_exit": False,
                 "is_alive": False,
             }
-        returncode, reason = answer["returncode"], answer["reason"]
+        returncode = answer["returncode"]
+        reason = answer["reason"]
         notes = []
         if is_lost:
             notes.append("The Python service lost this interpreter: it was released, or its supervisor was ended.")
@@ -280,7 +285,8 @@ class PythonExecutorService:
         raise IsolationError("what starts interpreters ended before it had started one.")
 
     async def _start(self) -> _Interpreter | None:
-        interpreter, is_started = await self._open(self._launcher), False
+        interpreter = await self._open(self._launcher)
+        is_started = False
         try:
             is_started = await interpreter.is_started()
         finally:

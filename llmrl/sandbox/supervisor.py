@@ -57,7 +57,9 @@ class KeptOutput:
 
     def __init__(self, num_kept: int) -> None:
         self._num_each = max(1, num_kept // 2)
-        self._head, self._tail, self._num_seen = bytearray(), bytearray(), 0
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._num_seen = 0
 
     def add(self, data: bytes) -> None:
         """Take more of the stream."""
@@ -85,7 +87,8 @@ class Supervisor:
     """
 
     def __init__(self, service: socket.socket, confinement: Confinement) -> None:
-        self.service, self.confinement = service, confinement
+        self.service = service
+        self.confinement = confinement
         self._number = 0
         """Number of the request that runs: random, so that code cannot answer the next one ahead of time."""
         self._start_interpreter()
@@ -162,7 +165,8 @@ class Supervisor:
     def _run(self, code: str, timeout: float) -> frames.Answer:
         self._number = int.from_bytes(os.urandom(6))
         kept = [KeptOutput(self.confinement.output_bytes) for _ in self._outputs]
-        reason, answer = "", None
+        reason = ""
+        answer = None
         try:
             self._channel.sendall(frames.encode({"code": code, "number": self._number}))
             answer, reason = self._watch(kept, time.monotonic() + timeout)
@@ -189,7 +193,8 @@ class Supervisor:
     def _watch(self, kept: list[KeptOutput], deadline: float) -> tuple[dict[str, int] | None, str]:
         """Wait until the interpreter answers, dies, or its time is up; return the answer, and why there is none."""
         poller = select.poll()
-        channel, service = self._channel.fileno(), self.service.fileno()
+        channel = self._channel.fileno()
+        service = self.service.fileno()
         poller.register(channel, select.POLLIN)
         poller.register(service, select.POLLHUP | select.POLLRDHUP)
         outputs = {read_end: output for (read_end, _), output in zip(self._outputs, kept, strict=True)}
@@ -361,7 +366,8 @@ def _is_zombie(process: int) -> bool:
 
 
 def _num_own_threads() -> int:
-    user, count = os.getuid(), 0
+    user = os.getuid()
+    count = 0
     for process in Path("/proc").glob("[1-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid == user:
@@ -381,7 +387,8 @@ def remove_folder(path: str) -> None:
 
     What is in a folder within is moved to the top, so that neither recursion nor the length of paths is a bound.
     """
-    prefix, numbers = os.urandom(8).hex(), itertools.count()
+    prefix = os.urandom(8).hex()
+    numbers = itertools.count()
 
     def is_opened(name: str, within: int) -> bool:
         if stat.S_ISDIR(os.lstat(name, dir_fd=within).st_mode):

@@ -78,8 +78,16 @@ _ALLOWED_TO_OWN_USERS: dict[str, _Numbers] = {
 # Cuts a file by its name, which Landlock knows from its version 3 on.
 _TRUNCATE: _Numbers = (76, 45)
 # Calls of which some arguments are allowed.
-_OPEN, _OPENAT, _CLONE, _SOCKETPAIR, _PRCTL = (2, None), (257, 56), (56, 220), (53, 199), (157, 167)
-_FCNTL, _IOCTL, _SETRLIMIT, _PRLIMIT, _SCHED_SETAFFINITY = (72, 25), (16, 29), (160, 164), (302, 261), (203, 122)
+_OPEN = (2, None)
+_OPENAT = (257, 56)
+_CLONE = (56, 220)
+_SOCKETPAIR = (53, 199)
+_PRCTL = (157, 167)
+_FCNTL = (72, 25)
+_IOCTL = (16, 29)
+_SETRLIMIT = (160, 164)
+_PRLIMIT = (302, 261)
+_SCHED_SETAFFINITY = (203, 122)
 # Locks of readable files would keep the machine's other programs waiting.
 _FLOCK: _Numbers = (73, 32)
 _FIRST_NEW = 424
@@ -98,8 +106,11 @@ _IOCTL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _PRCTL_OPTIONS = (1, 2, 3, 4, 15, 16, 21, 23, 38, 39)
 # O_RDONLY and the mode of neither reading nor writing, each with O_TRUNC, and the latter alone: for these Landlock asks
 # for no right to write.
-_OPEN_MASK, _OPENS_REFUSED = os.O_TRUNC | os.O_ACCMODE, (os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE, os.O_ACCMODE)
-_UNIX, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
+_OPEN_MASK = os.O_TRUNC | os.O_ACCMODE
+_OPENS_REFUSED = (os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE, os.O_ACCMODE)
+_UNIX = 1
+_STREAM = 1
+_KIND_OF_SOCKET = 0xF
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME.
 _NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x80
 
@@ -107,12 +118,21 @@ _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _X32_BIT = 0x40000000
 
 # Classic BPF. Offsets are those of `struct seccomp_data`: the call's number, the architecture, its arguments.
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-_NUMBER, _ARCHITECTURE = 0, 4
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_AND = 0x54
+_RETURN = 0x06
+_NUMBER = 0
+_ARCHITECTURE = 4
 _ARGUMENTS = (16, 24, 32)
 """Of the first three, the half that the kernel reads of an `int`."""
-_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-_PR_SET_SECCOMP, _FILTER = 22, 2
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_REFUSE = 0x00050000
+_PR_SET_SECCOMP = 22
+_FILTER = 2
 
 Instruction = tuple[int, int, int, int]
 """Code, instructions to skip if true, if false, operand."""

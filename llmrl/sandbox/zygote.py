@@ -72,7 +72,8 @@ def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
     if is_root:
         kernel.unshare(shared)
     else:
-        user, group = os.getuid(), os.getgid()
+        user = os.getuid()
+        group = os.getgid()
         kernel.unshare(shared | kernel.NEW_USER)
         kernel.map_to_root(user, group)
     kernel.change_root(settings["folder"], settings["readable"])
@@ -121,7 +122,8 @@ def _settle(settings: Settings, *, is_root: bool) -> tuple[str, int]:
 def _supervise(
     settings: Settings, service: socket.socket, *, folder: str, is_root: bool, user: int | None = None
 ) -> None:
-    level, limits = settings["level"], settings["limits"]
+    level = settings["level"]
+    limits = settings["limits"]
     if level == "bubblewrap":
         kernel.become_reaper()
         user = _FIRST_USER + settings["index"] if is_root else None

@@ -25,7 +25,8 @@ def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
     """
     if median <= 0 or sigma < 0:
         raise ValueError(f"median must be positive and sigma not negative, got {median!r} and {sigma!r}.")
-    generator, location = random.Random(seed), math.log(median)
+    generator = random.Random(seed)
+    location = math.log(median)
 
     def draw(*_: object) -> float:
         return generator.lognormvariate(location, sigma)

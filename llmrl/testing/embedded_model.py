@@ -217,7 +217,8 @@ def quiet_libraries() -> Iterator[None]:
     """Silence transformers' and gguf's progress bars and warnings meanwhile."""
     from transformers.utils import logging
 
-    was_enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    was_enabled = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:

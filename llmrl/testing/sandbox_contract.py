@@ -20,7 +20,8 @@ async def check_sandbox(make: Callable[[], Sandbox]) -> None:
     Raises:
         AssertionError: naming what does not hold.
     """
-    first, second = make(), make()
+    first = make()
+    second = make()
     await asyncio.gather(first.start(), second.start())
     try:
         await _check_commands(first)

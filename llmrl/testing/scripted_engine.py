@@ -81,7 +81,10 @@ class ScriptedEngine:
         """Prompt ids, sampling and routing key ("" for none) of every request so far."""
         self.busy_s = 0.0
         """Seconds that requests were being served, all added up, on their loop's clock."""
-        self._encode, self._decode, self._log_prob, self._latency_s = encode, decode, log_prob, latency_s
+        self._encode = encode
+        self._decode = decode
+        self._log_prob = log_prob
+        self._latency_s = latency_s
         self._kept_ids = kept_ids or (lambda token_ids: [[token_id] for token_id in token_ids])
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_num_seqs = math.inf if max_num_seqs is None else max_num_seqs
@@ -195,7 +198,9 @@ class ScriptedEngine:
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
         if flight.is_aborted:
-            token_ids, finish_reason, stop_string = token_ids[: flight.num_done()], "abort", None
+            token_ids = token_ids[: flight.num_done()]
+            finish_reason = "abort"
+            stop_string = None
         log_prob = self._log_prob
         mask = [array("i", ids) for ids in self._kept_ids(token_ids)] if sampling.needs_sampling_mask else None
         return Completion(
@@ -259,10 +264,12 @@ class ScriptedEngine:
             stop_token_ids |= self._stop_token_ids
         finish_reason: FinishReason = "stop"  # a script that ends has said what it wanted
         if len(token_ids) > budget:
-            token_ids, finish_reason = token_ids[:budget], "length"
+            token_ids = token_ids[:budget]
+            finish_reason = "length"
         end = next((index + 1 for index, token in enumerate(token_ids) if token in stop_token_ids), None)
         if end is not None:
-            token_ids, finish_reason = token_ids[:end], "stop"
+            token_ids = token_ids[:end]
+            finish_reason = "stop"
         if sampling.stop:
             if self._decode is None:
                 raise ValueError("the request has stop strings; give the scripted engine decode=.")

@@ -26,7 +26,8 @@ class Flight:
     )
 
     def __init__(self, latency_s: float, version: int, num_tokens: int) -> None:
-        self.latency_s, self.num_tokens = latency_s, num_tokens
+        self.latency_s = latency_s
+        self.num_tokens = num_tokens
         self.loop = asyncio.get_running_loop()
         self.is_aborted = False
         self._start_s: float | None = None

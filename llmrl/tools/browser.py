@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Of an action's time: what the page has, and what is left to ask whether it still responds.
-_ACTION_SHARE, _RESPONSE_SHARE = 0.6, 0.35
+_ACTION_SHARE = 0.6
+_RESPONSE_SHARE = 0.35
 # A page that does not let itself be closed is left to the browser's end.
 _CLOSE_SECONDS = 10.0
 # What could go around the proxy, or calls home.

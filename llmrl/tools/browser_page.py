@@ -24,7 +24,9 @@ class PageActions:
     """
 
     def __init__(self, page: Page, allowed_domains: Sequence[str], screenshot_path: Callable[[], Path]) -> None:
-        self._page, self._domains, self._screenshot_path = page, allowed_domains, screenshot_path
+        self._page = page
+        self._domains = allowed_domains
+        self._screenshot_path = screenshot_path
 
     async def navigate(self, url: str) -> str:
         """Open a web page; the answer is its title and text.

@@ -146,7 +146,8 @@ class Gateway:
         method, target, _ = request.split(" ", 2)
         is_tunnel = method == "CONNECT"
         address = urlsplit(f"//{target}" if is_tunnel else target)
-        host, port = address.hostname or "", address.port or (443 if is_tunnel else 80)
+        host = address.hostname or ""
+        port = address.port or (443 if is_tunnel else 80)
         if not is_allowed(host, port, self.allowed_domains):
             await self._refuse(writer, host)
             return

@@ -44,7 +44,8 @@ def HttpTool(
     """
     if isinstance(allowed_hosts, str) or not allowed_hosts:
         raise ValueError(f"allowed_hosts must name the hosts that requests may go to, got {allowed_hosts!r}.")
-    aiohttp, yarl = require("aiohttp", extra="server"), require("yarl", extra="server")
+    aiohttp = require("aiohttp", extra="server")
+    yarl = require("yarl", extra="server")
 
     async def http(
         url: str, method: str = "GET", headers: Mapping[str, str] | None = None, body: str | None = None

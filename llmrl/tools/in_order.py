@@ -140,8 +140,10 @@ class ExecuteToolsInOrder(ToolTransform):
         pass_state_to_tools: bool = True,
     ) -> None:
         super().__init__()
-        self.registry, self.parser = registry, parser
-        self.stop_on_error, self.pass_state_to_tools = stop_on_error, pass_state_to_tools
+        self.registry = registry
+        self.parser = parser
+        self.stop_on_error = stop_on_error
+        self.pass_state_to_tools = pass_state_to_tools
 
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
@@ -215,7 +217,8 @@ class SimpleToolTransform(ExecuteToolsInOrder):
             r"<tool>(.*?)\n(.*?)</tool>" if tool_call_pattern is None else tool_call_pattern, re.DOTALL
         )
         super().__init__(registry, functools.partial(_read, pattern) if parser is None else parser, False, False)
-        self.tool_role, self.timeout = tool_name, timeout
+        self.tool_role = tool_name
+        self.timeout = timeout
         self.tool_schemas = dict(tool_schemas or {})
 
     def _messages(self, lines: Sequence[str]) -> list[Message]:

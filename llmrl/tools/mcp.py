@@ -95,7 +95,8 @@ class MCPToolTransform(ToolTransform):
     def close(self) -> None:
         """Leave the servers; programs that were started end. May be called twice."""
         if self._home is not None and not self._home.is_closed:
-            connections, self._connections = list(self._connections.values()), {}
+            connections = list(self._connections.values())
+            self._connections = {}
 
             async def close_all() -> None:
                 await asyncio.gather(*(connection.close() for connection in connections))
@@ -111,7 +112,9 @@ class _Connection:
     """One server, and the task that holds the connection to it: who opens it must be who closes it."""
 
     def __init__(self, name: str, server: MCPServer, connect_timeout: float) -> None:
-        self._name, self._server, self._connect_timeout = name, server, connect_timeout
+        self._name = name
+        self._server = server
+        self._connect_timeout = connect_timeout
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
         self._leave = asyncio.Event()
@@ -152,7 +155,8 @@ class _Connection:
                 self._is_forgotten = False
                 client = await make_client(self._server, stack, when_forgotten=self._forget)
                 self._client = await stack.enter_async_context(client)
-                tools, cursor = [], None
+                tools = []
+                cursor = None
                 for num_pages in itertools.count(1):
                     page = await self._client.list_tools(cursor=cursor)
                     tools += page.tools
@@ -231,7 +235,8 @@ class _Connection:
 
     async def close(self) -> None:
         """Leave the server."""
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         if task is None:
             return
         self._leave.set()
@@ -267,7 +272,8 @@ def _tool(server: str, connection: _Connection, description: mcp_types.Tool) -> 
             raise ToolError(text)
         return text
 
-    name, text = f"{server}.{description.name}", description.description or description.title or ""
+    name = f"{server}.{description.name}"
+    text = description.description or description.title or ""
     return Tool(name, encodable(text), encodable(dict(description.input_schema)), run)
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 MAX_MESSAGE_BYTES = 8 << 20
 """Of one message of a server: parsing it takes the time of some tens of milliseconds."""
 _ENCODING = "utf-8-in-bounded-lines"
-_TIMEOUT_S, _READ_TIMEOUT_S = 30.0, 300.0
+_TIMEOUT_S = 30.0
+_READ_TIMEOUT_S = 300.0
 """As the SDK's own client has them."""
 _TOO_LONG = f"the server sent a message of more than {MAX_MESSAGE_BYTES >> 20} MiB."
 _ID = re.compile(rb'"id"\s*:\s*("[^"\\\\]*"|[0-9]{1,15})\s*[,}]')
@@ -92,7 +93,9 @@ class BoundedLines(codecs.IncrementalDecoder):
         super().__init__(errors)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.max_bytes = MAX_MESSAGE_BYTES
-        self._num_bytes, self._beginning, self._is_cut = 0, b"", False
+        self._num_bytes = 0
+        self._beginning = b""
+        self._is_cut = False
 
     def decode(self, data: Buffer, final: bool = False) -> str:
         """Return the text of what came; of a line that is too long its beginning, and then an error."""
@@ -108,7 +111,9 @@ class BoundedLines(codecs.IncrementalDecoder):
             elif not self._is_cut:
                 texts.append(self._decoder.decode(piece, final))
             if piece.endswith(b"\n"):
-                self._num_bytes, self._beginning, self._is_cut = 0, b"", False
+                self._num_bytes = 0
+                self._beginning = b""
+                self._is_cut = False
         return "".join(texts)
 
 

@@ -95,9 +95,12 @@ class PythonInterpreter(ToolTransform):
             max_output_chars=max_output_chars,
             truncate_side=truncate_side,
         )
-        self.persistent, self.services, self.calls = persistent, services, calls
+        self.persistent = persistent
+        self.services = services
+        self.calls = calls
         self._isolation = isolation
-        self._executor, self._is_executor_ours = executor, executor is None
+        self._executor = executor
+        self._is_executor_ours = executor is None
         self._remote = None if services is None else _find_service(service_name, namespace)
         self._set_tools(self._make_tools())
 

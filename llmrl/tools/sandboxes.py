@@ -108,7 +108,9 @@ class SandboxExecutor:
     """
 
     def __init__(self, make: Callable[[], Sandbox], *, python: str = "python3", timeout: float = 10.0) -> None:
-        self._make, self._python, self.timeout = make, python, timeout
+        self._make = make
+        self._python = python
+        self.timeout = timeout
         self._loop = BackgroundLoop("llmrl-sandboxes")
         self._sandboxes: dict[str, asyncio.Task[Sandbox]] = {}
 

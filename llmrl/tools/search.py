@@ -47,7 +47,8 @@ class SearchIndex:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         self._bm25s = require("bm25s", extra="tools")
         self.documents = [_as_text(document) for document in documents]
-        self.num_results, self.max_result_chars = num_results, max_result_chars
+        self.num_results = num_results
+        self.max_result_chars = max_result_chars
         self._index = self._bm25s.BM25()
         self._index.index(self._words(self.documents), show_progress=False)
 

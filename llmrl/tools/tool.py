@@ -172,7 +172,8 @@ class InstanceTools:
 
     def release(self, conversation_id: str) -> Future[None] | None:
         """Close a conversation's instance; may be called twice. A coroutine is given, as a future, to its loop."""
-        instance, loop = self._instances.pop(conversation_id, None), self._loops.pop(conversation_id, None)
+        instance = self._instances.pop(conversation_id, None)
+        loop = self._loops.pop(conversation_id, None)
         closing = instance.close() if hasattr(instance, "close") else None
         if not inspect.iscoroutine(closing) or loop is None:
             return None

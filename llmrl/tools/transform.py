@@ -96,8 +96,10 @@ class ToolTransform(KnownArguments, Transform):
             raise ValueError(f"truncate_side must be one of {get_args(TruncateSide)}, got {truncate_side!r}.")
         self.tool_role = tool_name
         self._parse = find_tool_call_parser(tool_parser)
-        self.timeout, self.max_parallel_calls = timeout, max_parallel_calls
-        self.max_output_chars, self.truncate_side = max_output_chars, truncate_side
+        self.timeout = timeout
+        self.max_parallel_calls = max_parallel_calls
+        self.max_output_chars = max_output_chars
+        self.truncate_side = truncate_side
         self.rate_limits = dict(rate_limits or {})
         self.counts: Counter[str] = Counter()
         """`calls`, `failures`, and of those `unknown`, `invalid`, `malformed`, `timeouts`."""
@@ -164,7 +166,8 @@ class ToolTransform(KnownArguments, Transform):
             session.put_answers(_turn(element), id(self), answers)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        elements, next_elements = batch_elements(tensordict), batch_elements(next_tensordict)
+        elements = batch_elements(tensordict)
+        next_elements = batch_elements(next_tensordict)
         sessions = [plain(element.get(SESSION, None)) or ToolSession() for element in elements]
         answers: list[list[Message] | None] = [
             session.take_answers(_turn(element), id(self)) for element, session in zip(elements, sessions, strict=True)
@@ -254,7 +257,8 @@ class ToolTransform(KnownArguments, Transform):
         calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
         if not calls and not malformed:
             parsed = self._parse(text_of(message.get("content")), self._schemas)
-            calls, malformed = parsed.tool_calls, parsed.malformed
+            calls = parsed.tool_calls
+            malformed = parsed.malformed
         places = asyncio.Semaphore(self.max_parallel_calls)
         queues: dict[object, list[tuple[int, Mapping[str, Any]]]] = {}
         for index, call in enumerate(calls):
@@ -301,7 +305,9 @@ class ToolTransform(KnownArguments, Transform):
 
     async def _outcome_of(self, tool: Tool, arguments: object, session: ToolSession) -> tuple[str, str]:
         """Return how a call ended, see `OUTCOMES`, and its answer."""
-        name, outcome, text = tool.name, "answered", ""
+        name = tool.name
+        outcome = "answered"
+        text = ""
         try:
             if not isinstance(arguments, dict):
                 raise InvalidArguments(f"the arguments must be an object, got {arguments!r:.200}")
@@ -310,14 +316,18 @@ class ToolTransform(KnownArguments, Transform):
                 outcome, text = await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
         except TimeoutError as error:
             reason = f"it took more than {self.timeout:g} s" if limit.expired() else str(error) or "it timed out"
-            outcome, text = "timeouts", f"Error: {name} was stopped: {reason}."
+            outcome = "timeouts"
+            text = f"Error: {name} was stopped: {reason}."
         except StopSignal as stop:
-            session.is_stopped, text = True, f"[stop] {stop}"
+            session.is_stopped = True
+            text = f"[stop] {stop}"
         except ToolError as error:
             wrong = f"wrong arguments for {name}: {error}." if isinstance(error, InvalidArguments) else str(error)
-            outcome, text = error.outcome, f"Error: {wrong}"
+            outcome = error.outcome
+            text = f"Error: {wrong}"
         except Exception as error:
-            outcome, text = "failed", f"Error: {name} failed with {describe(error)}"
+            outcome = "failed"
+            text = f"Error: {name} failed with {describe(error)}"
         return outcome, text
 
     def _unknown(self, name: str, session: ToolSession) -> str:

@@ -89,7 +89,8 @@ def arrange(
             sizes = [(len(held) * held[0].num_nodes, held[0].num_nodes) for held in micro_batches]
             cost = sum(num_tokens * (1 + longest / attention_length) for num_tokens, longest in sizes)
             if cost < lowest:
-                best, lowest = micro_batches, cost
+                best = micro_batches
+                lowest = cost
             if is_full := sum(num_tokens for num_tokens, _ in sizes) <= _FULL * tries.num_nodes:
                 break
         if is_full:  # longer bins would share no more
@@ -146,8 +147,11 @@ def _fillings(tries: _Tries, bin_length: int) -> Iterator[list[Bin]]:
     bin mostly padding; and tries of two thirds of a bin leave a third of it. Hence the search for the smallest limit on
     a piece that needs no more bins.
     """
-    low, high, grain = max(1, bin_length // 2), bin_length, bin_length // 32
-    limit, most = bin_length, math.inf
+    low = max(1, bin_length // 2)
+    high = bin_length
+    grain = bin_length // 32
+    limit = bin_length
+    most = math.inf
     while True:
         fewest = math.inf
         for bins in _fill_bins(tries.cut(limit), bin_length):
@@ -186,7 +190,8 @@ def _best_fit(pieces: list[Piece], bin_length: int) -> list[Bin]:
     for piece in pieces:
         place = bisect_left(free, (piece.num_nodes, -1))
         if place == len(free):
-            left, index = bin_length, len(bins)
+            left = bin_length
+            index = len(bins)
             bins.append(Bin())
         else:
             left, index = free.pop(place)
@@ -211,12 +216,14 @@ def _split_evenly(bins: list[Bin], token_budget: int) -> list[MicroBatch]:
     bins = sorted(bins, key=lambda held: -held.num_nodes)
     lengths = [held.num_nodes for held in bins]
     best = _ends(lengths, token_budget)
-    low, high = 1, token_budget
+    low = 1
+    high = token_budget
     while low < high:
         middle = (low + high) // 2
         ends = _ends(lengths, middle)
         if len(ends) <= len(best):
-            best, high = ends, middle
+            best = ends
+            high = middle
         else:
             low = middle + 1
     return [bins[start:end] for start, end in pairwise([0, *best])]

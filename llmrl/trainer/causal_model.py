@@ -115,7 +115,8 @@ class CausalModel:
 
     def packed_head(self, packed: PackedRows, sharded_dtype: torch.dtype | None) -> tuple[Head, torch.Tensor]:
         """Return what makes distributions of a micro-batch's scored tokens, and each one's place, `[num_scored]`."""
-        hidden, weight = self.hidden_states(packed).flatten(0, 1), self.head.weight(sharded_dtype)
+        hidden = self.hidden_states(packed).flatten(0, 1)
+        weight = self.head.weight(sharded_dtype)
         predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
         states = hidden[predictors]
         return Head(states, weight, self.head.bias(), self.transform, compute_dtype_of(states, weight)), positions
@@ -182,7 +183,8 @@ class CausalModel:
         Raises:
             TypeError: when there is none.
         """
-        name, chosen = type(self.model).__name__, self.config._attn_implementation
+        name = type(self.model).__name__
+        chosen = self.config._attn_implementation
         register_packed_attention()
         preferred = IMPLEMENTATION if self._is_replaced(chosen) else chosen
         faults = self.faults

@@ -136,7 +136,8 @@ class _Compared:
         """Compute the logits of some positions, and what is compared of them."""
         ours, derivative = student.transform.apply(head_logits(student.states[part], student.weight, student.bias))
         if isinstance(teacher, TopK):
-            all_log_p, ids = ours.log_softmax(-1), teacher.token_ids[part]
+            all_log_p = ours.log_softmax(-1)
+            ids = teacher.token_ids[part]
             tail = all_log_p.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
             log_p = torch.cat([all_log_p.gather(1, ids), tail], 1).clamp_(min=MIN_LOG_PROB)
             log_q = teacher.log_probs[part].to(ours.dtype)
@@ -144,7 +145,8 @@ class _Compared:
             return cls(log_p, torch.cat([log_q, left], 1).clamp_(min=MIN_LOG_PROB), derivative, all_log_p, ids)
         theirs, _ = teacher.transform.apply(head_logits(teacher.states[part], teacher.weight, teacher.bias))
         width = min(ours.shape[-1], theirs.shape[-1])
-        log_p, log_q = ours[:, :width].log_softmax(-1), theirs[:, :width].log_softmax(-1).to(ours.dtype)
+        log_p = ours[:, :width].log_softmax(-1)
+        log_q = theirs[:, :width].log_softmax(-1).to(ours.dtype)
         if isinstance(derivative, torch.Tensor):
             derivative = derivative[:, :width]
         log_p = log_p.clamp_(min=MIN_LOG_PROB)
@@ -156,7 +158,8 @@ class _Compared:
 
     def values(self, divergence: Divergence, beta: float) -> torch.Tensor:
         """Return the divergences, `[num_positions]`."""
-        log_p, log_q = self.log_p, self.log_q
+        log_p = self.log_p
+        log_q = self.log_q
         if divergence == "reverse":
             return (log_p.exp() * (log_p - log_q)).sum(-1)
         if divergence == "forward":
@@ -194,7 +197,9 @@ class _ChunkedDivergence(torch.autograd.Function):
         beta: float,
         size: int,
     ) -> torch.Tensor:
-        ours, theirs, values = _rounded(student), _held(teacher), []
+        ours = _rounded(student)
+        theirs = _held(teacher)
+        values = []
         for start in range(0, len(states), size):
             values.append(_Compared.of(ours, theirs, slice(start, start + size)).values(divergence, beta))
         known = (
@@ -222,7 +227,8 @@ class _ChunkedDivergence(torch.autograd.Function):
         for start in range(0, len(states), size):
             part = slice(start, start + size)
             grad = _Compared.of(ours, theirs, part).gradient(divergence, beta) * grads[0][part, None]
-            width, grad_c = grad.shape[-1], grad.to(ours.weight.dtype)
+            width = grad.shape[-1]
+            grad_c = grad.to(ours.weight.dtype)
             grad_states[part] = wide_product(grad_c, ours.weight[:width])
             add_product(grad_weight[:width], grad_c.T, ours.states[part])
             if grad_bias is not None:
@@ -239,7 +245,8 @@ def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -
         >>> chunked_top_k(Head(torch.eye(3), torch.eye(3)), 1).token_ids.tolist()
         [[0], [1], [2]]
     """
-    head, found = _rounded(teacher), []
+    head = _rounded(teacher)
+    found = []
     size = chunk_size or default_chunk_size(head.weight.shape[0], is_gpu=head.states.is_cuda)
     for states in head.states.split(size):
         logits, _ = head.transform.apply(head_logits(states, head.weight, head.bias))
@@ -263,7 +270,8 @@ class TeacherDistribution:
     """
 
     def __init__(self, policy: TransformersWrapper, *, beta: float = 0.5) -> None:
-        self.policy, self.beta = policy, beta
+        self.policy = policy
+        self.beta = beta
         self.in_keys: list[NestedKey] = []
         """Entries of `[num_tokens, ...]` a row that it reads, besides the tokens: none."""
 

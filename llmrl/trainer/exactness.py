@@ -54,7 +54,8 @@ class ExactnessProbe:
     """
 
     def __init__(self, model: PreTrainedModel, head: OutputHead) -> None:
-        self.model, self.head = model, head
+        self.model = model
+        self.head = head
         self.layer_types: set[str] = set(getattr(text_config(model), "layer_types", None) or ())
         dtype = next(model.parameters()).dtype
         self.is_half = dtype in (torch.bfloat16, torch.float16)
@@ -219,7 +220,8 @@ class ExactnessProbe:
         def ids(num: int) -> torch.Tensor:
             return plain[torch.randint(len(plain), (num,), generator=generator)]
 
-        prefix, branch = ids(_NUM_SHARED), ids(3)
+        prefix = ids(_NUM_SHARED)
+        branch = ids(3)
         rows = [
             torch.cat([prefix, branch]),
             torch.cat([prefix, branch[:1], ids(3)]),
@@ -234,7 +236,8 @@ class ExactnessProbe:
 
     def _find_transform(self, reference: PreTrainedModel, expected: torch.Tensor) -> LogitTransform:
         """Return what the model does between head and logits: the scale or cap it names that fits."""
-        name, config = type(self.model).__name__, text_config(self.model)
+        name = type(self.model).__name__
+        config = text_config(self.model)
         output = decoder_of(reference)(input_ids=self.rows[0][None], use_cache=False)
         if getattr(output, "last_hidden_state", None) is None:
             raise TypeError(f"{name}'s decoder returns no last_hidden_state, but {type(output).__name__}.")

@@ -122,7 +122,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = compute_dtype_of(hidden, weight)
-        hidden_c, weight_c = rounded_operand(hidden, dtype), rounded_operand(weight, dtype)
+        hidden_c = rounded_operand(hidden, dtype)
+        weight_c = rounded_operand(weight, dtype)
         bias_c = None if bias is None else rounded_operand(bias, dtype)
         result_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         log_probs = torch.empty(targets.shape[0], dtype=result_dtype, device=hidden.device)
@@ -141,7 +142,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         # An output that no loss uses has no gradient, rather than one of zeros that would cost its backward pass.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, positions, normalizers, entropies)
-        ctx.transform, ctx.bounds, ctx.dtype = transform, bounds, dtype
+        ctx.transform = transform
+        ctx.bounds = bounds
+        ctx.dtype = dtype
         return log_probs, None if entropies is None else entropies[positions]
 
     @staticmethod
@@ -156,7 +159,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_per_position = None
         if grad_entropy is not None and entropies is not None:
             entropy_per_position = torch.zeros_like(normalizers).index_add_(0, positions, grad_entropy)
-        hidden_c, weight_c = rounded_operand(hidden, dtype), rounded_operand(weight, dtype)
+        hidden_c = rounded_operand(hidden, dtype)
+        weight_c = rounded_operand(weight, dtype)
         bias_c = None if bias is None else rounded_operand(bias, dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed over many chunks: in float32 at least.

@@ -46,7 +46,8 @@ def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, 
     Returns:
         A `PackedMask` for `IMPLEMENTATION` on `FUSED_DEVICES`; else `[num_bins, 1, length, length]`, bool or additive.
     """
-    length, device_type = packed.input_ids.shape[1], packed.input_ids.device.type
+    length = packed.input_ids.shape[1]
+    device_type = packed.input_ids.device.type
     if implementation == IMPLEMENTATION and device_type in FUSED_DEVICES:
         return _blocks_mask(packed, window)
     mask = packed.attention_mask(window=window)
@@ -72,7 +73,9 @@ def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
     mask = PackedMask.from_kv_blocks(
         *_listed(partial), *_listed(full), BLOCK_SIZE=_BLOCK_LENGTH, mask_mod=is_seen, seq_lengths=(len(end), len(end))
     )
-    mask.bounds, mask.longest, mask.window = packed.sequence_bounds, packed.longest_sequence, window
+    mask.bounds = packed.sequence_bounds
+    mask.longest = packed.longest_sequence
+    mask.window = window
     return mask
 
 
@@ -87,7 +90,8 @@ def _seen_blocks(end: torch.Tensor, depth: torch.Tensor, window: int | None) -> 
     ends = torch.cat([end, end.new_zeros(missing)]).view(num_blocks, _BLOCK_LENGTH)
     depths = torch.cat([depth, depth[-1:].expand(missing)]).view(num_blocks, _BLOCK_LENGTH)
     block = torch.arange(num_blocks, device=end.device)
-    first, last = block * _BLOCK_LENGTH, (block + 1) * _BLOCK_LENGTH - 1
+    first = block * _BLOCK_LENGTH
+    last = (block + 1) * _BLOCK_LENGTH - 1
     is_earlier = block[:, None] > block
     seen = (block[:, None] == block) | (is_earlier & (ends.amax(1) > first[:, None]))
     full = is_earlier & (ends.amin(1) > last[:, None]) & (last < len(end))[:, None]

@@ -42,7 +42,8 @@ class ModelShape:
                 f"{folder}: memory is planned for dense transformers, and its config has "
                 + (f"no {', '.join(missing)}." if missing else f"{', '.join(experts)}.")
             )
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        heads = config["num_attention_heads"]
+        hidden = config["hidden_size"]
         head = config.get("head_dim") or hidden // heads
         return cls(
             hidden_size=hidden,
@@ -71,7 +72,10 @@ class ModelShape:
 
     def adapter_parameters(self, rank: int) -> int:
         """Return the number of parameters of LoRA adapters of all linear layers but the head."""
-        hidden, queries, keys, wide = self.hidden_size, self.query_size, self.key_size, self.intermediate_size
+        hidden = self.hidden_size
+        queries = self.query_size
+        keys = self.key_size
+        wide = self.intermediate_size
         return self.num_layers * rank * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
 
 
@@ -133,7 +137,8 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         >>> plan.lasting["optimizer"] == 8 * small.num_parameters // 2
         True
     """
-    ranks, size = training.num_ranks, 2 if training.is_bfloat16 else 4
+    ranks = training.num_ranks
+    size = 2 if training.is_bfloat16 else 4
     tokens = max(training.token_budget, training.longest_row)
     trained = model.num_parameters if training.lora_rank is None else model.adapter_parameters(training.lora_rank)
     lasting = {
@@ -143,7 +148,10 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
     }
     if training.has_reference and training.lora_rank is None:
         lasting["reference"] = 4 * model.num_parameters // ranks
-    hidden, queries, keys, wide = model.hidden_size, model.query_size, model.key_size, model.intermediate_size
+    hidden = model.hidden_size
+    queries = model.query_size
+    keys = model.key_size
+    wide = model.intermediate_size
     layer = tokens * (
         30 * hidden + 11 * queries + 9 * keys + 10 * wide
         if training.is_bfloat16

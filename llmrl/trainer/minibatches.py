@@ -61,12 +61,14 @@ def minibatches(
 
 
 def _parts(rows: TensorDictBase, num_epochs: int, num_minibatches: int, seed: int) -> Iterator[TensorDictBase]:
-    keys, elements = GroupKeys(), rows.unbind(0)
+    keys = GroupKeys()
+    elements = rows.unbind(0)
     groups: dict[Hashable, dict[Hashable, list[TensorDictBase]]] = {}
     for row in elements:
         groups.setdefault(keys.group_id(row), {}).setdefault(keys.rollout_id(row), []).append(row)
     for epoch in range(num_epochs):
-        order, generator = [list(group.values()) for group in groups.values()], random.Random(f"{seed}/{epoch}")
+        order = [list(group.values()) for group in groups.values()]
+        generator = random.Random(f"{seed}/{epoch}")
         generator.shuffle(order)
         for group in order:
             generator.shuffle(group)

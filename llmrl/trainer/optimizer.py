@@ -63,7 +63,8 @@ def make_optimizer(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"no parameter of {type(model).__name__} needs a gradient; there is nothing to train.")
-    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    matrices = [p for p in trained if p.ndim > 1]
+    vectors = [p for p in trained if p.ndim <= 1]
     groups = [
         {"params": parameters, "weight_decay": decay}
         for parameters, decay in ((matrices, weight_decay), (vectors, 0.0))
@@ -89,7 +90,9 @@ class WarmupSchedule(LRScheduler):
     def __init__(
         self, optimizer: torch.optim.Optimizer, schedule: ScheduleName, *, warmup_steps: int, num_steps: int | None
     ) -> None:
-        self.schedule, self.warmup_steps, self.num_steps = schedule, warmup_steps, num_steps
+        self.schedule = schedule
+        self.warmup_steps = warmup_steps
+        self.num_steps = num_steps
         self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
         super().__init__(optimizer)
         optimizer.register_load_state_dict_post_hook(lambda _: self._write_rates())

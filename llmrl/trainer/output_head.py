@@ -75,7 +75,9 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.dtype, ctx.mesh, ctx.placements = parameter.dtype, parameter.device_mesh, parameter.placements
+        ctx.dtype = parameter.dtype
+        ctx.mesh = parameter.device_mesh
+        ctx.placements = parameter.placements
         return parameter.to(dtype).full_tensor()  # type: ignore[attr-defined]
 
     @staticmethod

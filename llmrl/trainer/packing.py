@@ -157,7 +157,8 @@ def pack_rows(
         return []
     if one_row_per_bin:
         # Whatever is longer than a bin has one to itself, and so has whatever fills one.
-        bin_length, share_prefixes = 1, False
+        bin_length = 1
+        share_prefixes = False
     rows = [np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64) for ids in token_ids]
     scored = [mask.detach().cpu().numpy().astype(bool) for mask in scored_masks]
     for mask in scored:

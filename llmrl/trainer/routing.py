@@ -37,7 +37,8 @@ class RoutingCounts:
         return counts
 
     def __add__(self, other: RoutingCounts) -> RoutingCounts:
-        num_told, num_different = self.num_told + other.num_told, self.num_different + other.num_different
+        num_told = self.num_told + other.num_told
+        num_different = self.num_different + other.num_different
         return RoutingCounts(self.loads + other.loads, num_told, num_different)
 
     def summed(self, process_group: torch.distributed.ProcessGroup | None) -> RoutingCounts:

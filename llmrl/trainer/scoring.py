@@ -117,7 +117,8 @@ def _top_k_of(
     teacher: TransformersWrapper, rows: TensorDictBase, top_k: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the likeliest ids of each row's trained tokens, and their log-probs, `[num_tokens, top_k]`."""
-    token_ids, masks = ragged_column(rows, _TOKENS), [mask.bool() for mask in ragged_column(rows, _MASK)]
+    token_ids = ragged_column(rows, _TOKENS)
+    masks = [mask.bool() for mask in ragged_column(rows, _MASK)]
     lengths = [len(ids) for ids in token_ids]
     if read_sampling_masks(rows, lengths) is not None:
         raise ValueError(
@@ -167,10 +168,12 @@ def write_hinted_log_probs(
         ValueError: for a row that does not begin with what its conversation begins with, as where history was
             rewritten, or where prompts show tools.
     """
-    rows, prompts = flat_batch(batch).unbind(0), []
+    rows = flat_batch(batch).unbind(0)
+    prompts = []
     for index, (row, hint) in enumerate(zip(rows, hints, strict=True)):
         messages = list(takewhile(lambda message: message["role"] != "assistant", plain(row[_HISTORY]).chats))
-        shown, ids = render(messages), row[_TOKENS]
+        shown = render(messages)
+        ids = row[_TOKENS]
         if ids[: len(shown)].tolist() != shown:
             raise ValueError(
                 f"row {index} does not begin with the prompt that its conversation's first messages have: its history "

@@ -46,7 +46,8 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
     )
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    head = base.get_output_embeddings()
+    embedding = base.get_input_embeddings()
     is_tied = getattr(head, "weight", None) is embedding.weight
     # The decoder, and not the whole model, is what is called, so it is the root. It is resharded after its forward
     # pass, so that its parameters are the sharded ones whenever the head's weight is taken from it.

@@ -154,7 +154,8 @@ def _rows_of(parts: Iterable[tuple[torch.Tensor, torch.Tensor | None]], inputs: 
 
 
 def _skipped(report: TrainStepReport, reason: str, started: float) -> TrainStepReport:
-    report.is_skipped, report.skip_reason = True, reason
+    report.is_skipped = True
+    report.skip_reason = reason
     report.seconds = time.perf_counter() - started
     return report
 

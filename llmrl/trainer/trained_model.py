@@ -65,7 +65,8 @@ class TrainedModel:
             >>> print(TrainedModel(compute_dtype=torch.float32, engine_dtype=torch.bfloat16).disagreement)
             the engine computes in bfloat16 and the trainer in float32, so that small updates are lost to ...
         """
-        trainer, engine = _name(self.compute_dtype), _name(self.engine_dtype)
+        trainer = _name(self.compute_dtype)
+        engine = _name(self.engine_dtype)
         if None in (trainer, engine) or trainer == engine:
             return None
         return (

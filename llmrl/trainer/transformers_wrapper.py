@@ -111,9 +111,13 @@ class TransformersWrapper(LLMWrapperBase):
             model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         super().__init__(None, generate=generate, **options)
         self.model = model
-        self.temperature, self.token_budget, self.bin_length = self.sampling.temperature, token_budget, bin_length
-        self.chunk_size, self.head_kernel = chunk_size, head_kernel
-        self.compile_layers, self.offload_activations = compile_layers, offload_activations
+        self.temperature = self.sampling.temperature
+        self.token_budget = token_budget
+        self.bin_length = bin_length
+        self.chunk_size = chunk_size
+        self.head_kernel = head_kernel
+        self.compile_layers = compile_layers
+        self.offload_activations = offload_activations
         weights_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if autocast_dtype == "auto":
             is_cast = weights_dtype == torch.float32 and self.device.type == "cuda"
@@ -165,7 +169,8 @@ class TransformersWrapper(LLMWrapperBase):
         Without its cache of cast weights, which outlives a call within an outer region: an optimizer's step would not
         reach it, and a sharded parameter's gradients would be lost, since those weights are gathered anew each time.
         """
-        device_type, dtype = self.device.type, self.autocast_dtype
+        device_type = self.device.type
+        dtype = self.autocast_dtype
         if dtype is None and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
         return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
@@ -210,8 +215,10 @@ class TransformersWrapper(LLMWrapperBase):
             return nothing, nothing if return_entropy else None
         with self._autocast():
             head, positions = self.packed_head(packed)
-            where, mask = (head.states, head.weight, packed.targets), packed.sampling_mask
-            bias, transform = head.bias, head.transform
+            where = (head.states, head.weight, packed.targets)
+            mask = packed.sampling_mask
+            bias = head.bias
+            transform = head.transform
             if self.head_kernel == "liger" and mask is None and not return_entropy:
                 return fused_log_probs(*where, positions=positions, bias=bias, transform=transform), None
             score = chunked_log_probs if mask is None else partial(truncated_log_probs, sampling_mask=mask)
@@ -286,7 +293,8 @@ class TransformersWrapper(LLMWrapperBase):
     ) -> LLMMaskedCategorical:
         width = max(len(ids) for ids in token_ids)
         starts = torch.tensor([width - len(ids) for ids in token_ids], device=self.device)
-        weight, bias = self._causal_model.head.weight(), self._causal_model.head.bias()
+        weight = self._causal_model.head.weight()
+        bias = self._causal_model.head.bias()
         logits = torch.zeros(len(token_ids), width, weight.shape[0], device=self.device)
         is_scored = [torch.ones_like(ids).bool() for ids in token_ids]
         for packed in self.pack(token_ids, is_scored, **replay):
@@ -349,7 +357,9 @@ class TransformersWrapper(LLMWrapperBase):
                 f"Expected {_TOKENS!r} in the tensordict, or {self.input_key!r} and a policy with tokenizer=; it has "
                 f"{sorted(map(str, tensordict.keys(True, True)))}."
             )
-        texts, tokens, masks = [], [], []
+        texts = []
+        tokens = []
+        masks = []
         for element in batch_elements(tensordict):
             given = plain(element.get(self.input_key))
             if self.input_mode == "text":

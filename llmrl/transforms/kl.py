@@ -87,7 +87,8 @@ class RetrieveLogProb(KnownArguments, Transform):
         self.log_probs_full_key = own_key if log_probs_full_key is None else log_probs_full_key
         self.detach = detach
         self._options = {} if assistant_only else {"assistant_only": False}
-        self._tokenizer, self._tokenizer_kwargs = tokenizer, tokenizer_kwargs
+        self._tokenizer = tokenizer
+        self._tokenizer_kwargs = tokenizer_kwargs
 
     @property
     def model(self) -> TensorDictModuleBase:
@@ -170,15 +171,19 @@ class KLComputation(KnownArguments, Transform):
         assistant_only: bool = True,
     ) -> None:
         super().__init__()
-        self.gen_log_probs_full_key, self.ref_log_probs_full_key = gen_log_probs_full_key, ref_log_probs_full_key
-        self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
+        self.gen_log_probs_full_key = gen_log_probs_full_key
+        self.ref_log_probs_full_key = ref_log_probs_full_key
+        self.kl_key = kl_key
+        self.add_to_reward = add_to_reward
+        self.coeff = coeff
         self.assistant_only = assistant_only
 
     def _computed(
         self, element: TensorDictBase, next_element: TensorDictBase
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the KL of one row or turn, `[num_tokens, 1]`, and its reward."""
-        others, log_probs = next_element.get(self.ref_log_probs_full_key), None
+        others = next_element.get(self.ref_log_probs_full_key)
+        log_probs = None
         if self.gen_log_probs_full_key != self.ref_log_probs_full_key:
             log_probs = next_element.get(self.gen_log_probs_full_key, None)
         if log_probs is None:

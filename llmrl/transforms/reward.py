@@ -201,7 +201,8 @@ class RubricReward(KnownArguments, Transform):
 def write_score(next_element: TensorDictBase, score: Score | None, names: Sequence[str]) -> None:
     """Write a score (None: not scored yet) into the `next` entries of one conversation, beside earlier ones there."""
     raw = {} if score is None else score.breakdown
-    before, error = next_element.get("reward_breakdown", None), plain(next_element.get("score_error", ""))
+    before = next_element.get("reward_breakdown", None)
+    error = plain(next_element.get("score_error", ""))
     # The environment's own reward of this turn stays; a score adds to it, of a dense reward to the last token's.
     if score is not None:
         reward = next_element.get("reward").clone()

@@ -61,7 +61,8 @@ class TemplateTransform(Transform):
     def _render(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(next_tensordict)
         for root, element in zip(batch_elements(tensordict), elements, strict=True):
-            messages, tools = element.get(("history", "prompt")).chats, plain(root.get("tools", None))
+            messages = element.get(("history", "prompt")).chats
+            tools = plain(root.get("tools", None))
             text = ""
             if messages:  # a history drawn from the spec has none
                 self.renderer.content_marks.refuse(messages, tools)

@@ -82,7 +82,9 @@ class AddThinkingPrompt(KnownArguments, Transform):
         if prompt is not None and random_prompt:
             raise ValueError("prompt and random_prompt exclude each other; give one of them.")
         own = _AS_USER if role == "user" else _AS_ASSISTANT
-        self.cond, self.role, self.edit_last_turn = cond, role, edit_last_turn
+        self.cond = cond
+        self.role = role
+        self.edit_last_turn = edit_last_turn
         self.prompts = (prompt,) if prompt is not None else own if random_prompt else own[:1]
         self.zero_reward = edit_last_turn if zero_reward is None else zero_reward
         self.undo_done = undo_done
@@ -96,7 +98,8 @@ class AddThinkingPrompt(KnownArguments, Transform):
         return restacked(elements, next_tensordict.batch_size)
 
     def _ask_again(self, element: TensorDictBase) -> None:
-        history, prompt = element.get(("history", "prompt")), self._random.choice(self.prompts)
+        history = element.get(("history", "prompt"))
+        prompt = self._random.choice(self.prompts)
         if self.edit_last_turn and history.chats:  # of random actions, as of a check of specs, there may be none
             *earlier, last = history.chats
             before, tag, after = text_of(last.get("content")).rpartition("<answer>")

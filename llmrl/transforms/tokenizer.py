@@ -72,8 +72,10 @@ class Tokenizer(KnownArguments, Transform):
             self.tokenizer: PretrainedTokenizer = AutoTokenizer.from_pretrained(tokenizer)
         else:
             self.tokenizer = tokenizer
-        self.skip_special_tokens, self.add_special_tokens = skip_special_tokens, add_special_tokens
-        self.return_attention_mask, self.call_before_reset = return_attention_mask, call_before_reset
+        self.skip_special_tokens = skip_special_tokens
+        self.add_special_tokens = add_special_tokens
+        self.return_attention_mask = return_attention_mask
+        self.call_before_reset = call_before_reset
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Tokenize the texts of a batch of any shape."""

@@ -32,7 +32,8 @@ def follow(
         FileNotFoundError: when a folder holds no run.
     """
     while True:
-        seen, started = [_modified(run) for run in runs], time.perf_counter()
+        seen = [_modified(run) for run in runs]
+        started = time.perf_counter()
         read = [read_run(run, max_rollouts=max_rollouts) for run in runs]
         is_live = any(run.is_running for run in read)
         yield write_page(read, path), is_live

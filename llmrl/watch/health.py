@@ -45,7 +45,9 @@ class HealthJudge:
     """
 
     def __init__(self, log: HealthLog, steps: Mapping[int, Metrics], *, max_staleness: int | None = None) -> None:
-        self._log, self._steps, self._max_staleness = log, dict(steps), max_staleness
+        self._log = log
+        self._steps = dict(steps)
+        self._max_staleness = max_staleness
         self._records: tuple[int, Sequence[Row]] = (-1, ())
 
     def judge(self, step: int, metrics: Metrics, records: Sequence[Row] = ()) -> list[Finding]:
@@ -99,7 +101,8 @@ def _skipped(history: MetricHistory) -> Iterator[Finding]:
 
 
 def _mismatch(history: MetricHistory) -> Iterator[Finding]:
-    difference, bound = history.now("on_policy_difference"), history.now("on_policy_difference_bound")
+    difference = history.now("on_policy_difference")
+    bound = history.now("on_policy_difference_bound")
     if difference is None or bound is None or difference <= bound:
         return
     # Before the first update what is on-policy is not known, and the difference of all tokens tells it.
@@ -146,7 +149,8 @@ def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
 
 def _updates(history: MetricHistory) -> Iterator[Finding]:
     """Judge the size of updates: those that change nothing, gradients that grow, a penalty beyond the reward."""
-    changes, rates = history.values("weight_change"), history.values("learning_rate")
+    changes = history.values("weight_change")
+    rates = history.values("learning_rate")
     is_warming_up = len(rates) > 1 and rates[-1] > rates[-2]
     if len(changes) >= NUM_SMOOTHED and max(changes) < _LEAST_CHANGE and not is_warming_up:
         yield Finding(
@@ -175,7 +179,8 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
             f"The gradient's norm was {usual:.2g} until two steps ago, then {before:.2g}, and is {now:.2g}.",
             ("the learning rate is too high", "a few tokens that the policy finds all but impossible: see ESS"),
         )
-    kl, weighted = history.now("kl_to_ref"), history.now("loss_kl_to_ref")
+    kl = history.now("kl_to_ref")
+    weighted = history.now("loss_kl_to_ref")
     if kl and weighted and abs(weighted / kl) > 0.5:
         weight = abs(weighted / kl)
         yield Finding(
@@ -187,10 +192,13 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
 
 
 def _entropy(history: MetricHistory) -> Iterator[Finding]:
-    now, began = history.now("entropy"), history.began("entropy")  # a mean over tokens, which is not noisy
+    # a mean over tokens, which is not noisy
+    now = history.now("entropy")
+    began = history.began("entropy")
     if now is None or not began:
         return
-    before, margin = history.values("entropy")[-2], history.margin("entropy")
+    before = history.values("entropy")[-2]
+    margin = history.margin("entropy")
     is_falling_fast = now < 0.5 * before - margin and before > 0.25 * began
     is_gone = now < 0.02 * began
     is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not history.is_learning())  # who learns gets surer
@@ -231,7 +239,8 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
             ),
             "cut",
         )
-    now, began = history.recent("completion_tokens_mean"), history.began("completion_tokens_mean")
+    now = history.recent("completion_tokens_mean")
+    began = history.began("completion_tokens_mean")
     if now is None or not began:
         return
     if now > 3 * began + history.margin("completion_tokens_mean"):
@@ -262,7 +271,8 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
     verdict = _graded(share, look=0.5, broken=0.9)
     if share is None or verdict == "fine" or history.now("kl_to_teacher") is not None:
         return  # of every token a teacher says something
-    right, wrong = history.recent("groups_all_right") or 0.0, history.recent("groups_all_wrong") or 0.0
+    right = history.recent("groups_all_right") or 0.0
+    wrong = history.recent("groups_all_wrong") or 0.0
     says = f"{_percent(share[0])} of the prompts have answers of one reward, from which nothing is learned"
     if history.is_learned():
         learned = f"{_percent(right)} are all right" if right > 0.5 else "the rewards are the highest that there were"
@@ -287,7 +297,8 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
 
 
 def _reward(history: MetricHistory) -> Iterator[Finding]:
-    now, best = history.recent("reward_mean"), history.best("reward_mean") or 0.0
+    now = history.recent("reward_mean")
+    best = history.best("reward_mean") or 0.0
     if now is not None and best > 0 and now < min(0.5 * best, best - history.margin("reward_mean")):
         yield Finding(
             "reward_fell",
@@ -300,7 +311,8 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
             ),
             "worst",
         )
-    share, began = history.recent("common_answer_share"), history.began("common_answer_share")
+    share = history.recent("common_answer_share")
+    began = history.began("common_answer_share")
     least = max(0.5, 2 * (began or 0.0), (began or 0.0) + history.margin("common_answer_share"))
     if share is not None and began is not None and share > least:
         yield Finding(
@@ -329,11 +341,14 @@ def _fell(history: MetricHistory, name: str) -> Finding | None:
     if not earlier:
         return None
     best = max(earlier, key=lambda place: history.steps[place][name])
-    before, after = history.around(best, "reward_mean"), history.around(last, "reward_mean")
-    was, now = history.steps[best][name], history.steps[last][name]
+    before = history.around(best, "reward_mean")
+    after = history.around(last, "reward_mean")
+    was = history.steps[best][name]
+    now = history.steps[last][name]
     if before is None or after is None or after < before + max(0.02, history.margin("reward_mean")):
         return None
-    fall, errors = was - now, _standard_errors(history, name, (best, last))
+    fall = was - now
+    errors = _standard_errors(history, name, (best, last))
     if fall <= 0.05 * max(abs(was), 1e-9) or fall < SURE * errors:
         return None
     is_certain = errors > 0 and fall > 1.5 * SURE * errors
@@ -376,7 +391,8 @@ def _environment(history: MetricHistory) -> Iterator[Finding]:
     played = history.now("num_rollouts")
     if not played:
         return
-    failed, unscored = history.now("num_error") or 0.0, history.now("num_unscored") or 0.0
+    failed = history.now("num_error") or 0.0
+    unscored = history.now("num_unscored") or 0.0
     steps = [
         {
             "num_rollouts": step["num_rollouts"],

@@ -184,7 +184,8 @@ class LiveView:
         return [Text(printable("  ".join(parts)))] if len(names) > 1 else []
 
     def _render(self) -> Group:
-        table, columns = Table(), self._columns()
+        table = Table()
+        columns = self._columns()
         for title, _, _ in columns:
             table.add_column(title, justify="right")
         for row in self._rows[-_NUM_ROWS:]:

@@ -94,14 +94,17 @@ class MetricHistory:
             return False
         if now > max(earlier):
             return True
-        recent, began = fmean([*earlier, now][-NUM_SMOOTHED:]), self.began("reward_mean")
-        best, margin = self.best("reward_mean"), self.margin("reward_mean")
+        recent = fmean([*earlier, now][-NUM_SMOOTHED:])
+        began = self.began("reward_mean")
+        best = self.best("reward_mean")
+        margin = self.margin("reward_mean")
         return began is not None and best is not None and recent > began + margin and recent >= best - margin
 
     def is_learned(self) -> bool:
         """Return whether most answers are right: they have the highest reward that any had, or are called right."""
         if (self.recent("groups_all_right") or 0.0) > 0.5:
             return True
-        tops, mean = self.values("reward_max"), self.recent("reward_mean")
+        tops = self.values("reward_max")
+        mean = self.recent("reward_mean")
         has_differed = any(self.values("reward_std"))
         return bool(tops) and mean is not None and has_differed and mean >= 0.8 * max(tops) > 0

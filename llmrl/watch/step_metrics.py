@@ -21,7 +21,8 @@ from llmrl.trainer import TrainStepReport
 Learned = TrainStepReport | Sequence[TrainStepReport] | Mapping[str, float]
 """Of a step: the report of its update, those of its updates, or metrics."""
 
-_NUM_TENSORS, _NUM_WEIGHTS = 32, 1024
+_NUM_TENSORS = 32
+_NUM_WEIGHTS = 1024
 """Of the sample by which the change of weights is measured."""
 _OLD_LOG_PROBS = ("old_log_probs", "full")
 

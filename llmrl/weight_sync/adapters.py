@@ -112,7 +112,8 @@ class AdapterChannel(Channel):
         assert version is not None, "an engine has to hold the base model"
         self._staged = {}
         weights = _as_file({name: tensor.cpu().contiguous() for name, tensor in self._source})
-        self._staged, self._version = {"weights": weights, "rank": self._source.rank}, version
+        self._staged = {"weights": weights, "rank": self._source.rank}
+        self._version = version
         return version
 
     def staged(self) -> TransferInfo:
@@ -156,7 +157,8 @@ class _Adapters:
     """Hands the staged adapters to one engine."""
 
     def __init__(self, channel: AdapterChannel, client: Client) -> None:
-        self._channel, self._client = channel, client
+        self._channel = channel
+        self._client = client
 
     def send_weights(self) -> None:
         self._client.start_weight_update()

@@ -47,7 +47,10 @@ class PackedLayout:
         Raises:
             ValueError: when there are none, or a name comes twice.
         """
-        names, dtypes, shapes, offsets = [], [], [], []
+        names = []
+        dtypes = []
+        shapes = []
+        offsets = []
         end = HEADER_SIZE
         for name, dtype, shape in entries:
             start = -(-end // ALIGNMENT) * ALIGNMENT

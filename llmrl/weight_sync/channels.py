@@ -117,12 +117,15 @@ class MemoryChannel(Channel):
     def __init__(
         self, source: ModelWeights, rendezvous: Callable[[], tuple[str, int]], *, anchor_every: int = 1
     ) -> None:
-        self._source, self._rendezvous, self._anchor_every = source, rendezvous, anchor_every
+        self._source = source
+        self._rendezvous = rendezvous
+        self._anchor_every = anchor_every
         self._shared: SharedBuffer | None = None
         self._layout: PackedLayout | None = None
         self._tag = ""
         self._version: int | None = None
-        self._is_broadcast, self._num_deltas = False, 0
+        self._is_broadcast = False
+        self._num_deltas = 0
         self.checksum: int | None = None
         """Of the staged bytes, where deltas may lead on from them."""
         self.delta: tuple[int, torch.Tensor] | None = None
@@ -149,19 +152,25 @@ class MemoryChannel(Channel):
         """
         assert version is not None, "an engine has to read the memory"
         before, base = (self._layout, self.checksum) if self._tag else (None, None)
-        self._tag, self._layout, self.checksum, self.delta = "", None, None, None
+        self._tag = ""
+        self._layout = None
+        self.checksum = None
+        self.delta = None
         layout = self.layout
         if self._shared is None or self._shared.num_bytes != layout.num_bytes:
             self.close()
             self._shared = SharedBuffer(layout.num_bytes)
-        buffer, tag = self._shared.tensor, uuid.uuid4().hex
-        num_deltas, self._num_deltas = self._num_deltas, 0
+        buffer = self._shared.tensor
+        tag = uuid.uuid4().hex
+        num_deltas = self._num_deltas
+        self._num_deltas = 0
         if base is not None and before == layout and num_deltas + 1 < self._anchor_every:
             self._change(buffer, tag, version, base)
             self._num_deltas = 0 if self.delta is None else num_deltas + 1
         else:
             self._pack(buffer, tag)
-        self._tag, self._version = tag, version
+        self._tag = tag
+        self._version = version
         return version
 
     def _pack(self, buffer: torch.Tensor, tag: str) -> None:
@@ -177,7 +186,8 @@ class MemoryChannel(Channel):
 
     def _change(self, buffer: torch.Tensor, tag: str, version: int, base: int) -> None:
         """Pack them over those of before, and note what changes."""
-        header, writer = torch.empty(HEADER_SIZE, dtype=torch.uint8), DeltaWriter(buffer, self.layout.places())
+        header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
+        writer = DeltaWriter(buffer, self.layout.places())
         write_tag(header, tag)
         writer.put("", header)
         for name, tensor in self._source:
@@ -226,14 +236,16 @@ class MemoryChannel(Channel):
         """Give the memory back."""
         if self._shared is not None:
             self._shared.close()
-        self._shared, self._tag = None, ""
+        self._shared = None
+        self._tag = ""
 
 
 class _SharedMemory:
     """Tells the workers where the staged weights lie: no byte is copied on the way."""
 
     def __init__(self, channel: MemoryChannel, client: Client) -> None:
-        self._channel, self._client = channel, client
+        self._channel = channel
+        self._client = client
 
     def send_weights(self) -> None:
         shared, described = self._channel.staged()
@@ -248,7 +260,8 @@ class _Broadcast:
     """Broadcasts the staged weights to the workers of one client, or what changed since those that they hold."""
 
     def __init__(self, channel: MemoryChannel, client: Client, address: str, port: int) -> None:
-        self._channel, self._client = channel, client
+        self._channel = channel
+        self._client = client
         world_size = 1 + client.num_workers
         # Left behind where the engine refuses, or dies: the group waits for its workers for minutes.
         opening = start_in_thread(open_group, address, port, rank=0, world_size=world_size)
@@ -262,8 +275,10 @@ class _Broadcast:
 
     def send_weights(self) -> None:
         shared, described = self._channel.staged()
-        checksum, delta = self._channel.checksum, self._channel.delta
-        held, self._held = self._held, None
+        checksum = self._channel.checksum
+        delta = self._channel.delta
+        held = self._held
+        self._held = None
         if checksum is not None:
             described["checksum"] = checksum
         if delta is None or delta[0] != held or not self._is_followed(delta[1], described):
@@ -311,7 +326,8 @@ class FileChannel(Channel):
     """
 
     def __init__(self, source: ModelWeights, folder: str, worker_folder: str, *, anchor_every: int = 1) -> None:
-        self._source, self.worker_folder = source, worker_folder
+        self._source = source
+        self.worker_folder = worker_folder
         self._buffer = DoubleBuffer(folder, anchor_every=anchor_every)
         self._before: tuple[BufferPointer | None, BufferPointer | None] = None, None
         self.pointer: BufferPointer | None = None
@@ -324,7 +340,8 @@ class FileChannel(Channel):
     def stage(self, version: int | None) -> int:
         """Write the weights into the buffer that is not current, and make it the current one."""
         self._buffer.folder.mkdir(parents=True, exist_ok=True)
-        self._before, self.pointer = (self._buffer.pointer(), self.pointer), None
+        self._before = (self._buffer.pointer(), self.pointer)
+        self.pointer = None
         self.pointer = self._buffer.write(self._source, version)
         return self.pointer.version
 
@@ -348,7 +365,8 @@ class _Files:
     """Tells the workers which file to read."""
 
     def __init__(self, channel: FileChannel, client: Client) -> None:
-        self._channel, self._client = channel, client
+        self._channel = channel
+        self._client = client
 
     def send_weights(self) -> None:
         if self._channel.pointer is None:

@@ -43,7 +43,8 @@ class TimedCommunicator:
     """
 
     def __init__(self, communicator: Communicator, timeout_seconds: float) -> None:
-        self._communicator, self._timeout_seconds = communicator, timeout_seconds
+        self._communicator = communicator
+        self._timeout_seconds = timeout_seconds
         self._num_events = 0
         self._is_aborted = False
 
@@ -83,7 +84,9 @@ class TimedCommunicator:
         self._communicator.destroy()
 
     def _watch(self, is_over: threading.Event) -> None:
-        num_before, num_seen, num_looks = self._num_events, self._num_events, 0
+        num_before = self._num_events
+        num_seen = self._num_events
+        num_looks = 0
         while not is_over.wait(self._timeout_seconds / _NUM_LOOKS):
             num_looks = num_looks + 1 if num_before < num_seen == self._num_events else 0
             num_seen = self._num_events

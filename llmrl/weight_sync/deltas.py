@@ -118,7 +118,8 @@ class DeltaWriter:
     """
 
     def __init__(self, image: torch.Tensor, places: Iterable[TensorPlace]) -> None:
-        self._image, self._places = image, {place.name: place for place in places}
+        self._image = image
+        self._places = {place.name: place for place in places}
         self._found: list[tuple[Positions, Words]] = []
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -131,12 +132,15 @@ class DeltaWriter:
         if place is None or (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
             raise ValueError(f"the source yielded {name!r} {tensor.dtype} {tuple(tensor.shape)}, not announced.")
         new = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        image, start = self._image.numpy(), place.offset
+        image = self._image.numpy()
+        start = place.offset
         if start % 2 or len(new) % 2:  # bytes of a neighbour lie in its words
-            first, end = start - start % 2, min(start + len(new) + (start + len(new)) % 2, len(image))
+            first = start - start % 2
+            end = min(start + len(new) + (start + len(new)) % 2, len(image))
             new = np.concatenate([image[first:start], new, image[start + len(new) : end]])
             start = first
-        own, words = _words_of(image[start : start + len(new)]), _words_of(new)
+        own = _words_of(image[start : start + len(new)])
+        words = _words_of(new)
         for begin in range(0, len(words), _PART):
             part = slice(begin, begin + _PART)
             changed = np.flatnonzero(own[part] != words[part])

@@ -77,7 +77,8 @@ class DoubleBuffer:
     def __init__(self, folder: str | os.PathLike[str], *, anchor_every: int = 1) -> None:
         if anchor_every < 1:
             raise ValueError(f"anchor_every must be at least 1, got {anchor_every}.")
-        self.folder, self._anchor_every = Path(folder), anchor_every
+        self.folder = Path(folder)
+        self._anchor_every = anchor_every
         self._written: FileWeights | None = None
 
     def pointer(self) -> BufferPointer | None:
@@ -104,21 +105,24 @@ class DoubleBuffer:
         Raises:
             ValueError: when a source yields other weights than it announces.
         """
-        current, source = self.pointer(), ModelWeights(weights) if isinstance(weights, Mapping) else weights
+        current = self.pointer()
+        source = ModelWeights(weights) if isinstance(weights, Mapping) else weights
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # weights are their owner's
         if version is None:
             version = 1 if current is None else current.version + 1
         serial = 1 if current is None else current.serial + 1
         pointer = None if current is None else self._write_delta(current, source, version)
         if pointer is None or pointer.serial - pointer.anchor_serial >= self._anchor_every:
-            whole, self._written = self._written, None
+            whole = self._written
+            self._written = None
             slot = 0 if current is None else 1 - current.slot
             path = self._cleared(slot, current)
             if whole is None or pointer is None:
                 self.delta_path(serial).unlink(missing_ok=True)  # of a write that was taken back
                 num_bytes, checksum = write_safetensors(path, source.metadata(), source)
             else:
-                num_bytes, checksum = whole.buffer.numel(), pointer.checksum
+                num_bytes = whole.buffer.numel()
+                checksum = pointer.checksum
                 path.write_bytes(memoryview(whole.buffer.numpy()))  # type: ignore[arg-type]
                 flush_to_disk(path)
             pointer = BufferPointer(slot, serial, version, num_bytes, checksum, serial, checksum, self._anchor_every)
@@ -154,7 +158,8 @@ class DoubleBuffer:
         checksum = checksum_of(written.buffer)
         delta = writer.finish(current.serial + 1, current.checksum, checksum)
         self._written = written
-        path, is_worth_it = self.delta_path(current.serial + 1), delta is not None
+        path = self.delta_path(current.serial + 1)
+        is_worth_it = delta is not None
         if delta is not None:
             data = delta.to_bytes()
             is_worth_it = 2 * len(data) < current.num_bytes
@@ -305,8 +310,10 @@ def _read_file(
     if pages is None:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         return buffer, *_read_into(_bytes_of(buffer), file)
-    buffer, part = pages.new_buffer(), torch.empty(min(_CHUNK, num_bytes), dtype=torch.uint8)
-    end, checksum = 0, 0
+    buffer = pages.new_buffer()
+    part = torch.empty(min(_CHUNK, num_bytes), dtype=torch.uint8)
+    end = 0
+    checksum = 0
     while end < num_bytes:
         num_read, checksum = _read_into(_bytes_of(part[: num_bytes - end]), file, checksum)
         pages.keep(buffer, part[:num_read], end)

@@ -58,7 +58,8 @@ class EngineGroup:
         if not len(self._engines):
             raise ValueError("engine must be an engine or a non-empty sequence of engines, got an empty sequence.")
         self._replicas = engines if isinstance(engines, EngineReplicas) else None
-        self._pause_mode, self._reset_running_requests = pause_mode, reset_running_requests
+        self._pause_mode = pause_mode
+        self._reset_running_requests = reset_running_requests
         self._members: dict[int, Member] = {}
         self._shared: tuple[list[Member], Connection] | None = None
         self._hook: Callable[[UpdatableEngine], None] | None = None
@@ -116,7 +117,8 @@ class EngineGroup:
         members = [self.member_of(engine) for engine in engines]
         for engine in engines:
             _require_alike(engine, engines[0])
-        before, self._members = self._members, {id(one.engine): one for one in members}
+        before = self._members
+        self._members = {id(one.engine): one for one in members}
         for key in before.keys() - self._members.keys():
             before[key].disconnect()
         return members
@@ -162,7 +164,8 @@ class EngineGroup:
 
     def disconnect(self) -> None:
         """Give up what `connect` opened."""
-        shared, self._shared = self._shared, None
+        shared = self._shared
+        self._shared = None
         if shared is not None:
             shared[1].shutdown()
         for member in self._members.values():
@@ -291,7 +294,8 @@ class EngineGroup:
     def _end_hanging(self, calls: dict[Future[object], Member]) -> dict[Member, EngineError]:
         """Wait for calls of engines; those that hang are ended, and their calls with them."""
         timeout = self._hang_timeout_seconds
-        running, hanging = set(calls), set()
+        running = set(calls)
+        hanging = set()
         seen: dict[Member, int | None] = {}
         while running := wait(running, timeout).not_done:
             for call in list(running):

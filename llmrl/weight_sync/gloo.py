@@ -87,7 +87,8 @@ class Receiver:
         """
         data = torch.empty(num_delta_bytes, dtype=torch.uint8)
         broadcast(self._group, data)
-        base, self._checksum = self._checksum, None
+        base = self._checksum
+        self._checksum = None
         try:
             delta = Delta.from_bytes(data.numpy().tobytes())
             if self._buffer is None or base is None or delta.base_checksum != base:
@@ -116,7 +117,9 @@ class Receiver:
 
 def _broadcast_chunk(group: ProcessGroupGloo, chunk: torch.Tensor) -> None:
     options = torch.distributed.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, TIMEOUT
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = TIMEOUT
     group.broadcast([chunk], options).wait()  # type: ignore[attr-defined]  # of the base class
 
 

@@ -61,7 +61,8 @@ class InProcessSender:
         version = self._engine.load_weights(dict(named_weights(self._model)))
         if isinstance(self._model, torch.nn.Module):
             record = trained_model(self._model)
-            record.engine_version, record.num_updates = version, 0
+            record.engine_version = version
+            record.num_updates = 0
         return version
 
     def start_update(self) -> Future[int]:

@@ -70,7 +70,8 @@ class ParameterPlan:
     def as_one_view(self, buffer: torch.Tensor) -> torch.Tensor | None:
         """Return the whole parameter as a view of the buffer, if its parts lie there as they do in the parameter."""
         copies = sorted(self.copies, key=lambda copy: copy[0].offset)
-        first, end = copies[0][1], 0
+        first = copies[0][1]
+        end = 0
         for target, source in copies:
             if (
                 source is None
@@ -166,7 +167,8 @@ def make_load_plan(
             f"the engine's model has no place for {len(unread)} of the weights, among them {unread[:3]}; a head that "
             "the engine ties to its embedding must be left out, or tied in the trainer too."
         )
-    missing, wanted = [], []
+    missing = []
+    wanted = []
     names = {id(module): name for name, module in model.named_modules()}
     for plan, _ in parameters:
         if id(plan.layer) in tied or is_deferred_attention_layer(plan.layer):
@@ -198,7 +200,8 @@ def _unread(layout: PackedLayout, plans: list[ParameterPlan]) -> list[str]:
     )
     unread = []
     for name, dtype, shape, offset in zip(layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True):
-        index, size = bisect_left(starts, offset), torch.Size(shape).numel() * dtype.itemsize
+        index = bisect_left(starts, offset)
+        size = torch.Size(shape).numel() * dtype.itemsize
         if size and (index == len(starts) or starts[index] >= offset + size):
             unread.append(name)
     return unread
@@ -248,7 +251,8 @@ class _CopyRecorder(TorchDispatchMode):
 
     def __init__(self, source: torch.Tensor, plans: dict[int, ParameterPlan]) -> None:
         super().__init__()
-        self._source, self._plans = _storage(source), plans
+        self._source = _storage(source)
+        self._plans = plans
         self.is_copying_only = True
         """Whether every parameter was written with weights as they came."""
 

@@ -129,7 +129,8 @@ class AllWorkers:
         each: Callable[[Sequence[Member], Callable[[Member], object]], None],
         timeout_seconds: float,
     ) -> None:
-        self._members, self._each = members, each
+        self._members = members
+        self._each = each
         self.timeout_seconds = timeout_seconds
         """Sooner than an engine is taken to hang, so that those which wait for a dead one are not ended with it."""
 
@@ -140,7 +141,8 @@ class AllWorkers:
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
         """Open every engine's end; each engine's workers follow those of the one before."""
-        infos, offset = {}, init_info.get("rank_offset")
+        infos = {}
+        offset = init_info.get("rank_offset")
         for member in self._members:
             infos[member] = init_info
             if isinstance(offset, int):

@@ -51,7 +51,8 @@ class NeededPages:
         starts = np.array([offset], dtype=np.int64)
         for step, count in dims:
             starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step * itemsize).reshape(-1)
-        first, last = starts // PAGE_SIZE, (starts + length * itemsize - 1) // PAGE_SIZE
+        first = starts // PAGE_SIZE
+        last = (starts + length * itemsize - 1) // PAGE_SIZE
         if len(starts) == 1:
             self._is_needed[first[0] : last[0] + 1] = True
             return
@@ -85,7 +86,8 @@ class NeededPages:
             start: a multiple of `PAGE_SIZE`.
         """
         for first, last in self._runs(start // PAGE_SIZE, -(-(start + part.numel()) // PAGE_SIZE)):
-            begin, end = first * PAGE_SIZE, min(last * PAGE_SIZE, start + part.numel())
+            begin = first * PAGE_SIZE
+            end = min(last * PAGE_SIZE, start + part.numel())
             buffer[begin:end] = part[begin - start : end - start]
 
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:

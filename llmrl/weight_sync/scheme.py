@@ -173,7 +173,8 @@ class DoubleBufferReader:
     """Makes engines read a double buffer that a trainer writes which cannot call them."""
 
     def __init__(self, group: EngineGroup, folder: str) -> None:
-        self._group, self._folder = group, folder
+        self._group = group
+        self._folder = folder
         self._applied: BufferPointer | None = None
 
     def poll_and_apply(self) -> int | None:
@@ -182,7 +183,8 @@ class DoubleBufferReader:
         Raises:
             EngineError: when the buffer is not whole, or does not fit; the engines keep the weights that they have.
         """
-        group, folder = self._group, self._folder
+        group = self._group
+        folder = self._folder
         pointer = DoubleBuffer(folder).pointer()
         if pointer is None or pointer == self._applied:
             return None

@@ -88,7 +88,8 @@ class ModelWeights:
     """
 
     def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-        self._model, self._dtype = model, dtype
+        self._model = model
+        self._dtype = dtype
         self.override: Mapping[str, torch.Tensor] = {}
         """Sent instead of the model's, while there are any."""
         self._gathering: Iterator[tuple[str, torch.Tensor]] | None = None
@@ -173,7 +174,8 @@ class _AdaptedWeight(LazyWeight):
             if adapter in self.layer.lora_A or adapter in self.layer.lora_embedding_A:
                 update = self.layer.get_delta_weight(adapter)
                 if _is_sharded(update) != _is_sharded(weight):
-                    update, weight = whole(update), whole(weight)
+                    update = whole(update)
+                    weight = whole(weight)
                 # Shards are added to shards: one whole matrix comes of it, not three.
                 weight = weight + update.to(weight.dtype)
         return whole(weight)

@@ -32,7 +32,9 @@ class StreamChannel(Channel):
         ValueError: for another backend.
     """
 
-    is_collective, can_roll_back, staged_version = True, False, None
+    is_collective = True
+    can_roll_back = False
+    staged_version = None
 
     def __init__(self, source: ModelWeights, backend: str | None, rendezvous: Callable[[], tuple[str, int]]) -> None:
         if backend not in ("nccl", "ipc"):
@@ -40,7 +42,9 @@ class StreamChannel(Channel):
                 f"the engine's weight-transfer backend is {backend!r}; VLLMWeightSyncScheme drives "
                 f"{LLMRL_BACKEND!r}, 'nccl' and 'ipc', and VLLMDoubleBufferSyncScheme a server of 'files'."
             )
-        self._source, self._backend, self._rendezvous = source, backend, rendezvous
+        self._source = source
+        self._backend = backend
+        self._rendezvous = rendezvous
 
     def stage(self, version: int | None) -> int:
         """Wait for the optimizer's step: vLLM reads the weights on streams of its own, which wait for no other.
@@ -100,7 +104,8 @@ class _OnDevice:
     """A connection that is used from any thread, with the trainer's device as the current one."""
 
     def __init__(self, device: torch.device, connection: Connection) -> None:
-        self._device, self._connection = device, connection
+        self._device = device
+        self._connection = connection
 
     def send_weights(self) -> None:
         with torch.accelerator.device_index(self._device.index):
@@ -116,7 +121,8 @@ class _TimedNCCL:
     def __init__(self, client: Client, source: ModelWeights, address: str, port: int) -> None:
         from llmrl.engines.vllm.private import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-        self._client, self._device = client, source.device
+        self._client = client
+        self._device = source.device
         info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
         self._workers_opened: Future[None] = Future()
         self._workers_updated: Future[None] | None = None

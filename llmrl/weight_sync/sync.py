@@ -61,8 +61,11 @@ class WeightSync:
         make_source: type[ModelWeights] = ModelWeights,
     ) -> None:
         self._make_source = make_source
-        self._open_channel, self._rank, self._needs_engine = open_channel, rank, needs_engine
-        self._pause_mode, self._reset_running_requests = pause_mode, reset_running_requests
+        self._open_channel = open_channel
+        self._rank = rank
+        self._needs_engine = needs_engine
+        self._pause_mode = pause_mode
+        self._reset_running_requests = reset_running_requests
         self._model: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
         self._source: ModelWeights | None = None
         self._group: EngineGroup | None = None
@@ -132,7 +135,8 @@ class WeightSync:
             if self._group is None or self._channel is None:
                 return
             if (record := self._record()) is not None:
-                record.engine_dtype, record.is_engine_int8 = self._group.model_dtype, self._group.is_quantized
+                record.engine_dtype = self._group.model_dtype
+                record.is_engine_int8 = self._group.is_quantized
                 if record.engine_version is None:  # both hold the weights that they started with
                     record.engine_version = self._group.policy_version
                 self._compare_dtypes(record)
@@ -194,7 +198,8 @@ class WeightSync:
             if not engine.is_alive:  # the update may wait for the engine that takes the place of this one
                 raise EngineError("the engine died before it was given the current weights.")
         try:
-            group, channel = self._group, self._channel
+            group = self._group
+            channel = self._channel
             if group is None or channel is None:
                 raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
             version = max(one.policy_version for one in [*group.engines, engine])
@@ -239,7 +244,8 @@ class WeightSync:
         return source
 
     def _update(self, source: ModelWeights) -> int:
-        group, channel = self._group, self._channel
+        group = self._group
+        channel = self._channel
         if channel is None:  # a rank above 0
             source.gather_the_rest()
             return -1
@@ -249,7 +255,9 @@ class WeightSync:
         record = self._record()
         if record is not None:
             self._compare_dtypes(record)  # its policy may be younger than this sender
-            record.engine_version, record.num_updates = None, 0  # what is trained from here on is not sent
+            # what is trained from here on is not sent
+            record.engine_version = None
+            record.num_updates = 0
         group.members()  # where none lives, what is staged stays what the engines were sent last
         version = channel.stage(max(group.next_version, self._last_version + 1))
         clock.lap("stage_s")

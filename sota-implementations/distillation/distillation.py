@@ -81,7 +81,7 @@ def main(cfg: DistillationConfig) -> None:
 
         # What teaches: another model, or the student as it is now; either may read more than the student does.
         teacher = run.enter(start_teacher(cfg, actor, tokenizer=tokenizer))
-        prompts: Any = dataset_env_of(env).prompts
+        data: Any = dataset_env_of(env)
         advantages, key = TeacherAdvantage(cfg.teacher.coeff), ("next", "teacher_log_probs", "full")
         render = partial(renderer.render, add_generation_prompt=True)
 
@@ -90,7 +90,7 @@ def main(cfg: DistillationConfig) -> None:
                 return write_top_k(teacher, batch, cfg.teacher.top_k)
             if cfg.teacher.hint is None:
                 return advantages(write_log_probs(teacher, batch, key))
-            hints = [cfg.teacher.hint_for(prompts.item_of(row["rollout", "group_id"])) for row in batch.unbind(0)]
+            hints = [cfg.teacher.hint_for(data.prompts.item_of(row["rollout", "group_id"])) for row in batch.unbind(0)]
             return advantages(write_hinted_log_probs(teacher, batch, key, hints=hints, render=render))
 
         # What plays: answers to prompts, as training rows; compared with each other where they are rewarded.

@@ -71,7 +71,8 @@ def read(body: Body) -> ModelRequest:
 def _messages(message: Json, where: str) -> list[Message]:
     """Read a message: a user's may hold results of tools beside text, and each is a message of its own."""
     message = object_of(message, where=where)
-    role, content = entry_of(message, "role", str, where=f"{where}.", default=""), message.get("content")
+    role = entry_of(message, "role", str, where=f"{where}.", default="")
+    content = message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": text_parts(content, where=f"{where}.content")}]
     texts: list[str] = []

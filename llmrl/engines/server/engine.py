@@ -41,7 +41,8 @@ _CONTROL_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 10.0
 """For a server to answer a request that it was told to end; then it is hung up on."""
 # Of an answer; a token takes some hundred, with its text, its id and its log-prob.
-_NUM_BASE_BYTES, _NUM_TOKEN_BYTES = 1 << 20, 1 << 12
+_NUM_BASE_BYTES = 1 << 20
+_NUM_TOKEN_BYTES = 1 << 12
 
 
 class ServerEngine(ServerUpdates, ServerScores):
@@ -104,7 +105,8 @@ class ServerEngine(ServerUpdates, ServerScores):
         """Number of token ids, where it was given."""
         self.reply_timeout_seconds = reply_timeout_seconds
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._is_reachable, self._is_closed = True, False
+        self._is_reachable = True
+        self._is_closed = False
         self._is_distribution_known = False
         self._deadlines: set[asyncio.Timeout] = set()
         self._in_flight: dict[str, asyncio.Event] = {}
@@ -336,7 +338,8 @@ class ServerEngine(ServerUpdates, ServerScores):
         advice = "" if budget is None else "; reply_timeout_seconds says how long it may take"
         max_bytes = _NUM_BASE_BYTES + _NUM_TOKEN_BYTES * (budget or 0)
         status, text = await self._fetch(method, path, body, seconds, max_bytes, advice=advice)
-        url, shown = f"{self._base_url}{path}", text[:500].decode(errors="replace")
+        url = f"{self._base_url}{path}"
+        shown = text[:500].decode(errors="replace")
         try:
             if status == 200:
                 return json.loads(text)

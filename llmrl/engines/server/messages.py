@@ -199,7 +199,8 @@ def _read_generated(
             mask = _sampling_mask([[one["token_id"] for one in entries] for entries in kept], top_k, server)
     versions: list[int] = []
     for span in _list(choice.get("weight_versions")):
-        label, num_tokens = str(span["version"]), span["end"] - len(versions)
+        label = str(span["version"])
+        num_tokens = span["end"] - len(versions)
         if not label.isdecimal():
             raise LostWeightsError(f"{server} was started again, and has not got the current weights: {label!r}.")
         if span["start"] != len(versions) or num_tokens < 1:
@@ -231,7 +232,8 @@ def _completion(
     budget: int,
     vocab_size: int | None,
 ) -> Completion:
-    finish_reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
+    finish_reason = choice.get("finish_reason")
+    stop_reason = choice.get("stop_reason")
     if finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{server} ended the request with {finish_reason!r}; try again.")
     if not token_ids and finish_reason != "abort":

@@ -73,7 +73,8 @@ def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, 
         >>> read_prompt_scores(answer, [3, 7], 1, server="http://host").top_log_probs.tolist()
         [[0.0], [-0.5]]
     """
-    ids, log_probs = [], []
+    ids = []
+    log_probs = []
     try:
         _, *places = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
         for token_id, place in zip(token_ids[1:], places, strict=True):
@@ -82,7 +83,8 @@ def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, 
             ids.append([token_id, *(number for _, number, _ in likeliest)])
             log_probs.append([place[str(token_id)]["logprob"], *(log_prob for *_, log_prob in likeliest)])
         shape = (len(token_ids) - 1, 1 + top_k)
-        reported_ids, reported = torch.tensor(ids).view(shape), torch.tensor(log_probs, dtype=torch.float32).view(shape)
+        reported_ids = torch.tensor(ids).view(shape)
+        reported = torch.tensor(log_probs, dtype=torch.float32).view(shape)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise EngineError(
             f"{server} did not say the log-probs of the tokens that it was given (prompt_logprobs, which vLLM's "

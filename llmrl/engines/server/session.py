@@ -40,7 +40,8 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     Raises:
         ValueError: when it is longer than `max_bytes`; the rest is not read.
     """
-    parts, num_bytes = [], 0
+    parts = []
+    num_bytes = 0
     async for part in response.content.iter_any():
         parts.append(part)
         num_bytes += len(part)

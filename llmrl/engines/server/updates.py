@@ -67,7 +67,8 @@ class ServerInfo:
         """
         try:
             config = info["vllm_config"]  # type: ignore[index]
-            model, device = config["model_config"], config["device_config"]
+            model = config["model_config"]
+            device = config["device_config"]
             transfer = config.get("weight_transfer_config") or {}
             quantization = model.get("quantization")
             return cls(
@@ -129,7 +130,8 @@ class ServerUpdates(ABC):
         """Set the version of the server's weights; if the server takes weights, label them, too."""
         if self.info is not None and version != self._version:
             self._call("POST", "/update_weight_version", {"new_version": str(version)})
-        self._version, self.lacks_weights = version, False
+        self._version = version
+        self.lacks_weights = False
 
     @property
     def model_dtype(self) -> torch.dtype:
@@ -283,7 +285,9 @@ class ServerUpdates(ABC):
     def _lose_weights(self) -> None:
         """Note that the server has its first weights, or those of no known version."""
         self.num_restarts += 1
-        self._version, self.lacks_weights, self._is_paused = self._first_version, True, False
+        self._version = self._first_version
+        self.lacks_weights = True
+        self._is_paused = False
 
     def _require_generate(self) -> None:
         """Refuse a server without an open token-in-token-out route: only that route reports versions."""

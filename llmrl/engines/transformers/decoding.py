@@ -85,7 +85,9 @@ class DecodingBatch:
         from transformers import DynamicCache
 
         self.sequences = list(sequences)
-        self._model, self._generator, self._routers = model, generator, Routers(model)
+        self._model = model
+        self._generator = generator
+        self._routers = Routers(model)
         self._device = next(model.parameters()).device
         self._cache = DynamicCache(config=model.config)
         length = max(len(one.prompt_ids) for one in sequences)
@@ -163,7 +165,8 @@ def _shaped_logits(logits: torch.Tensor, sequences: list[DecodedSequence]) -> to
         logits = logits.clone()
         for row, one in enumerate(sequences):
             seen = torch.tensor([*{*one.prompt_ids, *one.token_ids}], device=logits.device)
-            values, penalty = logits[row, seen], sampling.repetition_penalty
+            values = logits[row, seen]
+            penalty = sampling.repetition_penalty
             logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
     if sampling.temperature == 0:
         return logits

@@ -79,7 +79,9 @@ class TransformersEngine:
         self.max_model_len: int = limit
         """Prompt and completion together, in tokens."""
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
-        self._model, self._tokenizer, self._max_num_seqs = model.eval(), tokenizer, max_num_seqs
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._max_num_seqs = max_num_seqs
         eos = getattr(model.generation_config, "eos_token_id", None)
         self._eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
         self._generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)

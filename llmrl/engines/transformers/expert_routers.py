@@ -82,7 +82,8 @@ class Routers:
         for place, layer in enumerate(layers):
             router = next(filter(_is_router, layer.modules()), None)
             if router is not None:
-                self.num_experts, self.top_k = router.num_experts, router.top_k
+                self.num_experts = router.num_experts
+                self.top_k = router.top_k
                 self._places.append(place)
                 _hook_once(router.register_forward_hook, router._forward_hooks, _after_router)
             index = None if router is None else self.num_layers
@@ -122,7 +123,8 @@ class Routers:
     @contextlib.contextmanager
     def telling(self) -> Iterator[Choices]:
         """Forward passes of this thread append what each router chose, layer after layer."""
-        outer, _PASS.choices = _PASS.choices, []
+        outer = _PASS.choices
+        _PASS.choices = []
         try:
             yield _PASS.choices
         finally:
@@ -143,7 +145,8 @@ class Routers:
 
 def _is_router(module: torch.nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    top_k, num_experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
+    top_k = getattr(module, "top_k", None)
+    num_experts = getattr(module, "num_experts", None)
     is_sized = isinstance(top_k, int) and isinstance(num_experts, int) and isinstance(weight, torch.Tensor)
     return is_sized and "router" in type(module).__name__.lower()
 
@@ -176,7 +179,8 @@ def _after_router(
     """Compute once more with the given experts, where there are any, and tell."""
     if torch.compiler.is_compiling():
         return None
-    forced, _PASS.forced = _PASS.forced, None
+    forced = _PASS.forced
+    _PASS.forced = None
     if not isinstance(output, tuple) or len(output) != 3 or output[2].shape[-1:] != (router.top_k,):
         return None  # of another kind: it reports nothing, and giving it experts is an error
     own = output[2]
@@ -197,7 +201,8 @@ class _Chosen(TorchFunctionMode):
 
     def __init__(self, forced: torch.Tensor, num_experts: int) -> None:
         super().__init__()
-        self._forced, self._num_experts = forced, num_experts
+        self._forced = forced
+        self._num_experts = num_experts
         self.num_choices = 0
         self.token_experts = forced
 

@@ -195,7 +195,8 @@ def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
     Raises:
         EngineError: for a rank above 512, or fewer than two adapters at a time.
     """
-    max_loras, rank = engine_args.get("max_loras", 4), engine_args.get("max_lora_rank", 16)
+    max_loras = engine_args.get("max_loras", 4)
+    rank = engine_args.get("max_lora_rank", 16)
     if max_loras < 2:
         raise EngineError(
             f"max_loras must be at least 2, got {max_loras}: the next adapter is loaded beside the current one."

@@ -63,7 +63,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         start_s: float,
         hang_timeout_seconds: float | None = None,
     ):
-        self._llm, self._background, self._load = llm, background, load
+        self._llm = llm
+        self._background = background
+        self._load = load
         self._weight_transfer_backend = weight_transfer
         self.start_s = start_s
         """Seconds from the call to an engine that takes requests."""
@@ -179,7 +181,8 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             },
             engine_args=engine_args or {},
         )
-        config, start_s = llm.vllm_config.weight_transfer_config, time.perf_counter() - start
+        config = llm.vllm_config.weight_transfer_config
+        start_s = time.perf_counter() - start
         backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
         backend = backend if llm.vllm_config.lora_config is None else ADAPTER_BACKEND
         return cls(

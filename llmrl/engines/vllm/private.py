@@ -269,7 +269,10 @@ class _Together:
     """One queue of several; whatever else is asked of it goes to the queue itself."""
 
     def __init__(self, queue: MessageQueue, index: int, queues: list[MessageQueue], answers: list[object]) -> None:
-        self._queue, self._index, self._queues, self._answers = queue, index, queues, answers
+        self._queue = queue
+        self._index = index
+        self._queues = queues
+        self._answers = answers
 
     def dequeue(self, timeout: float | None = None) -> object:
         """Return this queue's answer, once all of them are there."""

@@ -56,7 +56,8 @@ def start_vllm(
     variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
     takes_adapters = weight_transfer == ADAPTER_BACKEND
     with checkpoint_for(model, quantization, is_cpu=is_cpu, takes_adapters=takes_adapters) as folder:
-        background, load = BackgroundLoop("llmrl-vllm"), LoadMeter()
+        background = BackgroundLoop("llmrl-vllm")
+        load = LoadMeter()
         stack = contextlib.ExitStack()
         variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
         background.submit(_hold(stack))

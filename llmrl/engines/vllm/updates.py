@@ -76,7 +76,8 @@ class AdapterUpdates(WholeWeights):
         super().__init__(llm)
         config = llm.vllm_config.lora_config
         assert config is not None, "the engine was started without adapters"
-        self._max_loras, self._max_rank = config.max_loras, config.max_lora_rank
+        self._max_loras = config.max_loras
+        self._max_rank = config.max_lora_rank
         self._current: LoRARequest | None = None
         self._taken: LoRARequest | None = None
         self._ids = itertools.count(1)
@@ -87,7 +88,8 @@ class AdapterUpdates(WholeWeights):
     @contextmanager
     def in_use(self) -> Iterator[tuple[LoRARequest | None, int | None]]:
         """Give the current adapter and its version, and keep it until the request has ended."""
-        adapter, version = self._current, self.version
+        adapter = self._current
+        version = self.version
         key = 0 if adapter is None else adapter.lora_int_id
         self._num_requests[key] += 1
         try:
@@ -143,9 +145,11 @@ class AdapterUpdates(WholeWeights):
 
     async def finish(self, version: int) -> None:
         """Let requests begin with the adapter that was taken; an update that ends with the old version is given up."""
-        taken, self._taken = self._taken, None
+        taken = self._taken
+        self._taken = None
         if taken is not None and version != self.version:
-            self._current, self.version = taken, version
+            self._current = taken
+            self.version = version
 
     async def _load(self, weights: bytes, rank: int) -> LoRARequest:
         from llmrl.engines.vllm.private import LoRARequest

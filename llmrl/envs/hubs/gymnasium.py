@@ -41,7 +41,9 @@ class GymnasiumTextEnv(MessageEnv):
     def __init__(
         self, env: gymnasium.Env[str, str], *, seed: int | None = None, system_prompt: str | None = None
     ) -> None:
-        self.env, self.seed, self.system_prompt = env, seed, system_prompt
+        self.env = env
+        self.seed = seed
+        self.system_prompt = system_prompt
 
     async def init(self) -> list[Message]:
         """Return the first observation."""

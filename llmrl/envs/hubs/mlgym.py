@@ -73,7 +73,8 @@ class MLGymWrapper(MessageEnv):
     """
 
     def __init__(self, env: MLGymEnv, *, reward_wrong_format: float | None = None) -> None:
-        self.env, self.config = env, env.config
+        self.env = env
+        self.config = env.config
         self.reward_wrong_format = reward_wrong_format
 
     async def init(self) -> list[Message]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _MAX_MESSAGE_BYTES = 100 << 20  # as OpenEnv's own client has it: screenshots are observations
 _CLOSE_SECONDS = 5.0
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 2.0
+_FIRST_WAIT_SECONDS = 0.05
+_LONGEST_WAIT_SECONDS = 2.0
 
 
 class OpenEnvChatEnv(MessageChatEnv):
@@ -117,7 +118,8 @@ class _Session(MessageEnv):
     """A conversation: a WebSocket, and the task that reads it, so that pings are answered during generation."""
 
     def __init__(self, server: _Server, row: Row) -> None:
-        self._server, self._row = server, row
+        self._server = server
+        self._row = row
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse
         self._reader: asyncio.Task[None]
@@ -126,7 +128,8 @@ class _Session(MessageEnv):
 
     async def init(self) -> list[Message]:
         server = self._server
-        why, wait = "it did not answer", _FIRST_WAIT_SECONDS
+        why = "it did not answer"
+        wait = _FIRST_WAIT_SECONDS
         try:
             async with asyncio.timeout(server.timeout):
                 while True:
@@ -186,7 +189,8 @@ class _Session(MessageEnv):
         return step if step.is_done else replace(step, messages=messages)
 
     async def _ask(self, question: Mapping[str, object]) -> tuple[object, MessageStep]:
-        url, is_unasked = self._server.url, not self._received.empty()
+        url = self._server.url
+        is_unasked = not self._received.empty()
         if not is_unasked:
             with contextlib.suppress(ConnectionError):  # of which the reader tells why
                 await self._socket.send_str(json.dumps(question))
@@ -200,11 +204,15 @@ class _Session(MessageEnv):
             raise ConnectionError(f"{url} ended the session: {self._why_lost}")
         try:
             answer = json.loads(received)
-            kind, data = answer["type"], answer["data"]
+            kind = answer["type"]
+            data = answer["data"]
             if kind == "error":
-                code, reason = data.get("code"), data.get("errors") or data.get("message")
+                code = data.get("code")
+                reason = data.get("errors") or data.get("message")
             else:
-                observation, reward, is_done = data["observation"], data.get("reward"), data["done"]
+                observation = data["observation"]
+                reward = data.get("reward")
+                is_done = data["done"]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RuntimeError(
                 f"{url} answered {received!r:.200}, which is no message of OpenEnv: {describe(error)}"
@@ -229,7 +237,8 @@ class _Session(MessageEnv):
         self._received.put_nowait(None)
 
     async def close(self) -> None:
-        http, self._http = self._http, None
+        http = self._http
+        self._http = None
         if http is None:
             return
         async with http:

@@ -125,7 +125,8 @@ def make_textarena_env(
         Traceback (most recent call last):
         ValueError: opponents has ['black'], and the roles are ['player_0', 'player_1'].
     """
-    roles, rows = role_names(num_players), [{"seed": number} for number in seeds]
+    roles = role_names(num_players)
+    rows = [{"seed": number} for number in seeds]
     env = GameEnv(
         lambda row: TextArenaGame(env_id, num_players=num_players, seed=row["seed"]),
         rows,

@@ -49,11 +49,13 @@ def countdown_problems(
 
 def _problem(generator: random.Random, num_count: int, max_number: int, max_target: int) -> Row:
     numbers = [generator.randint(1, max_number) for _ in range(num_count)]
-    target, solution = sum(numbers), " + ".join(map(str, numbers))
+    target = sum(numbers)
+    solution = " + ".join(map(str, numbers))
     for _ in range(8):
         value, expression = _combine(generator, numbers)
         if 0 < value <= max_target:
-            target, solution = value, expression
+            target = value
+            solution = expression
             break
     query = (
         f"Use the numbers {', '.join(map(str, numbers))}, each at most once, with + - * / and parentheses, "
@@ -68,7 +70,8 @@ def _combine(generator: random.Random, numbers: Sequence[int]) -> tuple[int, str
     for number in rest:
         sign = generator.choice("+-*")
         if sign == "-" and number > value:
-            value, expression = number - value, f"({number} - {expression})"
+            value = number - value
+            expression = f"({number} - {expression})"
         else:
             value = {"+": value + number, "-": value - number, "*": value * number}[sign]
             expression = f"({expression} {sign} {number})"

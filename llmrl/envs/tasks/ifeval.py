@@ -77,7 +77,8 @@ class IfEvalScorer(RubricReward):
             for (name, share), weight in zip(_SHARES.items(), weights, strict=True)
         ]
         if callable(aggregate_reward):
-            aggregate, declared = aggregate_reward, keywords_of(aggregate_reward)
+            aggregate = aggregate_reward
+            declared = keywords_of(aggregate_reward)
 
             def aggregated(
                 completion: str, instruction_id_list: list[str], kwargs: Kwargs, status: RolloutStatus

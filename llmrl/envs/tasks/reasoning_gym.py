@@ -67,13 +67,13 @@ class ReasoningGymProblems:
         without = sorted(task for task in self.weights if not factory.has_curriculum(task))
         if curriculum and without:
             raise ValueError(f"curriculum is set, and reasoning-gym has none for {without}.")
-        self.num_problems, self.split, self.seed, self.has_curriculum = (
-            num_problems,
-            check_split(split),
-            seed,
-            curriculum,
-        )
-        self.raise_at, self.window, self.config = raise_at, window, config or {}
+        self.num_problems = num_problems
+        self.split = check_split(split)
+        self.seed = seed
+        self.has_curriculum = curriculum
+        self.raise_at = raise_at
+        self.window = window
+        self.config = config or {}
         self.levels = dict.fromkeys(self.weights, 0)
         self._scores: dict[str, deque[float]] = {task: deque(maxlen=window) for task in self.weights}
         # Not all of them: in the next epoch they come at the level that was reached.
@@ -140,7 +140,8 @@ class ReasoningGymProblems:
         """Continue from a saved curriculum."""
         self.levels = dict(state["levels"])
         self._scores = {task: deque(scores, maxlen=self.window) for task, scores in state["scores"].items()}
-        self._drawn, self._drawn_levels = {}, dict(state["drawn"])
+        self._drawn = {}
+        self._drawn_levels = dict(state["drawn"])
 
 
 def _check_names(known: Row, tasks: Mapping[str, float], config: Mapping[str, Row]) -> None:

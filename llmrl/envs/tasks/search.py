@@ -55,7 +55,8 @@ def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], li
     if not 2 <= num_people <= len(names):
         raise ValueError(f"num_people must be between 2 and {len(names)}, got {num_people}.")
     generator = random.Random(seed)
-    documents, questions = [], []
+    documents = []
+    questions = []
     for name in generator.sample(names, num_people):
         for question, statement, values in _FACTS.values():
             value = generator.choice(values)

@@ -87,7 +87,8 @@ class TaskEnv(KnownArguments, TransformedEnv):
         prompts = [REASONING_PROMPT] * reasoning + [system_prompt] * (system_prompt is not None)
         options = {"num_envs": 1, **(options or {})}
         drawn = {name: value for name, value in options.items() if name not in ("max_steps", "compute_reward")}
-        input_mode, is_scored = options.get("input_mode", "history"), options.get("compute_reward", True)
+        input_mode = options.get("input_mode", "history")
+        is_scored = options.get("compute_reward", True)
         if is_scored and input_mode != "history" and options.get("tokenizer") is None:
             raise ValueError(f"rewards of input_mode={input_mode!r} need tokenizer=, which reads the answer.")
         prompt = " ".join(map(str, prompts)) or None
