@@ -29,15 +29,32 @@ class Finding:
     causes: tuple[str, ...]
     """The most likely first."""
     selection: Selection = ""
+    steps: tuple[int, int] | None = None
+    """First and last step that it looked at; None for a finding of no run."""
+
+    @property
+    def over(self) -> str:
+        """The steps that it looked at, in words.
+
+        Example:
+            >>> Finding("answers_cut", "look", "25 % of the answers were cut.", (), steps=(3, 5)).over
+            'steps 3 to 5'
+        """
+        if self.steps is None:
+            return ""
+        first, last = self.steps
+        return f"step {last}" if first == last else f"steps {first} to {last}"
 
     def to_record(self, records: Sequence[Mapping[str, JSON]] = ()) -> dict[str, JSON]:
         """Return it as JSON has it, with the ids of the rollouts that show it, at most eight of `records`."""
         rollouts: list[JSON] = [record["rollout_id"] for record in failing_rollouts(self.selection, records)]
         causes: list[JSON] = list(self.causes)
+        steps: list[JSON] = list(self.steps or ())
         return {
             "name": self.name,
             "verdict": self.verdict,
             "says": self.says,
+            "steps": steps,
             "causes": causes,
             "selection": self.selection,
             "rollouts": rollouts,

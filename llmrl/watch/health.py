@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +18,14 @@ _LEAST_CHANGE = 1e-6
 """Of the weights in a step, as a share of their size: at a learning rate of 1e-6 it is some 50 times as much."""
 
 
-def diagnose(steps: Sequence[Metrics], *, max_staleness: int | None = None) -> list[Finding]:
+def diagnose(
+    steps: Sequence[Metrics], *, numbers: Sequence[int] | None = None, max_staleness: int | None = None
+) -> list[Finding]:
     """Return what the metrics say about the last step, the worst first; nothing where all is fine.
 
     Args:
-        steps: of the run, all of them in order, by the names of `docs/metrics.md`; what one lacks is not judged.
+        steps: metrics of all steps of the run in order, by the names of `docs/metrics.md`; a missing one is not judged.
+        numbers: numbers of these steps; by default they count from 1.
         max_staleness: as the collector was given; None is on-policy.
 
     Example:
@@ -30,8 +35,11 @@ def diagnose(steps: Sequence[Metrics], *, max_staleness: int | None = None) -> l
         >>> finding.verdict, finding.says
         ('broken', '75 % of the answers were cut.')
     """
-    history = MetricHistory(steps)
-    found = [*_staleness(history, max_staleness), *(finding for check in _CHECKS for finding in check(history))]
+    history = MetricHistory(steps, numbers)
+    found = []
+    for check in (functools.partial(_staleness, max_staleness=max_staleness), *_CHECKS):
+        history.take_read()
+        found += [dataclasses.replace(finding, steps=history.take_read()) for finding in check(history)]
     return sorted(found, key=lambda finding: -get_args(Verdict).index(finding.verdict))
 
 
@@ -54,13 +62,14 @@ class HealthJudge:
         """Return what a step's metrics say, which may come in parts, as those of its evaluation do after its own.
 
         Args:
-            records: of the step's rollouts (`Rollout.to_record`).
+            records: records of the step's rollouts (`Rollout.to_record`).
         """
         if records or self._records[0] != step:
             self._records = step, records
         self._steps[step] = {**self._steps.get(step, {}), **metrics}
-        steps = [self._steps[number] for number in sorted(self._steps) if number <= step]
-        findings = diagnose(steps, max_staleness=self._max_staleness)
+        numbers = [number for number in sorted(self._steps) if number <= step]
+        steps = [self._steps[number] for number in numbers]
+        findings = diagnose(steps, numbers=numbers, max_staleness=self._max_staleness)
         self._log.write(step, findings, self._records[1])
         return findings
 
@@ -343,6 +352,7 @@ def _fell(history: MetricHistory, name: str) -> Finding | None:
     best = max(earlier, key=lambda place: history.steps[place][name])
     before = history.around(best, "reward_mean")
     after = history.around(last, "reward_mean")
+    history.note(best, last)
     was = history.steps[best][name]
     now = history.steps[last][name]
     if before is None or after is None or after < before + max(0.02, history.margin("reward_mean")):
@@ -402,6 +412,7 @@ def _environment(history: MetricHistory) -> Iterator[Finding]:
         for step in history.steps[-NUM_SMOOTHED:]
         if step.get("num_rollouts")
     ]
+    history.note(*range(max(0, len(history.steps) - NUM_SMOOTHED), len(history.steps)))
     shares = MetricHistory(steps)
     if failed and (verdict := _graded(shares.share("failed", "num_rollouts"), look=0.05, broken=0.5)) != "fine":
         yield Finding(

@@ -206,4 +206,6 @@ def _title(record: Row) -> str:
 
 def _sentence(finding: Finding) -> Text:
     likely = f" Likely: {finding.causes[0]}." if finding.causes else ""
-    return Text.assemble((finding.verdict, _STYLES[finding.verdict]), f" {finding.name}: {finding.says}{likely}")
+    over = f" ({finding.over})" if finding.over else ""
+    said = f" {finding.name}: {finding.says}{over}{likely}"
+    return Text.assemble((finding.verdict, _STYLES[finding.verdict]), said)

@@ -18,39 +18,69 @@ SURE_OF_SHARE = 2.6
 
 
 class MetricHistory:
-    """Metrics of the steps so far: now, smoothed, as they began, and how noisy they are."""
+    """Metrics of the steps so far: now, smoothed, as they began, and how noisy they are.
 
-    def __init__(self, steps: Sequence[Metrics]) -> None:
+    It notes which steps were read, so that a finding can say what it looked at. Noise (`margin`) does not count.
+
+    Args:
+        steps: metrics of all steps in order.
+        numbers: numbers of these steps; by default they count from 1.
+    """
+
+    def __init__(self, steps: Sequence[Metrics], numbers: Sequence[int] | None = None) -> None:
         self.steps = steps
         self.last: Metrics = steps[-1] if steps else {}
+        self._numbers = range(1, len(steps) + 1) if numbers is None else numbers
+        self._read: set[int] = set()
+
+    def note(self, *places: int) -> None:
+        """Note that the steps at these places were read."""
+        self._read.update(places)
+
+    def take_read(self) -> tuple[int, int] | None:
+        """Return the first and the last step that were read since the last call; the last step if none was."""
+        places = self._read or {len(self.steps) - 1}
+        self._read = set()
+        return (self._numbers[min(places)], self._numbers[max(places)]) if self.steps else None
+
+    def _places(self, name: str) -> list[int]:
+        return [place for place, step in enumerate(self.steps) if name in step]
+
+    def _noted(self, name: str, places: Sequence[int]) -> list[float]:
+        self.note(*places)
+        return [self.steps[place][name] for place in places]
 
     def values(self, name: str) -> list[float]:
         """Return a metric's values, step by step, without the steps that lack it."""
-        return [step[name] for step in self.steps if name in step]
+        return self._noted(name, self._places(name))
 
     def now(self, name: str) -> float | None:
         """Return a metric of the last step."""
+        if name in self.last:
+            self.note(len(self.steps) - 1)
         return self.last.get(name)
 
     def recent(self, name: str) -> float | None:
         """Return the mean of the last few steps; None where the last has no such metric."""
-        return None if self.now(name) is None else fmean(self.values(name)[-NUM_SMOOTHED:])
+        return None if self.now(name) is None else fmean(self._noted(name, self._places(name)[-NUM_SMOOTHED:]))
 
     def began(self, name: str) -> float | None:
         """Return the mean of the first few steps, once there are more."""
-        values = self.values(name)
-        return fmean(values[:NUM_SMOOTHED]) if len(values) > NUM_SMOOTHED else None
+        places = self._places(name)
+        return fmean(self._noted(name, places[:NUM_SMOOTHED])) if len(places) > NUM_SMOOTHED else None
 
     def share(self, name: str, counted: str) -> tuple[float, float] | None:
         """Return a share of the last few steps, and what it is at least, chance aside; None where the last has none.
 
         Args:
-            name: of the metric.
-            counted: the metric that says of how many it is the share; without it chance is left out.
+            name: name of the metric.
+            counted: metric with the number that it is a share of; without it chance is left out.
         """
         if self.now(name) is None:
             return None
-        steps = [step for step in self.steps if name in step][-NUM_SMOOTHED:]
+        places = self._places(name)[-NUM_SMOOTHED:]
+        self.note(*places)
+        steps = [self.steps[place] for place in places]
         counts = [step.get(counted, math.inf) for step in steps]
         if math.inf in counts or not sum(counts):
             share = fmean(step[name] for step in steps)
@@ -68,7 +98,7 @@ class MetricHistory:
         The noise is what one step differs from the one before, in the steps before the last few, the largest difference
         aside, which may be what is looked for. Of a metric that moves steadily that is too much rather than too little.
         """
-        values = self.values(name)[:-NUM_SMOOTHED]
+        values = [self.steps[place][name] for place in self._places(name)[:-NUM_SMOOTHED]]
         squares = sorted((later - earlier) ** 2 for earlier, later in itertools.pairwise(values))[:-1]
         if len(squares) < 2:
             return 0.0
@@ -77,9 +107,9 @@ class MetricHistory:
 
     def around(self, place: int, name: str) -> float | None:
         """Return the mean of the few steps that end at a place; of the first few, where there were none before."""
-        up_to = [step[name] for step in self.steps[: place + 1] if name in step]
-        chosen = up_to[-NUM_SMOOTHED:] or self.values(name)[:NUM_SMOOTHED]
-        return fmean(chosen) if chosen else None
+        places = self._places(name)
+        chosen = [one for one in places if one <= place][-NUM_SMOOTHED:] or places[:NUM_SMOOTHED]
+        return fmean(self._noted(name, chosen)) if chosen else None
 
     def best(self, name: str) -> float | None:
         """Return the highest mean of a few steps in a row, before the last few; None where there are none."""

@@ -62,10 +62,12 @@ class HealthStrip {
     const places = (Array.isArray(finding.rollouts) ? finding.rollouts : []).map((id) => index.rollout_id.findIndex((other, place) =>
       other === id && index.step[place] === step && index.run[place] === run.number)).filter((place) => place >= 0);
     const causes = Array.isArray(finding.causes) ? finding.causes : [];
+    const [first, last] = Array.isArray(finding.steps) ? finding.steps : [];
+    const over = last === undefined ? "" : first === last ? `, step ${last}` : `, steps ${first} to ${last}`;
     return make("div", { class: "finding" }, this.badge(finding.verdict),
       make("div", {},
         make("p", {}, make("b", {}, String(finding.says)), make("span", { class: "faint" },
-          ` ${String(finding.name).replaceAll("_", " ")}${since < at ? `, since step ${run.steps[since].step}` : ""}`)),
+          ` ${String(finding.name).replaceAll("_", " ")}${over}${since < at ? `, since step ${run.steps[since].step}` : ""}`)),
         causes.length ? make("details", { open: finding.verdict === "broken" }, make("summary", {}, "likely causes, the first first"), make("ol", {}, causes.map((cause) => make("li", {}, String(cause))))) : null,
         places.length ? make("div", { class: "siblings" }, make("span", { class: "faint" }, "rollouts that show it"), places.map((place) => make("button", {
           class: "chip", style: `background:${rewardColour(index.reward[place], index.is_scored[place])}`, title: index.rollout_id[place],

@@ -1,0 +1,48 @@
+"""A finding says over which steps it looked, by the numbers that the run gave them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmrl.watch.findings import HealthLog
+from llmrl.watch.health import HealthJudge, diagnose
+
+CUT = {"cut_share": 0.75, "num_rollouts": 100.0}
+
+
+@pytest.mark.parametrize(("num_steps", "looked_at"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (7, (5, 7))])
+def test_a_share_is_of_the_last_three_steps(num_steps, looked_at):
+    (finding,) = diagnose([CUT] * num_steps)
+    assert (finding.name, finding.steps) == ("answers_cut", looked_at)
+
+
+def test_what_is_compared_with_the_beginning_is_over_all_steps():
+    lengths = [100.0] * 5 + [900.0] * 3
+    (finding,) = diagnose([{"completion_tokens_mean": length} for length in lengths])
+    assert (finding.name, finding.steps) == ("length_explosion", (1, 8))
+
+
+def test_two_findings_of_a_step_have_their_own_steps():
+    steps = [{**CUT, "completion_tokens_mean": 100.0}] * 5 + [{**CUT, "completion_tokens_mean": 900.0}] * 3
+    found = {finding.name: finding.steps for finding in diagnose([*steps, {**steps[-1], "staleness_max": 9.0}])}
+    assert found == {"staleness": (9, 9), "answers_cut": (7, 9), "length_explosion": (1, 9)}
+
+
+def test_an_evaluation_that_fell_is_compared_with_its_best_one():
+    steps = [{"reward_mean": 0.1 * step} for step in range(1, 11)]
+    for place, reward in ((1, 0.2), (4, 0.9), (9, 0.1)):
+        steps[place] |= {"eval/held-out/reward": reward, "eval/held-out/reward_low": reward - 0.02}
+        steps[place] |= {"eval/held-out/reward_high": reward + 0.02}
+    found = {finding.name: finding for finding in diagnose(steps)}
+    assert found["reward_hacking"].steps == (3, 10)  # the three steps up to the fifth, to the last
+
+
+def test_the_record_of_a_run_has_the_run_s_numbers(tmp_path):
+    log = HealthLog(tmp_path / "health.jsonl")
+    judge = HealthJudge(log, dict.fromkeys((4, 6, 9), CUT))  # steps 5, 7 and 8 left no metrics
+    (finding,) = judge.judge(11, CUT)
+    assert finding.steps == (6, 11) and finding.over == "steps 6 to 11"
+    line = json.loads((tmp_path / "health.jsonl").read_text())
+    assert line["findings"][0]["steps"] == [6, 11]
