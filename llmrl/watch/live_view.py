@@ -207,5 +207,5 @@ def _title(record: Row) -> str:
 def _sentence(finding: Finding) -> Text:
     likely = f" Likely: {finding.causes[0]}." if finding.causes else ""
     over = f" ({finding.over})" if finding.over else ""
-    said = f" {finding.name}: {finding.says}{over}{likely}"
+    said = f" {finding.name}: {finding.says}{likely}{over}"
     return Text.assemble((finding.verdict, _STYLES[finding.verdict]), said)

@@ -132,9 +132,11 @@ class MetricHistory:
 
     def is_learned(self) -> bool:
         """Return whether most answers are right: they have the highest reward that any had, or are called right."""
-        if (self.recent("groups_all_right") or 0.0) > 0.5:
-            return True
         tops = self.values("reward_max")
+        # Without a reward function named `success` a reward of 1 counts as right, which says nothing of larger ones.
+        knows_right = "reward/success_mean" in self.last or max(tops, default=1.0) <= 1
+        if knows_right and (self.recent("groups_all_right") or 0.0) > 0.5:
+            return True
         mean = self.recent("reward_mean")
         has_differed = any(self.values("reward_std"))
         return bool(tops) and mean is not None and has_differed and mean >= 0.8 * max(tops) > 0

@@ -132,6 +132,26 @@ def test_a_gradient_that_grows_tenfold_a_step_is_seen_at_the_third_step(planted,
     assert run.first("gradient_explosion")[0] == 3 and "gradient_explosion" in run.printed
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_an_entropy_that_collapses_is_seen_at_any_scale_of_the_reward(planted, monkeypatch, takes_long, scale):
+    updates = []
+
+    def sharpening(loss, batch, optimizer, **options):
+        report = train_step(loss, batch, optimizer, **options)
+        updates.append(report)
+        if len(updates) == 4:  # the logits are as much larger as the last layer's norm
+            with torch.no_grad():
+                loss.actor_network.model.model.norm.weight *= 100
+        return report
+
+    def scaled(completion):
+        return scale * differs(completion)
+
+    monkeypatch.setattr(train_module, "train_step", sharpening)
+    run = planted(scaled, num_steps=5, learning_rate=1e-4)
+    assert run.first("entropy_collapse")[0] == 5 and "entropy_collapse" in run.printed
+
+
 @pytest.fixture
 def judged(renderer, tmp_path):
     """Judges steps of a run with a scripted model: `answers` is a function of step and prompt."""
