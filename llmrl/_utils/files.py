@@ -107,7 +107,7 @@ def check_entries(folder: Path, names: Collection[str], *, unchecked: Collection
     Args:
         folder: may be missing.
         names: patterns of entries, see `fnmatch`; others are not looked at.
-        unchecked: entries that are folders, whose own are not looked at.
+        unchecked: names of folders that are not looked into.
 
     Raises:
         UnsafeFileError: naming the first one.

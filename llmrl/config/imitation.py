@@ -53,7 +53,7 @@ class TeacherConfig(Section):
         Section.__post_init__(self)
         if self.path is None and self.url is None and self.hint is None:
             raise ValueError(
-                "teacher.path, teacher.url or teacher.hint is needed: a student teaches itself only by what it is told."
+                "teacher.path, teacher.url or teacher.hint is needed: a student teaches itself only with a hint."
             )
         if self.path is not None and self.url is not None:
             raise ValueError(
@@ -69,7 +69,7 @@ class TeacherConfig(Section):
             if value != without:
                 raise ValueError(
                     f"teacher.top_k={self.top_k} makes the divergence of distributions the loss, and teacher.{name}="
-                    f"{value!r} is for a teacher whose part is an advantage: leave teacher.top_k=null, or "
+                    f"{value!r} is for a teacher that gives an advantage: leave teacher.top_k=null, or "
                     f"teacher.{name}={'null' if without is None else str(without).lower()}."
                 )
 

@@ -122,7 +122,7 @@ class ContentMarks:
         return [token_id for token_id, _ in self.locate(with_plain_marks(text, mark), mark)]
 
     def locate(self, text: str, mark: str) -> list[tuple[int, tuple[int, int]]]:
-        """Return each token of `encode` with where it stands: of a text whose marks are plain, see `with_plain_marks`.
+        """Return each token of `encode` with its place in a text with plain marks; see `with_plain_marks`.
 
         Raises:
             RenderingError: where the tokenizer does not tell what became of the marks.

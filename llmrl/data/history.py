@@ -45,7 +45,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     a step of a long conversation costs no more than that of a short one.
 
     TorchRL's own form works beside it: `History(role=..., content=...)` is a message, its roles and contents are as
-    nested as `batch_size`, whose last dimension is then that of the messages, and `torch.stack` of messages is a
+    nested as `batch_size`, with the messages as last dimension, and `torch.stack` of messages is a
     conversation.
 
     Args:
@@ -267,7 +267,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         For reading, for single turns and for supervised data. Token-exact multi-turn prompts come from
         `llmrl.rendering.Conversation`. Special tokens in contents are ordinary text in the token ids, so that no
-        content forges a turn; a text does not say whose they are: do not tokenize one whose contents others wrote.
+        content forges a turn; a text does not say who wrote them: do not tokenize one with other people's contents.
 
         Args:
             tokenizer: encodes, and has the template unless another is given or was added for its model's name; where

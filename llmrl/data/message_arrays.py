@@ -108,7 +108,7 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
         return torch.Size((*self.batch_size, lengths.pop() if len(lengths) == 1 else -1))
 
     def with_shape(name: str) -> Any:
-        """Let a method that takes a shape take one whose last size is that of the messages, as `shape` has it."""
+        """Let a method take a shape that ends with the number of messages, as `shape` does."""
         generated = getattr(made, name)
 
         def change(self: _Messages, *sizes: Any) -> _Messages:

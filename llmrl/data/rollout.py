@@ -51,7 +51,7 @@ class Rollout:
     turn_rewards: list[float] = field(default_factory=list)
     """What of it came at each turn, a score at the last."""
     token_rewards: dict[int, list[float]] = field(default_factory=dict)
-    """Of turns whose reward is dense, by their number: that of each token of the answer."""
+    """Reward of each token of the answer, by the number of the turn, for turns with a dense reward."""
     breakdown: dict[str, float] = field(default_factory=dict)
     is_scored: bool = False
     tool_calls: dict[str, int] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class TemplateFamily:
 
 
 def _plain_turns(*, end: str) -> str:
-    """Return a template of `User: ` and `Assistant: ` whose answers end so."""
+    """Return a template of `User: ` and `Assistant: ` with this end of an answer."""
     return (
         "{% for message in messages %}{% if message['role'] == 'assistant' %}"
         f"{{{{ 'Assistant: ' + message['content'] + {end} }}}}"
@@ -133,7 +133,7 @@ def add_chat_template(
         template: Jinja text.
         inverse_parser: makes a `History` of a text that it wrote, for `History.from_text(text, template_name)`.
         model_family_keywords: parts of models' names; a `History` is written for these models with the template.
-            Policies are told theirs by name, always.
+            Policies always get theirs by name.
 
     Example:
         >>> add_chat_template("loud", "{% for message in messages %}{{ message['content'] + '!' }}{% endfor %}")

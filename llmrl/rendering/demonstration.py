@@ -25,7 +25,7 @@ def demonstrate(
 
     Each of the assistant's messages is a turn: what the template writes for it after its prompt, to the token that ends
     the turn, is trained, and nothing else is. A message with `"weight": 0` is context. Where a template shows earlier
-    turns otherwise, each turn is trained as it would be sampled, in a row of its own. They were not sampled: their
+    turns otherwise, each turn is trained as it would be sampled, in a row of its own. No token was sampled: their
     log-probs are NaN and their version is -1.
 
     Args:

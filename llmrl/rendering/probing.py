@@ -123,7 +123,7 @@ class TemplateProbe:
         return any(text is not None and ANSWER in text for text in texts)
 
     def result_role(self) -> str | None:
-        """Return the role as whose message the template writes a tool's result, None where it knows no such role."""
+        """Return the role that the template writes a tool's result under, None if it knows no such role."""
         added = self._added_tokens()
         # A template may write whatever role it is given; a role that has a token of its own is the one it was made for.
         for role in sorted(TOOL_ROLES, key=lambda role: f"<|{role}|>" not in added):

@@ -1,4 +1,4 @@
-"""Tool results on their way into a template: whose they are, and as whose message they are written."""
+"""Tool results on their way into a template: which call each answers, and under which role it is written."""
 
 from __future__ import annotations
 

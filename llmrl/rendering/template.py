@@ -40,8 +40,8 @@ class TemplateRenderer:
 
     A template that does not show tools gets them through the system message (the first message where it knows no
     system role), with an example of a call (`is_tool_prompt_added`): as the template itself writes calls, or in the
-    Hermes convention where it writes none. So they are never dropped silently. A template that shows tools and whose
-    calls no parser reads is refused where tools are used (`check_tools`).
+    Hermes convention where it writes none. So they are never dropped silently. A template that shows tools
+    but writes calls that no parser reads is refused where tools are used (`check_tools`).
 
     Args:
         tokenizer: tokenizer of Hugging Face.
@@ -55,8 +55,8 @@ class TemplateRenderer:
         template_kwargs: variables that the template reads, such as `enable_thinking`.
 
     Raises:
-        RenderingError: without a template, or for one that cannot be rendered exactly, or whose calls are not read by
-            the parser that was named, or whose marks of reasoning are not found.
+        RenderingError: without a template, or for one that cannot be rendered exactly, or when the named parser
+            does not read its calls, or its marks of reasoning are not found.
         TypeError: for a template variable that the template does not read.
         ValueError: for an unknown parser.
     """

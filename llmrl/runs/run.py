@@ -147,7 +147,7 @@ class Run:
 
         Args:
             collector: an `LLMCollector` or `Demonstrations`; its place in the data is saved with every batch.
-            engine: engine; its versions count on from where they were.
+            engine: the engine to give the weights to; its versions count on from where they were.
             tokenizer: tokenizer, saved with the run, for its readers, and beside its model.
             objects: `model`, which the engine's weights are of, and whatever else of the loop has a `state_dict`:
                 optimizer, schedule, buffer.

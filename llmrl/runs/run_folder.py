@@ -76,7 +76,7 @@ def memory_kills() -> tuple[str, int]:
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether a run has begun in a folder: one whose engine did not start has not."""
+    """Return whether a run has begun in a folder; it has not if its engine did not start."""
     recorded = ("rollouts.jsonl", "metrics.csv", "batches/*")
     return any(any(path.glob(name)) for name in recorded)
 

@@ -119,7 +119,7 @@ def _mounted(path: str, version: int) -> Path | None:
 
 
 def _divided(group: Path) -> Path | None:
-    """A group of version 2 whose groups have bounds; its processes move to one where its manager allows it."""
+    """A control group of version 2 with bounded subgroups; its processes move to one if its manager allows it."""
     if group.name == _PROGRAM:
         group = group.parent
     if _CONTROLLER in (group / "cgroup.subtree_control").read_text().split():

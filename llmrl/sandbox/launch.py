@@ -201,7 +201,7 @@ class Launcher:
                     socket.send_fds(self._control, [b"start"], [theirs.fileno(), joins.fileno()])
                 return
             except OSError:
-                self._start_zygote()  # it was killed, by the kernel or a user for its memory
+                self._start_zygote()  # it was killed
         raise IsolationError("interpreters cannot be started.")
 
     def _start_zygote(self) -> None:

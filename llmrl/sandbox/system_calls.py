@@ -68,8 +68,8 @@ _ALLOWED: dict[str, _Numbers] = {
     "eventfd2": (290, 19), "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
     "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
 }  # fmt: skip
-# Modes, owners and times of files, which Landlock does not know: for whoever is a user of its own, or sees no others'
-# files. All files of its user would be within reach.
+# Modes, owners and times of files, which Landlock does not know: for a process with a user of its own, or without sight
+# of others' files. All files of its user would be within reach.
 _ALLOWED_TO_OWN_USERS: dict[str, _Numbers] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),

@@ -14,7 +14,7 @@ REFUSED_HEADER = "x-llmrl-refused"
 _MAX_HEAD_BYTES = 64 << 10
 _CONNECT_SECONDS = 20.0
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Whose packets a router of this network unwraps, or that are of a site: 6to4, Teredo, local NAT64, IPv4-compatible.
+# Addresses that a router of this network unwraps or that belong to a site: 6to4, Teredo, local NAT64, IPv4-compatible.
 _TUNNELS = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "64:ff9b:1::/48", "::/96", "fec0::/10")))
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 

@@ -19,7 +19,7 @@ from llmrl.data.tensordicts import plain
 logger = logging.getLogger("llmrl")
 
 Release = Callable[[str], Future[None] | None]
-"""Told the id of a conversation that ends; what it gives is waited for where that blocks nobody."""
+"""Called with the id of a conversation that ends; an awaitable that it returns is awaited beside the others."""
 CLOSE_SECONDS = 30.0
 
 STATE_KEY = "tool_state"
@@ -82,7 +82,7 @@ class ToolSession:
         """Whether the tools have been told."""
         return not self._finalizer.alive
 
-    # Several transforms may answer one message: each takes its own calls, and exactly one what is nobody's.
+    # Several transforms may answer one message: each takes its own calls, and exactly one takes the unknown ones.
 
     def claim(self, turn: int, what: Hashable) -> bool:
         """Return whether the caller is the first to answer this of the turn's calls."""

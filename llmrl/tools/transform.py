@@ -35,9 +35,9 @@ from llmrl.tools.tool import InvalidArguments, StopSignal, Tool, ToolError, coll
 class ToolTransform(KnownArguments, Transform):
     """Answers the tool calls of each assistant message with tool messages, and shows the tools in the prompt.
 
-    Tools are functions, classes whose instances serve one conversation each (`InstanceTools`), or `Tool`s. The calls of
+    Tools are functions, classes with an instance for each conversation (`InstanceTools`), or `Tool`s. The calls of
     a message run in parallel, those of one instance one after another; their results are in the order of the calls.
-    Whatever goes wrong (an unknown tool, arguments that do not fit, unreadable JSON, a failure, a time-out) is told to
+    Whatever goes wrong (an unknown tool, arguments that do not fit, unreadable JSON, a failure, a time-out) is said to
     the model in a tool message and counted; it never ends a rollout. An answer cut by its length is left alone.
 
     Calls are those that the policy's renderer read, by its chat template's format; a history that no renderer of ours
@@ -195,7 +195,7 @@ class ToolTransform(KnownArguments, Transform):
     def _with_answers(self, prompt: History, answers: list[Message], turn: int, session: ToolSession) -> History:
         """Return the prompt with the answers right after the calls; what the environment said to them comes after.
 
-        They are in the order of the calls, whichever transforms answer them: few templates write whose answer one is.
+        They are in the order of the calls, whichever transforms answer them: few templates name the call.
         """
         [chat] = flatten(prompt.chats)
         end = turn

@@ -95,7 +95,7 @@ class RubricReward(KnownArguments, Transform):
         """
         parts = self._environment_parts()
         columns = [part.columns for part in parts if hasattr(part, "columns")]
-        if not columns:  # the columns are those that somebody resets with
+        if not columns:  # the columns are those of the reset
             return
         states = [part.state_names for part in parts if isinstance(part, ToolTransform)]
         available = {*ROLLOUT_INPUTS, *itertools.chain.from_iterable([*columns, *states])}
