@@ -247,9 +247,9 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
     from llmrl.trainer.memory_plan import ModelShape, plan_memory, what_fits
 
     base = GRPOConfig(
-        run=RunConfig(path=""),
+        run=RunConfig(path="plan"),
         model=ModelConfig(path=str(folder), dtype="bfloat16"),
-        env=EnvConfig(name=""),
+        env=EnvConfig(name="plan"),
         collect=CollectConfig(groups_per_batch=1, group_size=2, max_new_tokens=1),
         train=GRPOTrainConfig(num_steps=1, learning_rate=1e-6, device="cuda"),
     )

@@ -49,7 +49,7 @@ class ThoughtMarks:
         """
         opening = re.escape(self.opening)
         closing = re.escape(self.closing)
-        held = rf"{opening}(?:(?!{closing}).)*?\S(?:(?!{closing}).)*?{closing}"
+        held = rf"{opening}(?:(?!{closing}).)*?(?!{closing})\S(?:(?!{closing}).)*?{closing}"
         return re.sub(rf"({held})|(?:{opening}\s*)?{closing}\s*", r"\1", text, flags=re.DOTALL)
 
     def without_empty_first(self, text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import textarena_stand_in
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus
@@ -12,6 +13,8 @@ from llmrl.envs import GymnasiumTextEnv, MessageChatEnv
 from llmrl.envs.hubs.textarena import TextArenaGame, make_textarena_env
 from llmrl.policies import LLMWrapperBase
 from llmrl.testing import ScriptedEngine
+
+stand_in = textarena_stand_in.stand_in
 
 
 def play(renderer, env, num_rollouts, choose, *, max_turns=12):

@@ -113,7 +113,7 @@ def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(order: tu
     [
         ({"learning_rate": 0.0}, "learning_rate must be a positive"),
         ({"learning_rate": float("nan")}, "learning_rate"),
-        ({"weight_decay": -1.0}, "weight_decay must not be negative"),
+        ({"weight_decay": -1.0}, "weight_decay must be a finite number of at least 0"),
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"schedule": "cosin"}, "one of .*'cosine'"),
         ({"schedule": "linear"}, "give num_steps"),

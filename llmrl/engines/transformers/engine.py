@@ -134,17 +134,19 @@ class TransformersEngine:
         with self._weights_lock:
             own = self._model.state_dict()
             # What has no name of its own in `named_parameters` is tied to what has.
-            wrong = ({name for name, _ in self._model.named_parameters()} - weights.keys()) | (
-                weights.keys() - own.keys()
-            )
-            for name, weight in weights.items():
-                if not isinstance(weight, torch.Tensor) or (name in own and weight.shape != own[name].shape):
-                    wrong.add(name)
-            if wrong:  # `load_state_dict` would copy the others before it says so
-                raise RuntimeError(
-                    f"the weights are not those of the engine's model: {len(wrong)} are missing, unknown or of another "
-                    f"shape, among them {sorted(wrong)[:3]}."
-                )
+            missing = {name for name, _ in self._model.named_parameters()} - weights.keys()
+            unknown = weights.keys() - own.keys()
+            misshapen = {
+                name
+                for name, weight in weights.items()
+                if not isinstance(weight, torch.Tensor) or (name in own and weight.shape != own[name].shape)
+            }
+            faults = {"missing": missing, "unknown": unknown, "not tensors of its shape": misshapen}
+            if any(faults.values()):  # `load_state_dict` would copy the others before it says so
+                named = [
+                    f"{len(names)} {fault}, such as {sorted(names)[:3]}" for fault, names in faults.items() if names
+                ]
+                raise RuntimeError(f"the weights are not those of the engine's model: {'; '.join(named)}.")
             self._model.load_state_dict(dict(weights), strict=False)
             self._policy_version = self._policy_version + 1 if version is None else version
             return self._policy_version
