@@ -77,9 +77,8 @@ class CrossLoopTask(Generic[Result]):
         Raises:
             RuntimeError: when the loop is closed; the coroutine is, too.
         """
-        # the side that takes the ticket owns the coroutine
         self._background = background
-        self._claims = [None]
+        self._claims = [None]  # the side that takes it owns the coroutine
         try:
             background.check_open()
             self._outbox = background.outbox(self._here)

@@ -96,9 +96,8 @@ class AgentEndpoint:
     async def session(self, rollout: Rollout) -> AsyncIterator[tuple[Session, AgentModel]]:
         """Open a session for a rollout's agent; at its exit the records are written into the rollout."""
         await self._listen()
-        # requests run in tasks of the server
         numbers = itertools.count()
-        parent = here()
+        parent = here()  # requests run in tasks of the server
 
         async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
             name = f"{rollout.rollout_id}/{next(numbers)}"

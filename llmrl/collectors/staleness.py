@@ -138,8 +138,7 @@ class StalenessGate:
         is_full = self._num_ready >= self.groups_per_batch
         if not (is_full or (is_last and self._num_ready)) or self.overdue_ids(version):
             return None
-        # by deadline, the oldest first
-        num_taken = dict[int, int]()
+        num_taken = dict[int, int]()  # by deadline, the oldest first
         num_wanted = self.groups_per_batch
         for deadline in sorted(self._ready_by_deadline):
             num_taken[deadline] = min(num_wanted, len(self._ready_by_deadline[deadline]))
