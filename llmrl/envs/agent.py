@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -16,6 +17,7 @@ from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked,
 from llmrl.endpoint.agent import AgentModel, AgentScore, Play
 from llmrl.envs.agent_command import Command
 from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.sampler import DrawOptions
 
 
 class AgentEnv(DatasetChatEnv):
@@ -36,7 +38,7 @@ class AgentEnv(DatasetChatEnv):
             that add up, or None: not scored. Async ones share a loop; plain ones have a thread each, which is left
             behind when the rollout has ended.
         dataset: the rows, see `DatasetChatEnv`; they need no query.
-        repeats, shuffle, seed, num_epochs, name, split: see `DatasetChatEnv`.
+        split, **draws: see `DatasetChatEnv`.
 
     Raises:
         TypeError: if `play` cannot be called.
@@ -59,12 +61,8 @@ class AgentEnv(DatasetChatEnv):
         dataset: str | Path | Iterable[Row | str],
         *,
         split: str | None = None,
-        repeats: int = 1,
-        shuffle: bool = False,
-        seed: int = 0,
-        num_epochs: int | None = None,
-        name: str = "train",
         device: torch.device | None = None,
+        **draws: Unpack[DrawOptions],
     ) -> None:
         if not callable(play):
             raise TypeError(f"play must be a function of a row and a model, or a command, got {play!r:.80}.")
@@ -73,13 +71,9 @@ class AgentEnv(DatasetChatEnv):
         super().__init__(
             dataset,
             split=split,
-            repeats=repeats,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-            name=name,
             prepare=_query_of,
             device=device,
+            **draws,
         )
         if isinstance(play, Command):
             play.check_columns(self.columns)

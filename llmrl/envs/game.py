@@ -8,7 +8,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, TypeAlias, cast
+from typing import ClassVar, TypeAlias, Unpack, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -21,7 +21,7 @@ from llmrl.data import Message, StopReason, text_of
 from llmrl.data.message import copied
 from llmrl.data.tensordicts import plain
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
-from llmrl.envs.sampler import Drawn
+from llmrl.envs.sampler import Drawn, OrderOptions
 
 Opponent: TypeAlias = Callable[[Sequence[Message]], str | Awaitable[str]]
 """Answers for a role that is not trained, from the messages that this role has seen: a function, a frozen model."""
@@ -91,7 +91,8 @@ class GameEnv(MessageChatEnv):
         roles: roles of the game.
         opponents: players in place of the policy, by role.
         system_prompt: system prompt of each player.
-        repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
+        repeats: rollouts for each row, by default one for each role that the policy plays.
+        **order: `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
     Raises:
         ValueError: if opponents have unknown roles or all roles, or if `repeats` leaves a game without a player.
@@ -121,10 +122,7 @@ class GameEnv(MessageChatEnv):
         opponents: Mapping[str, Opponent] | None = None,
         system_prompt: str | None = None,
         repeats: int | None = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        num_epochs: int | None = None,
-        name: str = "train",
+        **order: Unpack[OrderOptions],
     ) -> None:
         self._opponents = dict(opponents or {})
         if unknown := sorted(set(self._opponents) - set(roles)):
@@ -145,10 +143,7 @@ class GameEnv(MessageChatEnv):
             cast("Callable[[Row], MessageEnv]", make_game),  # `_made` seats a player at what it makes
             dataset,
             repeats=repeats,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-            name=name,
+            **order,
         )
 
     step_timeout_seconds: float | None = None

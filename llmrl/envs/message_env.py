@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -21,7 +22,7 @@ from llmrl.data import ChatHistory, History, Message, check_messages
 from llmrl.data.message import copied
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.envs.dataset import DatasetChatEnv
-from llmrl.envs.sampler import Drawn
+from llmrl.envs.sampler import Drawn, DrawOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class MessageChatEnv(DatasetChatEnv):
     Args:
         factory: function that builds the environment of one conversation from a dataset item.
         dataset: items; by default one empty item, drawn again and again.
-        repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
+        **draws: `repeats`, `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
     Raises:
         ValueError: if `step` returns an assistant message.
@@ -107,25 +108,17 @@ class MessageChatEnv(DatasetChatEnv):
         factory: Callable[[Row], MessageEnv],
         dataset: Iterable[Row] | None = None,
         *,
-        repeats: int = 1,
-        shuffle: bool = False,
-        seed: int = 0,
-        num_epochs: int | None = None,
-        name: str = "train",
         device: torch.device | None = None,
+        **draws: Unpack[DrawOptions],
     ) -> None:
         self._factory = factory
         self._loops = ReplaceableLoop("llmrl-message-envs")
         items = [{}] if dataset is None else list(dataset)
         super().__init__(
             items,
-            repeats=repeats,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-            name=name,
             prepare=lambda item: "",
             device=device,
+            **draws,
         )
 
     def _make_specs(self, shape: torch.Size) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,7 +16,7 @@ from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.data.tensordicts import RESERVED_ENTRIES, non_tensor, restacked, tensordict_of
 from llmrl.envs.dataset import DatasetChatEnv
-from llmrl.envs.sampler import Drawn, EndOfData, PromptSampler, columns_of, with_columns
+from llmrl.envs.sampler import Drawn, DrawOptions, EndOfData, PromptSampler, columns_of, with_columns
 from llmrl.envs.sources import Source, load_rows, rows_of_loader
 from llmrl.transforms import environment_parts
 
@@ -24,15 +24,10 @@ _READ_BY_ENVIRONMENTS = {"text", "tokens"}
 _COUNTS = ("sample_index", "group_size")
 
 
-class PrimerOptions(TypedDict, total=False):
+class PrimerOptions(DrawOptions, total=False):
     """How rows are drawn; see `DataLoadingPrimer`."""
 
     dataloader_factory: Callable[[], Source] | None
-    repeats: int
-    shuffle: bool
-    seed: int
-    num_epochs: int | None
-    name: str
 
 
 class DataLoadingPrimer(KnownArguments, Transform):
@@ -51,8 +46,8 @@ class DataLoadingPrimer(KnownArguments, Transform):
         shuffle, seed, num_epochs, name: see `PromptSampler`.
 
     Raises:
-        ValueError: unless exactly one of dataloader and dataloader_factory is given, if it is empty, or if the name of
-            a column has another meaning.
+        ValueError: unless exactly one of dataloader and dataloader_factory is given, if it is empty, or if a column
+            has a name that a conversation uses itself.
 
     Example:
         >>> from llmrl.envs import ChatEnv

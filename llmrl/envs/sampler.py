@@ -10,6 +10,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import TypedDict
 
 from llmrl._utils.types import Row, StateDict
 from llmrl.data.message import copied
@@ -18,6 +19,21 @@ from llmrl.envs.sources import StreamedRows
 _MAX_HASHED = 1000
 Drawn = tuple[Row, str, int]
 """An item, its group id and its index in the group."""
+
+
+class OrderOptions(TypedDict, total=False):
+    """In which order prompts are drawn; see `PromptSampler`."""
+
+    shuffle: bool
+    seed: int
+    num_epochs: int | None
+    name: str
+
+
+class DrawOptions(OrderOptions, total=False):
+    """How prompts are drawn; `repeats` is the number of conversations for each, the group size (1)."""
+
+    repeats: int
 
 
 class EndOfData(Exception):

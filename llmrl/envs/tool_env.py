@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from tensordict import TensorDictBase
 from torchrl.envs import TransformedEnv
@@ -18,6 +18,7 @@ from llmrl.data import Message
 from llmrl.data.message import copied, text_of
 from llmrl.data.tensordicts import non_tensor, tensordict_of
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
+from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.sources import load_rows
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.tools import InstanceTools, ToolSession, ToolTransform
@@ -41,7 +42,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
         rubric: rubric that scores in place of `get_reward`.
         system_prompt: system prompt of the conversation.
         timeout: time limit of one call of a tool, in seconds.
-        repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
+        **draws: see `MessageChatEnv`.
 
     Raises:
         TypeError: if the factory is not a class, or if a method is not a tool.
@@ -71,11 +72,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
         rubric: Rubric | None = None,
         system_prompt: str | None = None,
         timeout: float = 30.0,
-        repeats: int = 1,
-        shuffle: bool = False,
-        seed: int = 0,
-        num_epochs: int | None = None,
-        name: str = "train",
+        **draws: Unpack[DrawOptions],
     ) -> None:
         cls = factory.func if isinstance(factory, functools.partial) else factory
         if not isinstance(cls, type):
@@ -92,11 +89,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
         chat_env = _OpenedByTools(
             lambda row: _Opening(instances, row, column, system_prompt),
             rows,
-            repeats=repeats,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-            name=name,
+            **draws,
         )
         tools = _ToolsAtHome(instances, chat_env.loop, timeout)
         super().__init__(chat_env.append_transform(tools), RubricReward(rubric))

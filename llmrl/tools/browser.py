@@ -9,14 +9,13 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from llmrl._utils.imports import require
 from llmrl.tools.browser_page import PageActions, first_line
 from llmrl.tools.gateway import Gateway, check_domains
-from llmrl.tools.output import TruncateSide
 from llmrl.tools.tool import Signature, Tool, ToolError
-from llmrl.tools.transform import ToolTransform
+from llmrl.tools.transform import OutputOptions, ToolTransform
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page, Playwright
@@ -67,7 +66,7 @@ class BrowserTransform(ToolTransform):
         allowed_domains: host names, perhaps with a port; what is below one is allowed too. Names that stand for an
             address of this machine or its network are refused, unless that address is among them.
         timeout: seconds that one action may take.
-        tool_name, tool_parser, max_output_chars, truncate_side: see `ToolTransform`.
+        tool_name, **output: see `ToolTransform`.
         max_pages: pages open at one time; a conversation beyond that waits for one to end, as long as `timeout`.
         screenshot_folder: where screenshots are saved; without it there is no such tool.
         executable_path: path of the browser; by default the system's.
@@ -84,20 +83,12 @@ class BrowserTransform(ToolTransform):
         *,
         timeout: float = 30.0,
         tool_name: str = "tool",
-        tool_parser: str = "none",
         max_pages: int = 16,
         screenshot_folder: str | Path | None = None,
         executable_path: str | None = None,
-        max_output_chars: int = 8000,
-        truncate_side: TruncateSide = "middle",
+        **output: Unpack[OutputOptions],
     ) -> None:
-        super().__init__(
-            tool_name=tool_name,
-            tool_parser=tool_parser,
-            timeout=timeout,
-            max_output_chars=max_output_chars,
-            truncate_side=truncate_side,
-        )
+        super().__init__(tool_name=tool_name, timeout=timeout, **output)
         require("playwright", extra="tools")
         if max_pages < 1:
             raise ValueError(f"max_pages must be at least 1, got {max_pages}.")

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from llmrl._utils.imports import require
 from llmrl.data.message import encodable
 from llmrl.tools.mcp_transport import MCPServer, make_client
-from llmrl.tools.output import TruncateSide, as_text
+from llmrl.tools.output import as_text
 from llmrl.tools.tool import Tool, ToolError
-from llmrl.tools.transform import ToolTransform
+from llmrl.tools.transform import OutputOptions, ToolTransform
 
 if TYPE_CHECKING:
     from mcp import Client, MCPError
@@ -40,7 +40,7 @@ class MCPToolTransform(ToolTransform):
         servers: a name for each server, and how it is reached: `command`, `args`, `env` and `cwd` of a program that
             speaks over its standard streams (it sees none of this program's environment but paths and names), or
             `url` and `headers` of one that speaks HTTP.
-        tool_name, tool_parser, timeout, max_parallel_calls, max_output_chars, truncate_side: see `ToolTransform`.
+        tool_name, timeout, max_parallel_calls, **output: see `ToolTransform`.
         connect_timeout: seconds that a server may take to start and list its tools.
 
     Raises:
@@ -54,21 +54,12 @@ class MCPToolTransform(ToolTransform):
         servers: Mapping[str, MCPServer],
         *,
         tool_name: str = "tool",
-        tool_parser: str = "none",
         timeout: float = 30.0,
         connect_timeout: float = 30.0,
         max_parallel_calls: int = 8,
-        max_output_chars: int = 8000,
-        truncate_side: TruncateSide = "middle",
+        **output: Unpack[OutputOptions],
     ) -> None:
-        super().__init__(
-            tool_name=tool_name,
-            tool_parser=tool_parser,
-            timeout=timeout,
-            max_parallel_calls=max_parallel_calls,
-            max_output_chars=max_output_chars,
-            truncate_side=truncate_side,
-        )
+        super().__init__(tool_name=tool_name, timeout=timeout, max_parallel_calls=max_parallel_calls, **output)
         require("mcp", extra="tools")
         if not servers:
             raise ValueError("servers is empty; name at least one.")

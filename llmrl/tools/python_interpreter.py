@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from llmrl._utils.types import Tokenizer
 from llmrl.data import MalformedToolCall, Message, text_of
 from llmrl.sandbox.launch import Isolation
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
-from llmrl.tools.output import TruncateSide
 from llmrl.tools.sandboxes import SandboxExecutor
 from llmrl.tools.session import ToolSession
 from llmrl.tools.tool import InvalidArguments, Tool, ToolError
-from llmrl.tools.transform import ToolTransform
+from llmrl.tools.transform import OutputOptions, ToolTransform
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -45,10 +44,10 @@ class PythonInterpreter(ToolTransform):
         executor: a local service that several transforms share, or a `SandboxExecutor`, for which `persistent` means
             files alone; by default a service of its own.
         isolation: what the service of its own requires, see `PythonExecutorService`.
-        tool_parser, max_output_chars, truncate_side: see `ToolTransform`.
+        **output: `tool_parser`, `max_output_chars` and `truncate_side`, see `ToolTransform`.
 
     Raises:
-        ValueError: for an unknown kind of calls or service, or when both an executor and a service are named.
+        ValueError: if the kind of calls or of service is unknown, or if both an executor and a service are named.
 
     Example:
         >>> from tensordict import TensorDict
@@ -78,9 +77,7 @@ class PythonInterpreter(ToolTransform):
         calls: Literal["fenced", "tool_call"] = "fenced",
         executor: PythonExecutorService | SandboxExecutor | None = None,
         isolation: Isolation = "auto",
-        tool_parser: str = "none",
-        max_output_chars: int = 8000,
-        truncate_side: TruncateSide = "middle",
+        **output: Unpack[OutputOptions],
     ) -> None:
         if calls not in ("fenced", "tool_call"):
             raise ValueError(f"calls must be 'fenced' or 'tool_call', got {calls!r}.")
@@ -88,13 +85,7 @@ class PythonInterpreter(ToolTransform):
             raise ValueError(f"services must be 'ray' or None, got {services!r}.")
         if services is not None and executor is not None:
             raise ValueError("both services and executor are given; code runs in one of them.")
-        super().__init__(
-            tool_name=tool_name,
-            tool_parser=tool_parser,
-            timeout=timeout,
-            max_output_chars=max_output_chars,
-            truncate_side=truncate_side,
-        )
+        super().__init__(tool_name=tool_name, timeout=timeout, **output)
         self.persistent = persistent
         self.services = services
         self.calls = calls
@@ -186,7 +177,7 @@ class CodeFailed(ToolError):
 
 
 def _failure(result: PythonResult) -> str:
-    """Return what it printed before it failed helps as much as the error."""
+    # What it printed before it failed helps as much as the error.
     return result.stdout + result.stderr
 
 

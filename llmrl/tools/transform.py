@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -30,6 +30,14 @@ from llmrl.tools.output import ToolResult, TruncateSide, as_text, truncate
 from llmrl.tools.rate_limit import RateLimiter
 from llmrl.tools.session import SESSION, STATE_KEY, ToolSession
 from llmrl.tools.tool import InvalidArguments, StopSignal, Tool, ToolError, collect_tools
+
+
+class OutputOptions(TypedDict, total=False):
+    """How calls are read and answers are cut; see `ToolTransform`."""
+
+    tool_parser: str
+    max_output_chars: int
+    truncate_side: TruncateSide
 
 
 class ToolTransform(KnownArguments, Transform):

@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -17,6 +17,7 @@ from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 from llmrl.data.message import copied
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.sampler import DrawOptions
 
 if TYPE_CHECKING:
     import aiohttp
@@ -46,7 +47,7 @@ class OpenEnvChatEnv(MessageChatEnv):
             all of them as JSON.
         system_prompt: system prompt of the conversation.
         timeout: time limit of opening a session, and of each answer, in seconds.
-        repeats, shuffle, seed, num_epochs, name: see `DatasetChatEnv`.
+        **draws: see `MessageChatEnv`.
 
     Raises:
         ValueError: for a time-out that is not positive.
@@ -68,12 +69,8 @@ class OpenEnvChatEnv(MessageChatEnv):
         history_content_adapter: Callable[..., str] | None = None,
         system_prompt: str | None = None,
         timeout: float = 60.0,
-        repeats: int = 1,
-        shuffle: bool = False,
-        seed: int = 0,
-        num_epochs: int | None = None,
-        name: str = "train",
         device: torch.device | None = None,
+        **draws: Unpack[DrawOptions],
     ) -> None:
         if timeout <= 0:
             raise ValueError(f"timeout must be positive, got {timeout}.")
@@ -90,12 +87,8 @@ class OpenEnvChatEnv(MessageChatEnv):
         super().__init__(
             lambda row: _Session(server, row),
             dataset,
-            repeats=repeats,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-            name=name,
             device=device,
+            **draws,
         )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from llmrl._utils.imports import require
 from llmrl.envs.game import Game, GameEnv, Opponent
+from llmrl.envs.sampler import OrderOptions
 
 Result = TypeVar("Result")
 
@@ -101,10 +102,7 @@ def make_textarena_env(
     seeds: Iterable[int] = range(1000),
     system_prompt: str | None = None,
     repeats: int | None = None,
-    shuffle: bool = False,
-    seed: int = 0,
-    num_epochs: int | None = None,
-    name: str = "train",
+    **order: Unpack[OrderOptions],
 ) -> GameEnv:
     """Return an environment of a game of TextArena with the players `player_0`, `player_1`, ….
 
@@ -114,7 +112,7 @@ def make_textarena_env(
         opponents: players in place of the policy, by role: functions of the messages that the role has seen, which
             may ask a model. The policy plays all other roles.
         seeds: seeds of the games, one for each group.
-        system_prompt, repeats, shuffle, seed, num_epochs, name: see `GameEnv`.
+        system_prompt, repeats, **order: see `GameEnv`.
 
     Raises:
         MissingExtraError: without TextArena.
@@ -134,10 +132,7 @@ def make_textarena_env(
         opponents=opponents,
         system_prompt=system_prompt,
         repeats=repeats,
-        shuffle=shuffle,
-        seed=seed,
-        num_epochs=num_epochs,
-        name=name,
+        **order,
     )
     TextArenaGame(env_id, num_players=num_players, seed=rows[0]["seed"])  # raises the errors of a game here
     return env
