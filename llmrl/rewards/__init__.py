@@ -1,9 +1,15 @@
 """Scoring: pure functions over settled conversations, weighed by a rubric."""
 
 from llmrl.rewards.adapters import score_reasoning_gym
-from llmrl.rewards.answers import extract_answer, extract_tag, extract_tags, last_number
+from llmrl.rewards.answers import (
+    extract_answer,
+    extract_tag,
+    extract_tags,
+    has_gsm8k_answer,
+    is_gsm8k_right,
+    last_number,
+)
 from llmrl.rewards.countdown import evaluate_expression, is_countdown_right
-from llmrl.rewards.gsm8k import has_gsm8k_answer, is_gsm8k_right
 from llmrl.rewards.ifeval import IFEvalScoreData, check_instructions, score_instructions
 from llmrl.rewards.judge import Judge, JudgeUsage
 from llmrl.rewards.math import boxed_answer, is_math_right

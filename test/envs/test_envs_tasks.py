@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import time
 
 import pytest
@@ -404,6 +405,18 @@ def test_a_local_file_is_an_offline_source(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join(map(json.dumps, GSM8K)))
     assert GSM8KEnv(str(path), repeats=2, num_envs=4).reset()["answer"][2] == GSM8K[1]["answer"]
+
+
+def test_a_data_frame_is_a_source_of_a_task():
+    pandas = pytest.importorskip("pandas")
+    assert GSM8KEnv(pandas.DataFrame(GSM8K)).reset()["answer"] == [GSM8K[0]["answer"]]
+
+
+def test_help_shows_every_option_of_a_task():
+    own = {"num_problems", "num_count", "max_number", "max_target"}
+    shown = set(inspect.signature(CountdownEnv).parameters)
+    assert {"dataset", "split", "reasoning", "repeats", "max_steps", *own} <= shown
+    assert set(inspect.signature(MATHEnv).parameters) == shown - own
 
 
 def test_a_gymnasium_env_plays_as_a_conversation():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from typing import Any
 
-from llmrl.rewards import RewardFn, Rubric, extract_tag
+from llmrl.rewards import RewardFn, Rubric, extract_answer, extract_tag
 from llmrl.transforms import RubricReward
 
 
@@ -14,52 +14,60 @@ class AnswerReward(RubricReward):
     """Rewards the right answer with `correct_reward`, another answer with `format_reward`, none or a cut one with 0.
 
     The breakdown has `reward_right` (the reward) and, unweighted, `reward_answer` (there is an answer), `reward_think`
-    (there are thoughts in tags) and `success`.
+    (there are thoughts in tags) and `success`. A task defines `is_right`, plain or async, a function of the completion
+    and of columns of the dataset, and `has_answer` if not every text is an answer.
 
     Args:
-        is_right: function of a completion and columns of the dataset, by parameter name; plain or async.
-        has_answer: function of a completion.
         format_reward, correct_reward: see above.
         set_done_if_answer: whether an answer ends the conversation; else something after it has to.
+        reasoning: whether the answer stands inside `<answer>` tags; else it is all that follows the thoughts.
 
     Example:
-        >>> reward = AnswerReward(lambda completion, answer: completion == answer, bool)
-        >>> reward.rubric.names
+        >>> class Exact(AnswerReward):
+        ...     def is_right(self, completion, answer):
+        ...         return completion == answer
+        >>> Exact(reasoning=False).rubric.names
         ['reward_right', 'reward_answer', 'reward_think', 'success']
     """
 
+    is_right: Any
+
     def __init__(
         self,
-        is_right: Callable[..., bool | Awaitable[bool]],
-        has_answer: Callable[[str], bool],
         *,
         format_reward: float = 0.1,
         correct_reward: float = 1.0,
         set_done_if_answer: bool = True,
+        reasoning: bool = True,
     ) -> None:
         def reward(is_right: object, completion: str) -> float:
-            return correct_reward if is_right else format_reward * has_answer(completion)
+            return correct_reward if is_right else format_reward * self.has_answer(completion)
 
-        @functools.wraps(is_right)
+        @functools.wraps(self.is_right)
         def reward_right(completion: str, **columns: object) -> float:
-            return reward(is_right(completion=completion, **columns), completion)
+            return reward(self.is_right(completion=completion, **columns), completion)
 
-        @functools.wraps(is_right)
+        @functools.wraps(self.is_right)
         async def reward_right_later(completion: str, **columns: object) -> float:
-            return reward(await is_right(completion=completion, **columns), completion)  # type: ignore[misc]
+            return reward(await self.is_right(completion=completion, **columns), completion)
 
         def reward_answer(completion: str) -> float:
-            return float(has_answer(completion))
+            return float(self.has_answer(completion))
 
         def reward_think(completion: str) -> float:
             return float(bool(extract_tag(completion, "think")))
 
-        rewarding = reward_right_later if inspect.iscoroutinefunction(is_right) else reward_right
+        rewarding = reward_right_later if inspect.iscoroutinefunction(self.is_right) else reward_right
         rubric = Rubric(
             RewardFn(rewarding, name="reward_right"),
             RewardFn(reward_answer, weight=0),
             RewardFn(reward_think, weight=0),
-            RewardFn(is_right, name="success", weight=0),
+            RewardFn(self.is_right, name="success", weight=0),
             truncation_reward=0.0,
         )
         super().__init__(rubric, terminate_when_answered=set_done_if_answer)
+        self.reasoning = reasoning
+
+    def has_answer(self, completion: str) -> bool:
+        """Return whether there is an answer, right or wrong."""
+        return extract_answer(completion, reasoning=self.reasoning) is not None

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Unpack
 
 from llmrl._utils.types import Row
 from llmrl.envs.tasks.answer_reward import AnswerReward
-from llmrl.envs.tasks.task import Dataset, Split, TaskEnv, TaskOptions, is_in_split, task_rows
-from llmrl.rewards import extract_answer, is_countdown_right
-
-_SYSTEM_PROMPT = "The answer is one arithmetic expression, for example (25 + 3) * 4: end with it."
+from llmrl.envs.tasks.task import DeclaredTaskEnv, Split, Task, is_in_split, named_task
+from llmrl.rewards import is_countdown_right
 
 
 def countdown_problems(
@@ -27,7 +24,7 @@ def countdown_problems(
     """Return numbers, a target within reach, and an expression that reaches it; train and test share no problem.
 
     Raises:
-        ValueError: for bounds that leave no problem.
+        ValueError: if the bounds leave no problem.
 
     Example:
         >>> countdown_problems(1, num_count=2, max_number=9)[0].keys()
@@ -79,60 +76,32 @@ def _combine(generator: random.Random, numbers: Sequence[int]) -> tuple[int, str
 
 
 class CountdownRewardParser(AnswerReward):
-    """Rewards an expression that hits the target; see `AnswerReward` for what else is rewarded.
+    """Rewards an expression that hits the target; see `AnswerReward`.
 
-    Args:
-        format_reward, correct_reward, set_done_if_answer: see `AnswerReward`.
-        reasoning: whether the answer stands inside `<answer>` tags; else nothing marks an answer, and a wrong one
-            gets nothing.
+    Without `reasoning` nothing marks an answer, and a wrong one gets nothing.
 
     Example:
         >>> CountdownRewardParser().rubric.names
         ['reward_right', 'reward_answer', 'reward_think', 'success']
     """
 
-    def __init__(
-        self,
-        *,
-        format_reward: float = 0.1,
-        correct_reward: float = 1.0,
-        set_done_if_answer: bool = True,
-        reasoning: bool = True,
-    ) -> None:
-        def is_right(completion: str, target: int, numbers: list[int]) -> bool:
-            return is_countdown_right(completion, target, numbers, reasoning=reasoning)
+    def is_right(self, completion: str, target: int, numbers: list[int]) -> bool:
+        """Return whether the answer's expression has the target's value."""
+        return is_countdown_right(completion, target, numbers, reasoning=self.reasoning)
 
-        def has_answer(completion: str) -> bool:
-            return reasoning and extract_answer(completion, reasoning=True) is not None
-
-        super().__init__(
-            is_right,
-            has_answer,
-            format_reward=format_reward,
-            correct_reward=correct_reward,
-            set_done_if_answer=set_done_if_answer,
-        )
+    def has_answer(self, completion: str) -> bool:
+        """Return whether there is an answer in tags."""
+        return self.reasoning and super().has_answer(completion)
 
 
-class CountdownOptions(TaskOptions, total=False):
-    """What `make_countdown_env` hands on; see `countdown_problems`."""
+class CountdownEnv(DeclaredTaskEnv):
+    """The numbers game, on generated problems; see `DeclaredTaskEnv` for the arguments.
 
-    num_problems: int
-    num_count: int
-    max_number: int
-    max_target: int
-
-
-class CountdownEnv(TaskEnv):
-    """The numbers game, on generated problems.
-
-    Args:
-        dataset: problems of one's own, with columns `query`, `numbers` and `target`; by default they are generated.
-        split, num_problems, num_count, max_number, max_target: see `countdown_problems`; `seed` draws them too.
-        reasoning, **options: see `GSM8KEnv`.
+    `num_problems`, `num_count`, `max_number` and `max_target` are those of `countdown_problems`; `seed` draws the
+    numbers, too. A dataset of one's own has columns `query`, `numbers` and `target`.
 
     Raises:
-        ValueError: for bounds that leave no problem.
+        ValueError: if the bounds leave no problem.
 
     Example:
         >>> env = CountdownEnv(num_count=2, max_number=9)
@@ -140,48 +109,12 @@ class CountdownEnv(TaskEnv):
         2
     """
 
-    def __init__(
-        self,
-        dataset: Dataset | None = None,
-        *,
-        split: Split = "train",
-        num_problems: int = 1000,
-        num_count: int = 4,
-        max_number: int = 100,
-        max_target: int = 1000,
-        reasoning: bool = True,
-        **options: Unpack[TaskOptions],
-    ) -> None:
-        rows = countdown_problems(
-            num_problems,
-            split=split,
-            num_count=num_count,
-            max_number=max_number,
-            max_target=max_target,
-            seed=options.get("seed", 0),
-        )
-        if dataset is not None:
-            rows = task_rows(dataset, split=split, query="query", columns=("numbers", "target"))
-        super().__init__(
-            rows,
-            system_prompt=_SYSTEM_PROMPT,
-            reward=CountdownRewardParser(reasoning=reasoning),
-            reasoning=reasoning,
-            options={"name": split, **options},
-        )
+    task = Task(
+        source=countdown_problems,
+        columns=("numbers", "target"),
+        system_prompt="The answer is one arithmetic expression, for example (25 + 3) * 4: end with it.",
+        reward=CountdownRewardParser,
+    )
 
 
-def make_countdown_env(
-    split: Split = "train",
-    *,
-    data: Dataset | None = None,
-    reasoning: bool = True,
-    **options: Unpack[CountdownOptions],
-) -> CountdownEnv:
-    """Make a `CountdownEnv` over generated problems, or over some of one's own.
-
-    Example:
-        >>> make_countdown_env("test").reset()[0]["rollout", "group_id"]
-        'test/0/0'
-    """
-    return CountdownEnv(data, split=split, reasoning=reasoning, **options)
+make_countdown_env = named_task("countdown", "expressions that reach a target with given numbers")(CountdownEnv.make)

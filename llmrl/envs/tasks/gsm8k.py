@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -12,10 +11,61 @@ from torchrl.envs import Transform
 from llmrl._utils.arguments import KnownArguments, keywords_of, refuse_unknown
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain
 from llmrl.envs.tasks.answer_reward import AnswerReward
-from llmrl.envs.tasks.task import REASONING_PROMPT, Dataset, Split, TaskEnv, TaskOptions, task_rows
+from llmrl.envs.tasks.task import REASONING_PROMPT, Dataset, DeclaredTaskEnv, Split, Task, TaskOptions, named_task
 from llmrl.rewards import has_gsm8k_answer, is_gsm8k_right
 
-HUB_NAME = "openai/gsm8k"
+
+class GSM8KRewardParser(AnswerReward):
+    """Rewards the right number; see `AnswerReward`. Without `reasoning` the last number is the answer.
+
+    Example:
+        >>> GSM8KRewardParser().rubric.names
+        ['reward_right', 'reward_answer', 'reward_think', 'success']
+    """
+
+    def is_right(self, completion: str, answer: str) -> bool:
+        """Return whether the answer's last number is the reference's."""
+        return is_gsm8k_right(completion, answer, reasoning=self.reasoning)
+
+    def has_answer(self, completion: str) -> bool:
+        """Return whether there is an answer, in tags or as a number."""
+        return has_gsm8k_answer(completion, reasoning=self.reasoning)
+
+
+class GSM8KEnv(DeclaredTaskEnv):
+    """Word problems with a number as the answer; see `GSM8KRewardParser` for the reward.
+
+    The hub has 7,473 problems in `train` and 1,319 in `test`. A dataset of one's own has columns `question` and
+    `answer`, which ends with `#### NUMBER`. See `DeclaredTaskEnv` for the arguments.
+
+    Example:
+        >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
+        >>> GSM8KEnv([row], repeats=4).reset()[0]["history"].prompt.content[-1]
+        'Tom has 2 boxes of 6 eggs. How many eggs?'
+    """
+
+    task = Task(
+        source="openai/gsm8k",
+        subset="main",
+        query="question",
+        system_prompt="The answer is a number: end with it.",
+        reward=GSM8KRewardParser,
+    )
+
+
+@named_task("gsm8k", "word problems of grade-school mathematics")
+def make_gsm8k_env(
+    split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
+) -> GSM8KEnv:
+    """Make a `GSM8KEnv` over a local copy, or over the hub's; of one turn, unless `max_steps` says otherwise.
+
+    Example:
+        >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
+        >>> make_gsm8k_env("test", data=[row]).reset()[0]["rollout", "group_id"]
+        'test/0/0'
+    """
+    refuse_unknown("make_gsm8k_env", options, keywords_of(make_gsm8k_env) or ())
+    return GSM8KEnv(data, split=split, reasoning=reasoning, **{"max_steps": 1, **options})
 
 
 class GSM8KPrepareQuestion(KnownArguments, Transform):
@@ -47,88 +97,3 @@ class GSM8KPrepareQuestion(KnownArguments, Transform):
 
     def _apply_transform(self, value: object) -> object:
         return value
-
-
-class GSM8KRewardParser(AnswerReward):
-    """Rewards the right number; see `AnswerReward` for what else is rewarded.
-
-    Args:
-        format_reward, correct_reward, set_done_if_answer: see `AnswerReward`.
-        reasoning: whether the answer stands inside `<answer>` tags; else the last number is the answer.
-
-    Example:
-        >>> GSM8KRewardParser().rubric.names
-        ['reward_right', 'reward_answer', 'reward_think', 'success']
-    """
-
-    def __init__(
-        self,
-        *,
-        format_reward: float = 0.1,
-        correct_reward: float = 1.0,
-        set_done_if_answer: bool = True,
-        reasoning: bool = True,
-    ) -> None:
-        def is_right(completion: str, answer: str) -> bool:
-            return is_gsm8k_right(completion, answer, reasoning=reasoning)
-
-        super().__init__(
-            is_right,
-            functools.partial(has_gsm8k_answer, reasoning=reasoning),
-            format_reward=format_reward,
-            correct_reward=correct_reward,
-            set_done_if_answer=set_done_if_answer,
-        )
-
-
-class GSM8KEnv(TaskEnv):
-    """Word problems with a number as the answer; see `GSM8KRewardParser` for the reward.
-
-    Args:
-        dataset: hub name, local file or folder, or rows, with columns `question` and `answer`, which ends with
-            `#### NUMBER`.
-        split: `train` (7,473 problems on the hub) or `test` (1,319).
-        reasoning: whether the prompt asks for thoughts and answer in tags.
-        **options: how problems are drawn; see `TaskOptions`.
-
-    Raises:
-        FileNotFoundError: for a file that is not there.
-        ValueError: for an empty dataset or a missing column.
-
-    Example:
-        >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
-        >>> GSM8KEnv([row], repeats=4).reset()[0]["history"].prompt.content[-1]
-        'Tom has 2 boxes of 6 eggs. How many eggs?'
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset = HUB_NAME,
-        *,
-        split: Split = "train",
-        reasoning: bool = True,
-        **options: Unpack[TaskOptions],
-    ) -> None:
-        subset = "main" if dataset == HUB_NAME else None
-        super().__init__(
-            task_rows(dataset, split=split, subset=subset, query="question", columns=("answer",)),
-            system_prompt="The answer is a number: end with it.",
-            reward=GSM8KRewardParser(reasoning=reasoning),
-            reasoning=reasoning,
-            options={"name": split, **options},
-        )
-
-
-def make_gsm8k_env(
-    split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
-) -> GSM8KEnv:
-    """Make a `GSM8KEnv` over a local copy, or over the hub's; of one turn, unless `max_steps` says otherwise.
-
-    Example:
-        >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
-        >>> make_gsm8k_env("test", data=[row]).reset()[0]["rollout", "group_id"]
-        'test/0/0'
-    """
-    refuse_unknown("make_gsm8k_env", options, keywords_of(make_gsm8k_env) or ())
-    options = {"max_steps": 1, **options}
-    return GSM8KEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)

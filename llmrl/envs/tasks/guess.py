@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from llmrl.data import ChatHistory, History, Message, text_of
 from llmrl.data.tensordicts import container_of, plain
 from llmrl.envs.dataset import DatasetChatEnv
-from llmrl.envs.tasks.task import Split, TaskEnv, TaskOptions, check_split
+from llmrl.envs.tasks.task import Split, TaskEnv, TaskOptions, check_split, named_task
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.transforms import RubricReward
 
@@ -134,6 +134,7 @@ class GuessOptions(TaskOptions, total=False):
     highest: int
 
 
+@named_task("guess", "a number in five guesses from hints, the smallest task of several turns")
 def make_guess_env(split: Split = "train", **options: Unpack[GuessOptions]) -> GuessEnv:
     """Make a `GuessEnv`.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from typing import Any
 
 from llmrl._utils.arguments import keywords_of
 from llmrl._utils.types import Row
 from llmrl.data import RolloutStatus
-from llmrl.envs.tasks.task import Dataset, Split, TaskEnv, TaskOptions, task_rows
+from llmrl.envs.tasks.task import DeclaredTaskEnv, Task, named_task
 from llmrl.rewards import (
     IFEvalScoreData,
     RewardFn,
@@ -20,7 +20,6 @@ from llmrl.rewards import (
 )
 from llmrl.transforms import RubricReward
 
-HUB_NAME = "google/IFEval"
 Kwargs = Sequence[Row | None]
 
 
@@ -105,16 +104,19 @@ _SHARES: dict[str, Callable[[IFEvalScoreData], float]] = {
 _WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 
 
-class IFEvalEnv(TaskEnv):
-    """Prompts with instructions that are checked by program.
+def _check_rows(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        check_instructions(row["instruction_id_list"], row["kwargs"])
 
-    Args:
-        dataset: hub name, local file or rows, with columns `prompt`, `instruction_id_list` and `kwargs`.
-        split, **options: see `GSM8KEnv`.
-        reasoning: whether thoughts and answer are asked for in tags.
+
+class IFEvalEnv(DeclaredTaskEnv):
+    """Prompts with instructions that are checked by program; see `DeclaredTaskEnv` for the arguments.
+
+    The hub's dataset has only the split `train`. One of one's own has columns `prompt`, `instruction_id_list` and
+    `kwargs`.
 
     Raises:
-        ValueError: for an empty dataset, a missing column, or an instruction that no checker knows.
+        ValueError: if no checker knows an instruction.
 
     Example:
         >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
@@ -122,34 +124,15 @@ class IFEvalEnv(TaskEnv):
         ['punctuation:no_comma']
     """
 
-    def __init__(
-        self,
-        dataset: Dataset = HUB_NAME,
-        *,
-        split: Split = "train",
-        reasoning: bool = True,
-        **options: Unpack[TaskOptions],
-    ) -> None:
-        rows = task_rows(dataset, split=split, query="prompt", columns=("instruction_id_list", "kwargs"))
-        for row in rows:
-            check_instructions(row["instruction_id_list"], row["kwargs"])
-        super().__init__(
-            rows,
-            system_prompt=None,
-            reward=IfEvalScorer(reasoning=reasoning),
-            reasoning=reasoning,
-            options={"name": split, **options},
-        )
+    task = Task(
+        source="google/IFEval",
+        query="prompt",
+        columns=("instruction_id_list", "kwargs"),
+        complete_rows=_check_rows,
+        reward=IfEvalScorer,
+    )
 
 
-def make_ifeval_env(
-    split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
-) -> IFEvalEnv:
-    """Make an `IFEvalEnv` over a local copy, or over the hub's, which has only the split `train`.
-
-    Example:
-        >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-        >>> make_ifeval_env(data=[row]).reset()[0]["rollout", "group_id"]
-        'train/0/0'
-    """
-    return IFEvalEnv(HUB_NAME if data is None else data, split=split, reasoning=reasoning, **options)
+make_ifeval_env = named_task("ifeval", "instructions that a program can check; on the hub it has only the split train")(
+    IFEvalEnv.make
+)

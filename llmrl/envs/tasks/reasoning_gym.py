@@ -12,7 +12,7 @@ from llmrl._utils.arguments import nearest, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.envs.dataset import DatasetChatEnv
-from llmrl.envs.tasks.task import Split, TaskEnv, TaskOptions, check_split
+from llmrl.envs.tasks.task import Split, TaskEnv, TaskOptions, check_split, named_task
 from llmrl.rewards import RewardFn, RewardInput, Rubric, Score, score_reasoning_gym
 from llmrl.transforms import RubricReward
 
@@ -261,6 +261,7 @@ class ReasoningGymEnv(TaskEnv):
         )
 
 
+@named_task("reasoning-gym", "chained sums of reasoning-gym, which has many more tasks")
 def make_reasoning_gym_env(
     split: Split = "train",
     *,

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import keywords_of, nearest, refuse_unknown
-from llmrl.envs.tasks.addition import make_addition_env
-from llmrl.envs.tasks.countdown import make_countdown_env
-from llmrl.envs.tasks.gsm8k import make_gsm8k_env
-from llmrl.envs.tasks.guess import make_guess_env
-from llmrl.envs.tasks.ifeval import make_ifeval_env
-from llmrl.envs.tasks.math import make_math_env
-from llmrl.envs.tasks.reasoning_gym import make_reasoning_gym_env
-from llmrl.envs.tasks.search import make_search_env
-from llmrl.envs.tasks.sum_of_digits import make_sum_of_digits_env
-from llmrl.envs.tasks.task import Dataset, TaskEnv
-
-_MAKERS: dict[str, tuple[Callable[..., TaskEnv], str]] = {
-    "addition": (make_addition_env, "sums of two numbers of one digit"),
-    "sum-of-digits": (make_sum_of_digits_env, "sums of a number's digits"),
-    "guess": (make_guess_env, "a number in five guesses from hints, the smallest task of several turns"),
-    "countdown": (make_countdown_env, "expressions that reach a target with given numbers"),
-    "gsm8k": (make_gsm8k_env, "word problems of grade-school mathematics"),
-    "math": (make_math_env, "competition mathematics"),
-    "ifeval": (make_ifeval_env, "instructions that a program can check; on the hub it has only the split train"),
-    "reasoning-gym": (make_reasoning_gym_env, "chained sums of reasoning-gym, which has many more tasks"),
-    "search": (make_search_env, "questions that only a search tool can answer, over several turns"),
-}
+from llmrl.envs.tasks.task import TASKS, Dataset
 
 
 def task_environments() -> dict[str, str]:
@@ -41,7 +20,7 @@ def task_environments() -> dict[str, str]:
         >>> task_environments()["gsm8k"]
         'word problems of grade-school mathematics'
     """
-    return {name: line for name, (_, line) in _MAKERS.items()}
+    return {name: line for name, (_, line) in TASKS.items()}
 
 
 def make_task_env(
@@ -58,31 +37,29 @@ def make_task_env(
         **options: the keywords of the environment's own `make_…_env`.
 
     Raises:
-        ValueError: for an unknown name, or data for an environment that makes its own problems.
-        FileNotFoundError: where there is no such file.
-        TypeError: for an option that the environment does not have, with the nearest name.
+        ValueError: if the name is unknown, or if data are given to an environment that makes its own problems.
+        FileNotFoundError: if the file does not exist.
+        TypeError: if the environment does not have an option; the message has the nearest name.
 
     Example:
         >>> make_task_env("countdown", "test", repeats=4, num_count=3).reset()[0]["rollout", "group_id"]
         'test/0/0'
         >>> make_task_env("countdown", num_counts=3)
         Traceback (most recent call last):
-        TypeError: make_countdown_env has no argument 'num_counts'; did you mean 'num_count'?
+        TypeError: CountdownEnv has no argument 'num_counts'; did you mean 'num_count'?
     """
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
         return _make_own(Path(file), function, {"split": split, "repeats": repeats, "data": data}, options)
-    if name not in _MAKERS:
-        near = nearest(name, _MAKERS)
+    if name not in TASKS:
+        near = nearest(name, TASKS)
         hint = f"Did you mean {near!r}?" if near else "One of your own is FILE.py:FUNCTION."
-        raise ValueError(f"there is no task environment {name!r}, only {', '.join(_MAKERS)}. {hint}")
-    make = _MAKERS[name][0]
-    known = keywords_of(make) or ()
+        raise ValueError(f"there is no task environment {name!r}, only {', '.join(TASKS)}. {hint}")
+    make = TASKS[name][0]
     if data is not None:
-        if "data" not in known:
+        if "data" not in inspect.signature(make).parameters:
             raise ValueError(f"data is given, and the environment {name!r} makes its own problems.")
         options["data"] = data
-    refuse_unknown(make.__name__, options, known)
     return make(split, repeats=repeats, **options)
 
 

@@ -10,7 +10,7 @@ from typing import Unpack
 from torchrl.envs import Compose
 
 from llmrl.data import Message
-from llmrl.envs.tasks.task import Dataset, Split, TaskEnv, TaskOptions, check_split, task_rows
+from llmrl.envs.tasks.task import Dataset, Split, TaskEnv, TaskOptions, check_split, named_task, task_rows
 from llmrl.rendering.tool_calls import make_tool_call
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.transforms import RubricReward, SearchIndex, ToolTransform
@@ -112,7 +112,7 @@ class SearchEnv(TaskEnv):
     """Questions that need the search tool: question, search, answer.
 
     Two things are rewarded, the mean of them weighted: naming the answer in the last message (weight 1), and having
-    searched with success (`search_weight`), which shows a small model the way.
+    searched with success (weight 0.2), which shows a small model the way.
 
     Args:
         dataset: questions of one's own, with columns `query`, `answer` and `documents` (texts); all documents
@@ -120,7 +120,6 @@ class SearchEnv(TaskEnv):
         split: three quarters of the made-up questions are `train`, the rest `test`; both search the whole corpus.
         num_people: number of people; the corpus has three facts about each.
         num_results: number of documents that a search shows.
-        search_weight: weight of a search that found something.
         show_example: whether every conversation begins with one that is searched and answered.
         tool_parser: see `ToolTransform`.
         **options: see `GSM8KEnv`; `seed` draws the corpus too, and `train` is shuffled unless `shuffle` is given.
@@ -142,7 +141,6 @@ class SearchEnv(TaskEnv):
         split: Split = "train",
         num_people: int = 60,
         num_results: int = 2,
-        search_weight: float = 0.2,
         show_example: bool = True,
         tool_parser: str = "none",
         **options: Unpack[TaskOptions],
@@ -161,7 +159,7 @@ class SearchEnv(TaskEnv):
                 raise TypeError(f"the query of row {place} of dataset must be a text, got {row['query']!r:.80}.")
             row["query"] = [*opening, {"role": "user", "content": row["query"]}]
         named = RewardFn(is_answer_named, name="answer")
-        searched = RewardFn(has_searched, name="searched", weight=search_weight)
+        searched = RewardFn(has_searched, name="searched", weight=0.2)
         index = SearchIndex(documents, num_results=num_results)
         super().__init__(
             rows,
@@ -178,11 +176,11 @@ class SearchOptions(TaskOptions, total=False):
 
     num_people: int
     num_results: int
-    search_weight: float
     show_example: bool
     tool_parser: str
 
 
+@named_task("search", "questions that only a search tool can answer, over several turns")
 def make_search_env(
     split: Split = "train", *, data: Dataset | None = None, **options: Unpack[SearchOptions]
 ) -> SearchEnv:

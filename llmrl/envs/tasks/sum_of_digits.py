@@ -1,15 +1,12 @@
-"""Sum of digits: the worked example of a task environment with generated problems."""
+"""Sum of digits: the worked example of a task with generated problems."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from typing import Unpack
 
-from llmrl.envs.tasks.addition import is_last_number_right
-from llmrl.envs.tasks.task import Dataset, Split, TaskEnv, TaskOptions, is_in_split, task_rows
-from llmrl.rewards import RewardFn, Rubric, extract_answer
-from llmrl.transforms import RubricReward
+from llmrl.envs.tasks.addition import last_number_reward
+from llmrl.envs.tasks.task import DeclaredTaskEnv, Split, Task, is_in_split, named_task
 
 
 def sum_of_digits_problems(
@@ -27,63 +24,23 @@ def sum_of_digits_problems(
     return [{"query": f"The sum of the digits of {n} =", "answer": str(sum(map(int, n)))} for n in numbers]
 
 
-class SumOfDigitsOptions(TaskOptions, total=False):
-    """What `make_sum_of_digits_env` hands on; see `sum_of_digits_problems`."""
+class SumOfDigitsEnv(DeclaredTaskEnv):
+    """Asks for the sum of a number's digits; see `DeclaredTaskEnv` for the arguments.
 
-    num_problems: int
-    num_digits: int
-
-
-class SumOfDigitsEnv(TaskEnv):
-    """Asks for the sum of a number's digits.
-
-    Args:
-        dataset: problems of one's own, with columns `query` and `answer`; by default they are generated.
-        split, num_problems, num_digits: see `sum_of_digits_problems`; `seed` draws them too.
-        reasoning, **options: see `GSM8KEnv`.
+    `num_problems` and `num_digits` are those of `sum_of_digits_problems`; `seed` draws the numbers, too. A dataset of
+    one's own has columns `query` and `answer`.
 
     Example:
         >>> SumOfDigitsEnv().reset()[0]["history"].prompt.role
         ['system', 'user']
     """
 
-    def __init__(
-        self,
-        dataset: Dataset | None = None,
-        *,
-        split: Split = "train",
-        num_problems: int = 1000,
-        num_digits: int = 3,
-        reasoning: bool = False,
-        **options: Unpack[TaskOptions],
-    ) -> None:
-        def right(completion: str, answer: str) -> float:
-            return is_last_number_right(extract_answer(completion, reasoning=reasoning) or "", answer)
-
-        if dataset is None:
-            dataset = sum_of_digits_problems(
-                num_problems, split=split, num_digits=num_digits, seed=options.get("seed", 0)
-            )
-        super().__init__(
-            task_rows(dataset, split=split, query="query", columns=("answer",)),
-            system_prompt="You are a calculator. The answer is a number: end with it.",
-            reward=RubricReward(Rubric(RewardFn(right), truncation_reward=0.0)),
-            reasoning=reasoning,
-            options={"name": split, **options},
-        )
+    task = Task(
+        source=sum_of_digits_problems,
+        system_prompt="You are a calculator. The answer is a number: end with it.",
+        reward=last_number_reward,
+        reasoning=False,
+    )
 
 
-def make_sum_of_digits_env(
-    split: Split = "train",
-    *,
-    data: Dataset | None = None,
-    reasoning: bool = False,
-    **options: Unpack[SumOfDigitsOptions],
-) -> SumOfDigitsEnv:
-    """Make a `SumOfDigitsEnv` over generated problems, or over some of one's own.
-
-    Example:
-        >>> make_sum_of_digits_env("test").reset()[0]["rollout", "group_id"]
-        'test/0/0'
-    """
-    return SumOfDigitsEnv(data, split=split, reasoning=reasoning, **options)
+make_sum_of_digits_env = named_task("sum-of-digits", "sums of a number's digits")(SumOfDigitsEnv.make)

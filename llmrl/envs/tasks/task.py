@@ -1,11 +1,13 @@
-"""`TaskEnv`: problems and how answers to them are rewarded, which is what a task environment is."""
+"""`TaskEnv`: problems and how answers to them are rewarded; `Task` declares both for a task that has a name."""
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torchrl.envs import StepCounter, Transform, TransformedEnv
@@ -13,6 +15,7 @@ from torchrl.envs import StepCounter, Transform, TransformedEnv
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import InputMode, Row, StateDict, Tokenizer
 from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.sources import load_rows
 
 Split = Literal["train", "test"]
@@ -28,7 +31,7 @@ REASONING_PROMPT = (
 """DeepSeek-R1's prompt (https://arxiv.org/abs/2501.12948, table 1)."""
 
 
-class TaskOptions(TypedDict, total=False):
+class TaskOptions(DrawOptions, total=False):
     """How a task's problems are drawn; see `DatasetChatEnv`.
 
     `num_envs` is 1 as in TorchRL, so that a reset gives a batch `[1]`; with None, batches have any shape.
@@ -36,11 +39,6 @@ class TaskOptions(TypedDict, total=False):
     scored. Rewards read messages: with another `input_mode` than `history` the `tokenizer` makes one of the answer.
     """
 
-    repeats: int
-    shuffle: bool
-    seed: int
-    num_epochs: int | None
-    name: str
     batch_size: Sequence[int] | int | None
     num_envs: int | None
     device: torch.device | None
@@ -109,6 +107,135 @@ class TaskEnv(KnownArguments, TransformedEnv):
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Continue from a saved position."""
         self.base_env.load_state_dict(state_dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What a task asks and how it rewards answers; the class attribute `task` of a `DeclaredTaskEnv`."""
+
+    source: str | Callable[..., Sequence[Row]]
+    """Hub name of the problems, or what generates them: a function of `split`, perhaps of `seed`, and of the keyword
+    arguments that become options of the environment."""
+    reward: Callable[..., Transform]
+    """Makes the transform that ends and scores conversations, given `reasoning`."""
+    query: str = "query"
+    """Column that is asked."""
+    columns: tuple[str, ...] = ("answer",)
+    """Other columns that every row needs."""
+    system_prompt: str | None = None
+    reasoning: bool = True
+    """Whether the prompt asks for thoughts and answer in tags; `reasoning=` of the environment overrides it."""
+    subset: str | None = None
+    """Configuration of the hub's dataset."""
+    complete_rows: Callable[[list[dict[str, Any]]], None] | None = None
+    """Checks the rows and writes what they lack."""
+    shuffle: bool = False
+
+    def own_options(self) -> dict[str, inspect.Parameter]:
+        """Return the options that the generator of problems has of its own."""
+        if isinstance(self.source, str):
+            return {}
+        parameters = inspect.signature(self.source).parameters.items()
+        return {name: each for name, each in parameters if name not in ("split", "seed")}
+
+    def rows(self, dataset: Dataset | None, split: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the rows of a dataset, or the task's own; its own options are taken out of the given ones."""
+        own = {name: options.pop(name) for name in self.own_options() if name in options}
+        if dataset is None and not isinstance(self.source, str):
+            if "seed" in inspect.signature(self.source).parameters:
+                own["seed"] = options.get("seed", 0)
+            dataset = self.source(split=split, **own)
+        given = self.source if dataset is None else dataset
+        subset = self.subset if isinstance(given, str) and given == self.source else None
+        rows = task_rows(given, split=split, subset=subset, query=self.query, columns=self.columns)  # type: ignore[arg-type]
+        if self.complete_rows is not None:
+            self.complete_rows(rows)
+        return rows
+
+
+class DeclaredTaskEnv(TaskEnv):
+    """A `TaskEnv` that its `task` describes.
+
+    Args:
+        dataset: hub name, local file or folder, or rows to use in place of the task's own problems.
+        split: which problems; also the name of their groups.
+        reasoning: whether the prompt asks for thoughts and answer in tags; by default what the task says.
+        **options: `TaskOptions`, and those of the task's generator.
+
+    Raises:
+        FileNotFoundError: if the dataset does not exist.
+        TypeError: if an option is unknown; the message has the nearest name.
+        ValueError: if the dataset is empty or lacks a column.
+
+    Example:
+        >>> from llmrl.transforms import RubricReward
+        >>> def right(completion, answer):
+        ...     return float(completion == answer)
+        >>> class Doubles(DeclaredTaskEnv):
+        ...     task = Task(source="my/doubles", reward=lambda reasoning: RubricReward(right))
+        >>> Doubles([{"query": "Double 2.", "answer": "4"}], repeats=4).reset()[0]["rollout", "group_id"]
+        'train/0/0'
+    """
+
+    task: ClassVar[Task]
+
+    def __init__(
+        self,
+        dataset: Dataset | None = None,
+        *,
+        split: Split = "train",
+        reasoning: bool | None = None,
+        **options: Any,
+    ) -> None:
+        task = self.task
+        reasoning = task.reasoning if reasoning is None else reasoning
+        super().__init__(
+            task.rows(dataset, split, options),
+            reward=task.reward(reasoning=reasoning),
+            system_prompt=task.system_prompt,
+            reasoning=reasoning,
+            options={"name": split, "shuffle": task.shuffle, **options},  # type: ignore[arg-type]
+        )
+
+    def __init_subclass__(cls) -> None:
+        # So that help() shows every option, and an unknown one is refused before anything is loaded.
+        super().__init_subclass__()
+        _, dataset, split, reasoning, _ = inspect.signature(DeclaredTaskEnv.__init__).parameters.values()
+        own = [each.replace(kind=reasoning.kind) for each in cls.task.own_options().values()]
+        shared = [
+            inspect.Parameter(name, reasoning.kind, default=..., annotation=annotation)
+            for name, annotation in TaskOptions.__annotations__.items()
+        ]
+        if isinstance(cls.task.source, str):
+            dataset = dataset.replace(default=cls.task.source)
+        reasoning = reasoning.replace(default=cls.task.reasoning)
+        cls.__signature__ = inspect.Signature([dataset, split, *own, reasoning, *shared])
+
+    @classmethod
+    def make(cls, split: Split = "train", *, data: Dataset | None = None, **options: Any) -> Self:
+        """Make the environment over a split of the task's own problems, or over `data`.
+
+        Example:
+            >>> from llmrl.envs import AdditionEnv
+            >>> AdditionEnv.make("test", data=[{"query": "1 + 1 =", "answer": "2"}]).reset()[0]["rollout", "group_id"]
+            'test/0/0'
+        """
+        return cls(data, split=split, **options)
+
+
+Maker = TypeVar("Maker", bound=Callable[..., TaskEnv])
+TASKS: dict[str, tuple[Callable[..., TaskEnv], str]] = {}
+"""What makes the environment of each task that has a name, and a line about it."""
+
+
+def named_task(name: str, about: str) -> Callable[[Maker], Maker]:
+    """Return a decorator that enters a function under a name for `make_task_env`, with a line about the task."""
+
+    def enter(make: Maker) -> Maker:
+        TASKS[name] = (make, about)
+        return make
+
+    return enter
 
 
 def task_rows(
