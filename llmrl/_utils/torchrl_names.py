@@ -53,6 +53,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "reward_key stack_method tokenizer vocab_size",
         "as for LLMEnv and DataLoadingPrimer",
     ),
+    ("ChatEnv", "policy_role", "it is 'assistant', which rewards and tools read"),
     ("ChatEnv.from_dataloader DatasetChatEnv.from_dataloader", "group_repeats primers", "as for DatasetChatEnv"),
     ("MLGymWrapper", ".set_env", "pass the environment to the constructor"),
     ("make_mlgym", "tokenizer device", "the policy renders, and messages are no tensors"),

@@ -45,7 +45,7 @@ class ChatEnv(KnownArguments, EnvBase):
         tokenizer: for text and tokens, writes a query's messages with its chat template; a query that is text or
             token ids already is read as it stands without one. Messages are rendered by the policy.
         template_kwargs: further arguments of the template.
-        system_role, user_role, policy_role: names of the roles.
+        system_role, user_role: names of the roles.
 
     Raises:
         ValueError: for an unknown `input_mode`, for a `system_prompt` that nothing would write, or when reset gets no
@@ -73,7 +73,6 @@ class ChatEnv(KnownArguments, EnvBase):
         data_key: str | None = None,
         system_role: str = "system",
         user_role: str = "user",
-        policy_role: str = "assistant",
         device: torch.device | None = None,
     ) -> None:
         if input_mode not in ("history", "text", "tokens"):
@@ -91,7 +90,6 @@ class ChatEnv(KnownArguments, EnvBase):
         self._template_kwargs = dict(template_kwargs or {})
         self.system_role = system_role
         self.user_role = user_role
-        self.policy_role = policy_role
         if data_key is not None:
             self.data_key = data_key
         self._make_specs(shape)
@@ -255,7 +253,7 @@ class ChatEnv(KnownArguments, EnvBase):
             marks = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
             answer = re.sub(rf"(?:{marks})+\Z", "", answer)
         opening = self.opening_messages(plain(element.get(self.data_key)))
-        return (*opening, {"role": self.policy_role, "content": answer})
+        return (*opening, {"role": "assistant", "content": answer})
 
     def _post_step_mdp_hooks(
         self, tensordict: TensorDictBase, tensordict_: TensorDictBase

@@ -67,7 +67,7 @@ class ConfinedSandbox:
         """Write a file, see `Sandbox`."""
         for start in range(0, max(len(data), 1), _PUT_BYTES):
             part = base64.b64encode(data[start : start + _PUT_BYTES])
-            await self._execute(f"put({path!r}, {part!r}, is_first={start == 0})")
+            await self._execute(f"put({path!r}, {part!r}, {start == 0})")
 
     async def get(self, path: str) -> bytes:
         """Return a regular file of the sandbox's folder, see `Sandbox`."""

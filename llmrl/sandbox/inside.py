@@ -97,7 +97,7 @@ def _take(source: int, output: KeptOutput) -> bytes | None:
     return data
 
 
-def put(path: str, data: bytes, *, is_first: bool) -> None:
+def put(path: str, data: bytes, is_first: bool) -> None:
     """Write a file, or more of it, and the folders on its way."""
     flags = os.O_TRUNC if is_first else os.O_APPEND
     with os.fdopen(_open_own(path, os.O_WRONLY | os.O_CREAT | flags), "wb") as file:

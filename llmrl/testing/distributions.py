@@ -55,8 +55,8 @@ def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0
     return draw_or_straggle
 
 
-def answers_of_length(draw: Draw, *, token_id: int = 1, end_token_id: int | None = None) -> Callable[..., list[int]]:
-    """Make a script for a `ScriptedEngine`: answers of drawn length (at least one token), ended by `end_token_id`.
+def answers_of_length(draw: Draw, *, end_token_id: int | None = None) -> Callable[..., list[int]]:
+    """Make a script for a `ScriptedEngine`: token 1, as often as drawn and at least once, the last time `end_token_id`.
 
     Example:
         >>> answers_of_length(log_normal(3.0, 0.0), end_token_id=2)([7, 7])
@@ -65,6 +65,6 @@ def answers_of_length(draw: Draw, *, token_id: int = 1, end_token_id: int | None
 
     def answer(prompt_ids: list[int]) -> list[int]:
         num_tokens = max(1, round(draw()))
-        return [token_id] * num_tokens if end_token_id is None else [token_id] * (num_tokens - 1) + [end_token_id]
+        return [1] * num_tokens if end_token_id is None else [1] * (num_tokens - 1) + [end_token_id]
 
     return answer

@@ -39,8 +39,6 @@ class ScriptedEngine:
         max_model_len: prompt and completion together, in tokens.
         max_num_seqs: requests served at once, the others wait in order; no limit when not given. With a limit, all
             requests must come from one event loop.
-        kept_ids: what truncation is said to have kept where each token was sampled, a function of the answer's token
-            ids to `[num_tokens]` sequences of ids; the token alone when not given.
         stop_token_ids: tokens that end a completion, beside those of a request.
         decode: token ids to text; needed where requests have stop strings.
         record_requests: keep every request in `requests`; not where there are millions.
@@ -62,7 +60,6 @@ class ScriptedEngine:
         latency_s: float | Callable[[list[int], list[int]], float] = 0.0,
         max_model_len: int = 8192,
         max_num_seqs: int | None = None,
-        kept_ids: Callable[[list[int]], Sequence[Sequence[int]]] | None = None,
         stop_token_ids: Sequence[int] = (),
         record_requests: bool = True,
     ) -> None:
@@ -85,7 +82,6 @@ class ScriptedEngine:
         self._decode = decode
         self._log_prob = log_prob
         self._latency_s = latency_s
-        self._kept_ids = kept_ids or (lambda token_ids: [[token_id] for token_id in token_ids])
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_num_seqs = math.inf if max_num_seqs is None else max_num_seqs
         self._record_requests = record_requests
@@ -202,7 +198,7 @@ class ScriptedEngine:
             finish_reason = "abort"
             stop_string = None
         log_prob = self._log_prob
-        mask = [array("i", ids) for ids in self._kept_ids(token_ids)] if sampling.needs_sampling_mask else None
+        mask = [array("i", [token_id]) for token_id in token_ids] if sampling.needs_sampling_mask else None
         return Completion(
             token_ids=token_ids,
             log_probs=list(log_prob(token_ids)) if callable(log_prob) else [log_prob] * len(token_ids),

@@ -12,6 +12,7 @@ from llmrl.tools.tool import InvalidArguments, Tool
 if TYPE_CHECKING:
     from bm25s.tokenization import Tokenized
 
+_MAX_RESULT_CHARS = 1000
 _DESCRIPTION = "Search the documents. The answer is those that fit best, the best first."
 
 
@@ -20,12 +21,11 @@ class SearchIndex:
 
     Args:
         documents: texts, or mappings with `title` and `text`.
-        num_results: documents that an answer shows at most.
-        max_result_chars: length of each of them; what is longer is cut at its end.
+        num_results: documents that an answer shows at most, each cut after 1,000 characters.
 
     Raises:
-        MissingExtraError: without the `tools` extra.
-        ValueError: without documents, or for a limit that is not positive.
+        MissingExtraError: if the `tools` extra is not installed.
+        ValueError: if there are no documents, or if `num_results` is not positive.
 
     Example:
         >>> index = SearchIndex(["Paris is in France.", "Rome is in Italy."])
@@ -38,17 +38,14 @@ class SearchIndex:
         documents: Sequence[str | Mapping[str, str]],
         *,
         num_results: int = 3,
-        max_result_chars: int = 1000,
     ) -> None:
         if not documents:
             raise ValueError("documents is empty; there is nothing to search.")
-        for name, value in (("num_results", num_results), ("max_result_chars", max_result_chars)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if num_results < 1:
+            raise ValueError(f"num_results must be at least 1, got {num_results}.")
         self._bm25s = require("bm25s", extra="tools")
         self.documents = [_as_text(document) for document in documents]
         self.num_results = num_results
-        self.max_result_chars = max_result_chars
         self._index = self._bm25s.BM25()
         self._index.index(self._words(self.documents), show_progress=False)
 
@@ -81,8 +78,7 @@ class SearchIndex:
             if not found:
                 return "Nothing was found."
             return "\n".join(
-                f"[{number}] {truncate(text, self.max_result_chars, 'end')}"
-                for number, (_, text) in enumerate(found, 1)
+                f"[{number}] {truncate(text, _MAX_RESULT_CHARS, 'end')}" for number, (_, text) in enumerate(found, 1)
             )
 
         return Tool(name, description, parameters, run)
