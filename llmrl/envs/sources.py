@@ -323,7 +323,7 @@ def _rows_of_batch(batch: object) -> list[Row]:
     raise TypeError(f"a batch must be a mapping of columns, rows or a TensorDict, got {type(batch).__name__}.")
 
 
-def _is_column(values: Any) -> bool:
+def _is_column(values: object) -> bool:
     return isinstance(values, list | tuple) or getattr(values, "ndim", 0) > 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from llmrl.rewards import RewardFn, Rubric, extract_answer, extract_tag
 from llmrl.transforms import RubricReward
@@ -30,7 +30,7 @@ class AnswerReward(RubricReward):
         ['reward_right', 'reward_answer', 'reward_think', 'success']
     """
 
-    is_right: Any
+    is_right: Callable[..., bool | Awaitable[bool]]
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class AnswerReward(RubricReward):
 
         @functools.wraps(self.is_right)
         async def reward_right_later(completion: str, **columns: object) -> float:
-            return reward(await self.is_right(completion=completion, **columns), completion)
+            return reward(await self.is_right(completion=completion, **columns), completion)  # type: ignore[misc]
 
         def reward_answer(completion: str) -> float:
             return float(self.has_answer(completion))

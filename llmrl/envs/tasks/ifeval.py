@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from llmrl._utils.arguments import keywords_of
 from llmrl._utils.types import Row
 from llmrl.data import RolloutStatus
-from llmrl.envs.tasks.task import DeclaredTaskEnv, Task, named_task
+from llmrl.envs.tasks.task import DeclaredTaskEnv, Rows, Task, named_task
 from llmrl.rewards import (
     IFEvalScoreData,
     RewardFn,
@@ -104,7 +103,7 @@ _SHARES: dict[str, Callable[[IFEvalScoreData], float]] = {
 _WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 
 
-def _check_rows(rows: list[dict[str, Any]]) -> None:
+def _check_rows(rows: Rows) -> None:
     for row in rows:
         check_instructions(row["instruction_id_list"], row["kwargs"])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmrl._utils.imports import require
 from llmrl.envs.tasks.answer_reward import AnswerReward
-from llmrl.envs.tasks.task import DeclaredTaskEnv, Task, named_task
+from llmrl.envs.tasks.task import DeclaredTaskEnv, Rows, Task, named_task
 from llmrl.rewards import boxed_answer, extract_answer, is_math_right
 
 
@@ -40,7 +40,7 @@ class MATHRewardParser(AnswerReward):
         return given is not None and (self.reasoning or boxed_answer(given) is not None)
 
 
-def _read_answers(rows: list[dict[str, Any]]) -> None:
+def _read_answers(rows: Rows) -> None:
     for index, row in enumerate(rows):
         if row.get("answer") is None:
             row["answer"] = boxed_answer(row.get("solution") or "")

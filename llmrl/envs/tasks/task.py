@@ -21,6 +21,7 @@ from llmrl.envs.sources import load_rows
 Split = Literal["train", "test"]
 Dataset = str | Path | Iterable[Row]
 """What `load_rows` reads."""
+Rows = list[dict[str, Any]]
 
 REASONING_PROMPT = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
@@ -127,7 +128,7 @@ class Task:
     """Whether the prompt asks for thoughts and answer in tags; `reasoning=` of the environment overrides it."""
     subset: str | None = None
     """Configuration of the hub's dataset."""
-    complete_rows: Callable[[list[dict[str, Any]]], None] | None = None
+    complete_rows: Callable[[Rows], None] | None = None
     """Checks the rows and writes what they lack."""
     shuffle: bool = False
 
@@ -138,7 +139,7 @@ class Task:
         parameters = inspect.signature(self.source).parameters.items()
         return {name: each for name, each in parameters if name not in ("split", "seed")}
 
-    def rows(self, dataset: Dataset | None, split: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    def rows(self, dataset: Dataset | None, split: str, options: dict[str, object]) -> Rows:
         """Return the rows of a dataset, or the task's own; its own options are taken out of the given ones."""
         own = {name: options.pop(name) for name in self.own_options() if name in options}
         if dataset is None and not isinstance(self.source, str):
@@ -240,7 +241,7 @@ def named_task(name: str, about: str) -> Callable[[Maker], Maker]:
 
 def task_rows(
     dataset: Dataset, *, split: str | None, query: str, columns: Sequence[str] = (), subset: str | None = None
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Return the rows of a task's dataset that have all columns, with the column `query` under that name.
 
     Raises:
