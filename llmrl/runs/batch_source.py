@@ -89,7 +89,7 @@ class BatchSource:
         last: Collected | None,
         on_dropped: Callable[[dict[str, float], Sequence[Rollout]], object],
     ) -> None:
-        self._collector = collector
+        self.collector = collector
         self._needs_batch = needs_batch
         self._last = last
         self._batches = self._draw()
@@ -98,15 +98,15 @@ class BatchSource:
             collector.on_empty_batch = lambda: on_dropped(*played_by(collector))
 
     def _draw(self) -> Iterator[Collected]:
-        for batch in self._collector:
-            metrics, played = played_by(self._collector)
+        for batch in self.collector:
+            metrics, played = played_by(self.collector)
             assert batch is not None
             yield {
                 "batch": batch,
                 "metrics": metrics,
                 "rollouts": [rollout.to_record() for rollout in played],
                 "dropped_rows": token_rows(left_out(played, batch)),
-                "collector": self._collector.state_dict(),
+                "collector": self.collector.state_dict(),
                 "random": random_states(),
             }
 

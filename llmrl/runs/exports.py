@@ -16,7 +16,7 @@ from llmrl.config.ranks import broadcast_from_rank0, this_rank
 from llmrl.config.sections import ScriptConfig
 from llmrl.runs.report import RunResults
 from llmrl.runs.run_card import run_card
-from llmrl.runs.run_folder import BackgroundWrites, RunFolder
+from llmrl.runs.run_folder import BackgroundWrites
 from llmrl.trainer.trained_model import trained_model
 from llmrl.weight_sync.source import named_weights
 
@@ -34,56 +34,65 @@ class Exports:
     being written waits for it, so that there is one copy. One that is due while the hub still takes another is written
     and not pushed. A hub that fails ends no run: the failure is reported, and the next export is pushed again.
 
+    Where the model is sharded each rank has one, and all call the same methods; rank 0 alone writes.
+
     Args:
-        cfg: its section `export` says what is due.
-        folder: folder of the run.
+        cfg: its section `export` says what is due, and `run.path` where the run's folder is.
         say: tells the user what went wrong.
     """
 
-    def __init__(self, cfg: ScriptConfig, folder: RunFolder, say: Callable[[str], object]) -> None:
+    def __init__(self, cfg: ScriptConfig, say: Callable[[str], object]) -> None:
         self._cfg = cfg
-        self._folder = folder
+        self._path = Path(cfg.run.path)
         self._say = say
         self._writes = BackgroundWrites()
         self._pushed: Future[CommitInfo] | None = None
         self._being_pushed: Path | None = None
 
     def start(self, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults) -> None:
-        """Begin the export of a step's weights. Where they are sharded, the other ranks call `take_part`.
+        """Begin the export of a step's weights.
 
         Raises:
             Exception: what the writing of the export before raised.
         """
-        path = self._folder.exports_path / f"step-{step:06d}"
-        card = run_card(self._cfg, step, metrics, summary)
         self._writes.wait()
-        self._writes.start(self._write, take_part(model), path, card, step)
+        copied = copy_to_host(model)
+        if copied is not None:
+            path = self._path / "exports" / f"step-{step:06d}"
+            self._writes.start(self._export, copied, path, run_card(self._cfg, step, metrics, summary), step)
 
-    def save(self, path: Path, step: int, model: PreTrainedModel, summary: RunResults, **metrics: float) -> None:
+    def save(
+        self, path: Path, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults
+    ) -> None:
         """Write a step's weights to a folder, and return when they are there; see `start`."""
         self._writes.wait()
-        card = run_card(self._cfg, step, metrics, summary)
-        write_model(take_part(model), path, self._folder.tokenizer_path, card, self._cfg)
+        copied = copy_to_host(model)
+        if copied is not None:
+            self._write(copied, path, run_card(self._cfg, step, metrics, summary))
 
     def finish(self, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults) -> None:
         """Write the last weights to `model`, push them, and return when the hub has them."""
-        self.save(self._folder.model_path, step, model, summary, **metrics)
-        if self._cfg.export.push_to_hub is not None:
+        path = self._path / "model"
+        self.save(path, step, model, metrics, summary)
+        if self._cfg.export.push_to_hub is not None and this_rank() == 0:
             self._await_push()
-            self._push(self._folder.model_path, step)
+            self._push(path, step)
             self._await_push()
 
     def wait(self) -> None:
         """Block until nothing is being written."""
         self._writes.wait()
 
-    def _write(self, model: PreTrainedModel | None, path: Path, card: str, step: int) -> None:
-        write_model(model, path, self._folder.tokenizer_path, card, self._cfg)
+    def _write(self, model: PreTrainedModel, path: Path, card: str) -> None:
+        write_model(model, path, self._path / "tokenizer", card, self._cfg.export.max_shard_size)
+
+    def _export(self, model: PreTrainedModel, path: Path, card: str, step: int) -> None:
+        self._write(model, path, card)
         if self._cfg.export.push_to_hub is not None and (self._pushed is None or self._pushed.done()):
             self._await_push()
             self._push(path, step)
         if (num_kept := self._cfg.export.save_total_limit) is not None:
-            for old in exports_of(self._folder.path)[:-num_kept]:
+            for old in exports_of(self._path)[:-num_kept]:
                 if old != self._being_pushed:
                     shutil.rmtree(old)
 
@@ -107,7 +116,7 @@ class Exports:
         if pushed is not None and (error := pushed.exception()) is not None:
             self._say(
                 f"{path} was not pushed to {self._cfg.export.push_to_hub} ({type(error).__name__}: {error}). By hand: "
-                f"llmrl push {self._folder.path} {self._cfg.export.push_to_hub}"
+                f"llmrl push {self._path} {self._cfg.export.push_to_hub}"
             )
 
 
@@ -161,10 +170,10 @@ def exports_of(run: Path) -> list[Path]:
     return sorted((run / "exports").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def take_part(model: PreTrainedModel) -> PreTrainedModel | None:
+def copy_to_host(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a copy of a model on the host, in the dtype that it was served in, adapters merged.
 
-    Where it is sharded every rank calls this, and the first one gets the copy: the others help to gather, and get None.
+    Where it is sharded every rank calls this. Rank 0 gets the copy; the others help to gather it, and get None.
     """
     broadcast_from_rank0(None)  # the others wait here for however long the first one writes
     dtype = trained_model(model).compute_dtype or torch.float32
@@ -187,13 +196,11 @@ def take_part(model: PreTrainedModel) -> PreTrainedModel | None:
     return served
 
 
-def write_model(model: PreTrainedModel | None, path: Path, tokenizer: Path, card: str, cfg: ScriptConfig) -> None:
-    """Write a copied model, a tokenizer's files and a card to a folder, so that a kill leaves all of it or nothing."""
-    if model is None:
-        return
+def write_model(model: PreTrainedModel, path: Path, tokenizer: Path, card: str, max_shard_size: str) -> None:
+    """Write a model, a tokenizer's files and a card to a folder, so that a kill leaves all of it or nothing."""
 
     def write(folder: Path) -> None:
-        model.save_pretrained(folder, max_shard_size=cfg.export.max_shard_size)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
         shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
         (folder / "README.md").write_text(card, encoding="utf-8")
 

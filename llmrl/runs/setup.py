@@ -26,7 +26,7 @@ from llmrl.engines.vllm.arguments import ADAPTER_BACKEND
 from llmrl.envs import ChatEnv, make_task_env
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Renderer
-from llmrl.runs.following import NullEngine
+from llmrl.runs.null_engine import NullEngine
 from llmrl.testing import ensure_embedded_model
 from llmrl.trainer import EngineTeacher, LoRAConfig, TransformersWrapper, load_teacher
 from llmrl.trainer.optimizer import ScheduleName

@@ -36,7 +36,7 @@ from llmrl.envs.primer import dataset_env_of
 from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.evaluation import Evaluator
-from llmrl.runs.following import open_run
+from llmrl.runs.run import Run
 from llmrl.runs.setup import (
     check_reward,
     check_template,
@@ -275,7 +275,7 @@ def _train(
     console: Console | None,
 ) -> None:
     """Do what `main` of the script does, with environments and an engine that are there; a test compares them."""
-    with open_run(cfg, console=console, continued_by=_how_to_continue) as run:
+    with Run(cfg, console=console, continued_by=_how_to_continue) as run:
         device = TrainerDevice(cfg)
         engine: Any = run.enter(start_engine(cfg)) if own_engine is None else run.lend(own_engine)
         tokenizer = tokenizer_of(cfg, engine)

@@ -28,7 +28,7 @@ from llmrl.objectives import DistillationLoss, GRPOLoss, MCAdvantage, TeacherAdv
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import make_renderer
 from llmrl.runs.evaluation import Evaluator
-from llmrl.runs.following import open_run
+from llmrl.runs.run import Run
 from llmrl.runs.setup import (
     clip_bounds,
     lora_config,
@@ -58,7 +58,7 @@ from llmrl.trainer import (
 
 def main(cfg: DistillationConfig) -> None:
     """Train by on-policy distillation."""
-    with open_run(cfg) as run:
+    with Run(cfg) as run:
         # What is asked, and what answers: vLLM, or several, on what the trainer's device leaves.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
         device = TrainerDevice(cfg)

@@ -24,7 +24,7 @@ from llmrl.config.launch import launch
 from llmrl.objectives import SFTLoss, TopKRewardSelector
 from llmrl.policies import vLLMWrapper
 from llmrl.runs.evaluation import Evaluator
-from llmrl.runs.following import open_run
+from llmrl.runs.run import Run
 from llmrl.runs.setup import (
     lora_config,
     make_collector,
@@ -44,7 +44,7 @@ from llmrl.watch.step_metrics import metrics_of
 
 def main(cfg: ExpertIterationConfig) -> None:
     """Train by expert iteration."""
-    with open_run(cfg) as run:
+    with Run(cfg) as run:
         # What is asked. For an environment of your own build a `DatasetChatEnv`, transformed, here.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
 

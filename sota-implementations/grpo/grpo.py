@@ -23,7 +23,7 @@ from llmrl.config.sections import GRPOConfig
 from llmrl.objectives import GRPOLoss, MCAdvantage
 from llmrl.policies import vLLMWrapper
 from llmrl.runs.evaluation import Evaluator
-from llmrl.runs.following import open_run
+from llmrl.runs.run import Run
 from llmrl.runs.setup import (
     clip_bounds,
     lora_config,
@@ -43,7 +43,7 @@ from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_
 
 def main(cfg: GRPOConfig) -> None:
     """Train by GRPO."""
-    with open_run(cfg) as run:
+    with Run(cfg) as run:
         # What is asked. For an environment of your own build a `DatasetChatEnv`, transformed, here.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
 

@@ -23,7 +23,8 @@ from llmrl.objectives import SFTLoss
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import make_renderer
 from llmrl.runs.evaluation import Evaluator
-from llmrl.runs.following import NullEngine, open_run
+from llmrl.runs.null_engine import NullEngine
+from llmrl.runs.run import Run
 from llmrl.runs.setup import (
     lora_config,
     make_eval_envs,
@@ -40,7 +41,7 @@ from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, train
 
 def main(cfg: SFTConfig) -> None:
     """Train by supervised fine-tuning."""
-    with open_run(cfg) as run:
+    with Run(cfg) as run:
         # What is learned: rendered as it would be sampled, what the assistant says is trained.
         tokenizer = tokenizer_of(cfg, NullEngine(model_folder(cfg)))
         renderer = make_renderer(tokenizer)

@@ -101,7 +101,7 @@ def write_weights(model, path, *_):
     write_folder_atomically(path, lambda folder: (folder / "weights.json").write_text(json.dumps(weights_of(model))))
 
 
-@mock.patch.multiple(exports, take_part=copy.deepcopy, write_model=write_weights)
+@mock.patch.multiple(exports, copy_to_host=copy.deepcopy, write_model=write_weights)
 def train(
     path,
     renderer,

@@ -54,7 +54,7 @@ def make_exports(tmp_path):
         folder.log_metrics(1, {"reward_mean": 0.5})
         opened.append(folder)
         said = []
-        return Exports(cfg, folder, said.append), folder, said
+        return Exports(cfg, said.append), folder, said
 
     yield make
     for folder in opened:

@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def loop_of(function):
-    """The statements in `with open_run(...)`, each as text without comments and layout."""
-    (statement,) = [
-        node for node in ast.walk(function) if isinstance(node, ast.With) and "open_run(" in ast.unparse(node)
-    ][:1]
+    """The statements in `with Run(...)`, each as text without comments and layout."""
+    (statement,) = [node for node in ast.walk(function) if isinstance(node, ast.With) and "Run(" in ast.unparse(node)][
+        :1
+    ]
     return [ast.unparse(node) for node in statement.body]
 
 

@@ -1,0 +1,43 @@
+"""`NullEngine`: stands for the engine where there is none."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from llmrl.engines import Completion, EngineError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class NullEngine:
+    """The engine of ranks above 0, and of a run that generates nothing: it knows the tokenizer, and refuses requests.
+
+    Args:
+        model: name or folder of the model.
+    """
+
+    max_model_len: int = sys.maxsize
+    vocab_size: int | None = None
+    policy_version: int = 0
+    is_alive: bool = False
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._model)
+
+    async def generate(self, *arguments: Any, **options: Any) -> Completion:
+        """Raise EngineError."""
+        raise EngineError("there is no engine here: of a trainer's ranks only the first rank has one.")
+
+    async def abort(self, request_id: str) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Do nothing."""

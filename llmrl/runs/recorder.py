@@ -1,0 +1,179 @@
+"""`RunRecorder`: what rank 0 alone keeps of a run, and shows of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from llmrl.config.sections import ScriptConfig
+from llmrl.data import Rollout
+from llmrl.engines import Engine
+from llmrl.runs.batch_source import Collected, token_rows
+from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
+from llmrl.runs.report import Results, before_after_table, plot_curve
+from llmrl.runs.run_folder import RunFolder, random_states, restore_random_states
+from llmrl.watch.health import HealthJudge
+from llmrl.watch.live_view import LiveView
+from llmrl.watch.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
+from llmrl.watch.tracking import as_recorded, spread
+
+_NUM_SHOWN = 3
+"""Answers that are shown where nothing can be learned from any."""
+
+
+class RunRecorder:
+    """Folder, metrics, health, best evaluation and live view of a run. No method of it calls a collective.
+
+    Args:
+        cfg: configuration of the run.
+        console: where it reports.
+
+    Raises:
+        FileExistsError, FileNotFoundError, FolderInUseError, ValueError: see `RunFolder`.
+    """
+
+    def __init__(self, cfg: ScriptConfig, console: Console) -> None:
+        self._cfg = cfg
+        self._console = console
+        self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=cfg.run.trackers)
+        self.summary: dict[str, Results] = self.folder.read_summary()
+        """What is written as `summary.json`."""
+        self.metrics: dict[str, float] = {}
+        """Of the last step that was logged."""
+        self.view = LiveView(0, console=Console(quiet=True))  # until the loop begins
+        self._logged = {int(row["step"]): row for row in self.folder.read_metrics()}
+        self.folder.drop_rollouts(self._logged)
+        self._health = HealthJudge(self.folder.health, self._logged, max_staleness=cfg.collect.max_staleness)
+        self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
+        self._best_step: int | None = None  # of the best model that this process has saved
+        self._dropped_ids: set[str] = set()  # of rollouts that were logged before their step's batch came
+        self._meter = StepMeter({})  # of the step
+
+    def recall(self, checkpoint: int) -> None:
+        """Take from the table what the loop knew; what it says of steps that are made anew is forgotten."""
+        num_logged = max((step for step in self._logged if is_logged(self._logged, step, "train")), default=0)
+        last = self.folder.last_replayed(checkpoint, num_logged, self._cfg.run.checkpoint_every)
+        for step in [step for step in self._logged if step > last]:
+            del self._logged[step]
+        if self._best is not None:
+            self._best.recall(self._logged)
+
+    def why_over(self, step: int, num_steps: int, target_reward: float | None) -> tuple[str, str | None]:
+        """Return why training ends after a step, in this process or before a kill, and the entry that ends it early."""
+        reward = self._logged.get(step, {}).get("reward_mean", -math.inf)
+        if target_reward is not None and reward >= target_reward:
+            why = f"the mean reward reached train.target_reward={target_reward:g} at step {step}"
+            return why, "train.target_reward"
+        if self._best is not None and self._best.is_over and step:
+            return f"{self._best.metric} was best at step {self._best.step}, and eval.patience is over", "eval.patience"
+        return (f"all {num_steps} steps are done" if step >= num_steps else ""), None
+
+    # A step
+
+    def begin_step(self, step: int, tracked: Mapping[str, Any], engine: Engine | None, *, is_replay: bool) -> None:
+        """Measure a step from now on."""
+        if not is_replay:
+            self._logged.pop(step, None)  # of a batch that was taken away
+        self.metrics = {}
+        self._meter = StepMeter(tracked, engine)
+
+    def end_step(self) -> None:
+        """Forget what was logged of a step before its batch came."""
+        self._dropped_ids = set()
+
+    @contextlib.contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Measure a part of a step, and show that it is being done."""
+        self.view.doing(name)
+        with self._meter.part(name):
+            yield
+
+    def log_dropped(self, step: int, metrics: Mapping[str, float], played: Sequence[Rollout]) -> None:
+        """Record, judge and show what was played for a coming step so far, when nothing of it is trained on.
+
+        It is logged once: the step has it not again when its batch comes.
+        """
+        new = [rollout for rollout in played if rollout.rollout_id not in self._dropped_ids]
+        is_first = not self._dropped_ids and all(row.get("is_skipped", 1.0) for row in self._logged.values())
+        rows = token_rows(played)  # of the whole step: its tokens are one file
+        self.folder.log_rollouts(step, "train", [rollout.to_record() for rollout in new])
+        if rows:
+            self.folder.tokens.write(step, rows)
+        self.folder.log_metrics(step, only_finite(metrics))
+        self._dropped_ids.update(rollout.rollout_id for rollout in new)
+        records = [rollout.to_record() for rollout in played]
+        findings = self._health.judge(step, only_finite(metrics), records)
+        if is_first:
+            self.view.show_dropped(step, findings, spread(records, _NUM_SHOWN))
+        else:
+            self.view.show_health(step, findings, records)
+
+    def log_step(self, step: int, collected: Collected, learned: Learned, metrics: Mapping[str, float]) -> None:
+        """Record, judge and show a step; one that was logged before a kill is not recorded again."""
+        logged = only_finite({**collected["metrics"], **metrics_of(learned), **metrics})
+        self.metrics = logged | self._meter.metrics(logged)
+        rollouts = collected["rollouts"]
+        if not is_logged(self._logged, step, "train"):
+            new = [one for one in rollouts if one["rollout_id"] not in self._dropped_ids]
+            self.folder.log_rollouts(step, "train", new)
+            if collected["batch"].shape[0]:
+                log_probs = log_probs_before(learned, collected["batch"])
+                dropped = collected.get("dropped_rows", [])  # a batch saved by an earlier version has none
+                self.folder.tokens.write(step, collected["batch"], log_probs, not_trained=dropped)
+            self._log_metrics(step, self.metrics, spread(rollouts, self._cfg.run.traces))
+        findings = self._health.judge(step, self.metrics, rollouts)
+        is_sampled = step % self._cfg.run.sample_every == 0
+        self.view.show_step(step, self.metrics, rollouts if is_sampled else ())
+        self.view.show_health(step, findings, rollouts)
+
+    def _log_metrics(self, step: int, metrics: Mapping[str, float], traces: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Record metrics, and note what the table has of the step now, as it has it."""
+        self.folder.log_metrics(step, metrics, traces)
+        recorded = {name: as_recorded(value) for name, value in only_finite(metrics).items()}
+        self._logged.setdefault(step, {}).update(recorded)
+
+    # Evaluation
+
+    def evaluate(self, step: int, evaluator: Evaluator, measured: Mapping[str, float]) -> tuple[dict[str, float], bool]:
+        """Evaluate after a step, unless the table has it; see `Run.evaluate`.
+
+        Returns:
+            The evaluation's metrics, and whether the model is the best so far and is to be saved.
+        """
+        own = (*(f"eval/{name}/" for name in evaluator.num_rollouts), *(f"eval/{name}" for name in measured))
+        metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith(own)}
+        is_new = not metrics
+        if is_new:
+            states = random_states()
+            self.view.doing("evaluate")
+            reports = evaluator.evaluate()
+            restore_random_states(states)
+            metrics = metrics_of_evaluation(reports) | {f"eval/{name}": value for name, value in measured.items()}
+            for name, report in reports.items():
+                self.folder.log_evaluation(step, f"eval/{name}", report.rollouts)
+            self.summary["after" if step else "before"] = {name: one.to_summary() for name, one in reports.items()}
+            self.folder.write_summary(self.summary)
+            self._log_metrics(step, metrics)
+            self.view.show_health(step, self._health.judge(step, metrics))
+        # After it is recorded: a kill in between saves the model when the step is replayed. What a resumed run asks for
+        # first was not measured then.
+        if self._best is None or not (is_new or self._best.metric in metrics):
+            return metrics, False
+        is_best = self._best.see(step, metrics) and step > 0 and step != self._best_step
+        if is_best:
+            self._best_step = step
+        return metrics, is_best
+
+    # The end
+
+    def report(self, num_steps: int) -> bool:
+        """Draw the curve and print the results; returns whether one of `num_steps` steps changed the weights."""
+        metrics = self.folder.read_metrics()
+        plot_curve(metrics, self.folder.curve_path)
+        if self.summary.get("after"):
+            self._console.print(before_after_table(self.summary.get("before", {}), self.summary["after"]))
+        return not num_steps or not all(row.get("is_skipped", 1.0) for row in metrics)
