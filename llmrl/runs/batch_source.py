@@ -51,7 +51,7 @@ class BatchMaker(Protocol):
         ...
 
 
-class Collected(TypedDict):
+class SavedBatch(TypedDict):
     """What a step collected. It is saved before the step trains on it."""
 
     batch: TensorDictBase
@@ -86,7 +86,7 @@ class BatchSource:
         *,
         in_background: bool,
         needs_batch: Callable[[], bool],
-        last: Collected | None,
+        last: SavedBatch | None,
         on_dropped: Callable[[dict[str, float], Sequence[Rollout]], object],
     ) -> None:
         self.collector = collector
@@ -97,7 +97,7 @@ class BatchSource:
         if isinstance(collector, BatchCollector) and not in_background:
             collector.on_empty_batch = lambda: on_dropped(*played_by(collector))
 
-    def _draw(self) -> Iterator[Collected]:
+    def _draw(self) -> Iterator[SavedBatch]:
         for batch in self.collector:
             metrics, played = played_by(self.collector)
             assert batch is not None
@@ -110,7 +110,7 @@ class BatchSource:
                 "random": random_states(),
             }
 
-    def take(self) -> Collected | None:
+    def take(self) -> SavedBatch | None:
         """Return what the next step trains on; None at the end of the data.
 
         Raises:
@@ -164,7 +164,7 @@ def token_rows(rollouts: Sequence[Rollout]) -> list[TensorDictBase]:
     return [row.select(*TOKEN_KEYS) for row in rows]
 
 
-def restore(collector: BatchMaker, collected: Collected | StateDict) -> None:
+def restore(collector: BatchMaker, collected: SavedBatch | StateDict) -> None:
     """Put collector and random number generators into the state after a saved batch, or of a checkpoint."""
     collector.load_state_dict(collected["collector"])
     restore_random_states(collected["random"])

@@ -12,7 +12,7 @@ from rich.console import Console
 from llmrl.config.sections import ScriptConfig
 from llmrl.data import Rollout
 from llmrl.engines import Engine
-from llmrl.runs.batch_source import Collected, token_rows
+from llmrl.runs.batch_source import SavedBatch, token_rows
 from llmrl.runs.evaluation import BestEvaluation, Evaluator, metrics_of_evaluation
 from llmrl.runs.report import Results, before_after_table, plot_curve
 from llmrl.runs.run_folder import RunFolder, random_states, restore_random_states
@@ -112,7 +112,7 @@ class RunRecorder:
         else:
             self.view.show_health(step, findings, records)
 
-    def log_step(self, step: int, collected: Collected, learned: Learned, metrics: Mapping[str, float]) -> None:
+    def log_step(self, step: int, collected: SavedBatch, learned: Learned, metrics: Mapping[str, float]) -> None:
         """Record, judge and show a step; one that was logged before a kill is not recorded again."""
         logged = only_finite({**collected["metrics"], **metrics_of(learned), **metrics})
         self.metrics = logged | self._meter.metrics(logged)

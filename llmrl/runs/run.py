@@ -27,7 +27,7 @@ from llmrl.config.ranks import broadcast_from_rank0, join_ranks
 from llmrl.config.resumed import resumed_config, save_config
 from llmrl.config.sections import ScriptConfig
 from llmrl.engines import Engine
-from llmrl.runs.batch_source import BatchMaker, BatchSource, Collected, played_by, restore
+from llmrl.runs.batch_source import BatchMaker, BatchSource, SavedBatch, played_by, restore
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.exports import Exports, open_repository
 from llmrl.runs.recorder import RunRecorder
@@ -111,7 +111,7 @@ class Run:
         self._num_steps = 0
         self._step = 0  # the last that was begun
         self._is_in_step = self._is_replay = False
-        self._collected: Collected | None = None  # what rank 0 has of the step
+        self._collected: SavedBatch | None = None  # what rank 0 has of the step
         self._is_ahead = self._is_interrupted = False
         self._update: Future[int] | None = None  # of the engines' weights; its error is still to be raised
         seed_all(cfg.seed)
@@ -220,7 +220,7 @@ class Run:
 
     def _draw(
         self, collector: BatchMaker, target_reward: float | None, in_background: bool, needs_batch: Callable[[], bool]
-    ) -> Generator[Collected, None, None]:
+    ) -> Generator[SavedBatch, None, None]:
         """Yield what each step trains on: what was saved, then what is collected. Rank 0 alone has any of it."""
         if self._recorder is None:
             return
@@ -228,17 +228,17 @@ class Run:
         folder = recorder.folder
         waiting, training = ("wait for a batch", "train, and generate") if self._is_ahead else ("generate", "train")
         first_step = self._step
-        collected: Collected | None = None
+        collected: SavedBatch | None = None
         with LiveView(self._num_steps, first_step=first_step, console=self.console) as recorder.view:
             self._is_replay = True
             for saved in folder.saved_batches(self._step + 1, self._warn):
                 recorder.view.doing("train again on what was saved")
-                collected = cast(Collected, saved)
+                collected = cast(SavedBatch, saved)
                 restore(collector, collected)
                 yield collected
             self._is_replay = False
             if (aside := folder.load_set_aside(self._step + 1)) is not None:
-                collected = cast(Collected, aside)
+                collected = cast(SavedBatch, aside)
                 restore(collector, collected)  # what follows it is drawn
             if self.cfg.resume:
                 self.console.print(f"resumed after step {self._step}, {self._step - first_step} of them replayed")
@@ -263,7 +263,7 @@ class Run:
             self.why_stopped, self._ended_by = recorder.why_over(self._step, self._num_steps, target_reward)
         return bool(self.why_stopped)
 
-    def _take(self, source: BatchSource, recorder: RunRecorder) -> Collected | None:
+    def _take(self, source: BatchSource, recorder: RunRecorder) -> SavedBatch | None:
         step = self._step + 1
         try:
             collected = source.take()
@@ -281,7 +281,7 @@ class Run:
             self.why_stopped = f"the data ended before step {step}"
         return collected
 
-    def _begin(self, collected: Collected | None) -> tuple[int, TensorDictBase] | None:
+    def _begin(self, collected: SavedBatch | None) -> tuple[int, TensorDictBase] | None:
         """Return the next step and its batch, as rank 0 has them; None at the end of the loop."""
         self._writes.wait()  # the checkpoint being written must not see half an update
         given = None if collected is None else (self._step + 1, collected["batch"], random_states())

@@ -217,7 +217,7 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
 def _open_tensorboard(path: Path) -> Tracker:
     from torchrl.record.loggers.tensorboard import TensorboardLogger
 
-    class Logger(TensorboardLogger):
+    class TensorboardTracker(TensorboardLogger):
         def log_traces(self, records: Sequence[Row], step: int) -> None:
             """Show a step's conversations as texts, of which TensorBoard keeps ten."""
             for number, text in enumerate(trace_table(records, step)["conversation"]):
@@ -225,13 +225,13 @@ def _open_tensorboard(path: Path) -> Tracker:
                 indented = "\n".join(f"    {line}" for line in str(text).splitlines())
                 self.experiment.add_text(f"traces/{number}", indented, global_step=step)
 
-    return Logger(exp_name="tensorboard", log_dir=str(path))
+    return TensorboardTracker(exp_name="tensorboard", log_dir=str(path))
 
 
 def _open_wandb(path: Path) -> Tracker:
     from torchrl.record.loggers.wandb import WandbLogger
 
-    class Logger(WandbLogger):
+    class WandbTracker(WandbLogger):
         def log_traces(self, records: Sequence[Row], step: int) -> None:
             """Show a step's conversations as a table."""
             import wandb
@@ -240,7 +240,7 @@ def _open_wandb(path: Path) -> Tracker:
             rows = [list(row) for row in zip(*columns.values(), strict=True)]
             self.experiment.log({"train/traces": wandb.Table(columns=list(columns), data=rows), "train/step": step})
 
-    return Logger(
+    return WandbTracker(
         exp_name=path.name,
         id=_run_id(path),
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -252,7 +252,7 @@ def _open_wandb(path: Path) -> Tracker:
 def _open_trackio(path: Path) -> Tracker:
     from torchrl.record.loggers.trackio import TrackioLogger
 
-    class Logger(TrackioLogger):
+    class TrackioTracker(TrackioLogger):
         def log_traces(self, records: Sequence[Row], step: int) -> None:
             """Show a step's conversations, which trackio draws as such."""
             import trackio
@@ -273,7 +273,7 @@ def _open_trackio(path: Path) -> Tracker:
                 trackio.finish()
 
     # It knows runs by name alone: folders of the same name must not become one run.
-    return Logger(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
+    return TrackioTracker(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
 
 
 class MLflowTracker:
