@@ -99,7 +99,7 @@ def read_text(path: Path, *, newline: str | None = None, errors: str | None = No
         return str(file.read())
 
 
-def check_entries(folder: Path, names: Collection[str], *, unchecked: Collection[str] = ()) -> None:
+def check_entries(folder: Path, names: Collection[str], *, links: Collection[str] = ()) -> None:
     """Refuse a folder in which one of these entries, or what is in one, is neither a file nor a folder.
 
     It is for what is opened by others, who follow links, and for the folders on the way to a file.
@@ -107,7 +107,7 @@ def check_entries(folder: Path, names: Collection[str], *, unchecked: Collection
     Args:
         folder: may be missing.
         names: patterns of entries, see `fnmatch`; others are not looked at.
-        unchecked: names of folders that are not looked into.
+        links: patterns of paths in the folder that may be links, such as `wandb/latest-run`.
 
     Raises:
         UnsafeFileError: naming the first one.
@@ -122,10 +122,11 @@ def check_entries(folder: Path, names: Collection[str], *, unchecked: Collection
         for entry in entries:
             if not any(fnmatch(entry.name, name) for name in names):
                 continue
+            parted = [link.partition("/") for link in links]
+            below = [rest for first, _, rest in parted if fnmatch(entry.name, first)]
             if entry.is_dir(follow_symlinks=False):
-                if entry.name not in unchecked:
-                    check_entries(Path(entry.path), ["*"])
-            elif not entry.is_file(follow_symlinks=False):
+                check_entries(Path(entry.path), ["*"], links=below)
+            elif not entry.is_file(follow_symlinks=False) and not (entry.is_symlink() and "" in below):
                 raise UnsafeFileError(Path(entry.path), "a file or a folder")
 
 

@@ -64,6 +64,8 @@ _NAMES = (
     ".*.tmp",
 )
 """Entries that a run, its trackers and its viewer read or write."""
+_LINKS = ("wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log", "wandb/*run-*/logs/debug-core.log")
+"""Links that wandb makes, to its last run and to its own logs elsewhere; it replaces them, and follows none."""
 
 
 def memory_kills() -> tuple[str, int]:
@@ -133,7 +135,7 @@ class RunFolder:
         self._table = CSVTracker(self.metrics_path)
         self._trackers: list[Tracker] = []
         self._lock: FolderLock | None = None
-        check_entries(self.path, _NAMES, unchecked=("wandb",))  # wandb links to its own logs elsewhere
+        check_entries(self.path, _NAMES, links=_LINKS)
         if not holds_run(self.path) and (resume or read_only):
             raise FileNotFoundError(
                 f"{self.path} holds no run to resume; name its folder with run.path, or start one without resume=true."

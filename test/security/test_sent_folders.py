@@ -20,6 +20,7 @@ from llmrl.cli.app import app
 from llmrl.rendering import TemplateRenderer
 from llmrl.runs.exports import push_folder
 from llmrl.runs.folder_lock import is_in_use
+from llmrl.runs.run_folder import RunFolder
 from llmrl.viewer import read_run, write_page
 
 KINDS = ("link to a file", "link to a folder", "dangling link", "pipe", "socket", "device")
@@ -173,6 +174,40 @@ def test_no_name_of_a_run_leads_outside(run_path, outside, tmp_path, renderer, k
         shutil.copytree(run_path, path)
         if plant(path / name, kind, outside):
             survive(path, name, kind, outside, renderer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wandb/settings",
+        "wandb/wandb-resume.json",
+        "wandb/offline-run-1/files/config.yaml",
+        "wandb/run-1/logs/debug.log",
+        "wandb/latest-run/run-1.wandb",
+    ],
+)
+def test_what_wandb_would_open_is_looked_at(run_path, outside, tmp_path, name, kind):
+    path = shutil.copytree(run_path, tmp_path / "run")
+    if plant(path / name, kind, outside):
+        with pytest.raises(UnsafeFileError, match=Path(name).name):
+            RunFolder(path, read_only=True)
+
+
+def test_links_that_wandb_makes_are_accepted_and_pipes_in_their_place_are_not(run_path, outside, tmp_path):
+    path = shutil.copytree(run_path, tmp_path / "run")
+    logs = path / "wandb/offline-run-1/logs"
+    logs.mkdir(parents=True)
+    (logs / "debug.log").write_text("")
+    (logs / "debug-core.log").symlink_to(outside / "file")
+    (path / "wandb/latest-run").symlink_to("offline-run-1")
+    (path / "wandb/debug.log").symlink_to("offline-run-1/logs/debug.log")
+    RunFolder(path, read_only=True)
+    for name in ("latest-run", "debug.log", "offline-run-1/logs/debug-core.log"):
+        plant(path / "wandb" / name, "pipe", outside)
+        with pytest.raises(UnsafeFileError, match=Path(name).name):
+            RunFolder(path, read_only=True)
+        (path / "wandb" / name).unlink()
 
 
 def test_random_entries_of_random_kinds_lead_nowhere(run_path, outside, tmp_path, renderer, takes_long):
