@@ -17,7 +17,7 @@ from llmrl.data import Rollout
 from llmrl.data.ragged import has_entry, value_column
 from llmrl.runs.read_ahead import ReadAhead
 from llmrl.runs.run_folder import random_states, restore_random_states
-from llmrl.watch.rollout_metrics import metrics_by_env, rollout_metrics
+from llmrl.watch.rollout_metrics import metrics_by_env, rollout_metrics, rollout_records
 from llmrl.watch.token_log import TOKEN_KEYS
 
 _ROLLOUT_ID = ("rollout", "rollout_id")
@@ -59,7 +59,7 @@ class SavedBatch(TypedDict):
     metrics: dict[str, float]
     """Of their collection."""
     rollouts: list[dict[str, JSON]]
-    """Records of the rollouts (`Rollout.to_record`)."""
+    """Records of the rollouts (`rollout_records`)."""
     dropped_rows: list[TensorDictBase]
     """Rows of the rollouts that are not in the batch, with what `TokenLog` keeps of them alone."""
     collector: StateDict
@@ -104,7 +104,7 @@ class BatchSource:
             yield {
                 "batch": batch,
                 "metrics": metrics,
-                "rollouts": [rollout.to_record() for rollout in played],
+                "rollouts": rollout_records(played),
                 "dropped_rows": token_rows(left_out(played, batch)),
                 "collector": self.collector.state_dict(),
                 "random": random_states(),
@@ -114,7 +114,7 @@ class BatchSource:
         """Return what the next step trains on; None at the end of the data.
 
         Raises:
-            Exception: whatever the collector raised.
+            Exception: what the collector raised.
         """
         started = time.perf_counter()
         if self._ahead is None:

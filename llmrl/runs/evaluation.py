@@ -18,13 +18,13 @@ from llmrl.data import Rollout
 from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.estimates import Estimate, estimate_of_mean, pass_at_k
-from llmrl.watch.rollout_metrics import is_right, rollout_metrics
+from llmrl.watch.rollout_metrics import right_answers, rollout_metrics
 from llmrl.watch.tracking import as_recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """Results in one environment. Which answers are right, `is_right` says; one that was not scored is not."""
+    """Results in one environment. Which answers are right is said by `right_answers`."""
 
     policy_version: int
     """Of the weights that were measured."""
@@ -32,7 +32,8 @@ class EvaluationReport:
     num_samples: int
     """Answers to each problem."""
     pass_at: dict[int, Estimate]
-    """pass@k for `k` of 1 (which is avg@k: the share of right answers) and of all answers to a problem."""
+    """pass@k for `k` of 1 (which is avg@k: the share of right answers) and of all answers to a problem. It is empty
+    where it is not known which answers are right."""
     reward: float | None
     """Mean over scored answers; None without any."""
     reward_breakdown: dict[str, float]
@@ -49,7 +50,7 @@ class EvaluationReport:
         """Judge rollouts, all answers to a problem in one group.
 
         Raises:
-            ValueError: without rollouts.
+            ValueError: if there are no rollouts.
 
         Example:
             >>> def answer(group_id, reward):
@@ -61,21 +62,20 @@ class EvaluationReport:
         """
         if not rollouts:
             raise ValueError("rollouts is empty; there is nothing to evaluate.")
-        problems: dict[str, list[Rollout]] = defaultdict(list)
-        for rollout in rollouts:
-            problems[rollout.group_id].append(rollout)
-        num_samples = min(len(group) for group in problems.values())
-        num_right = [sum(map(is_right, group[:num_samples])) for group in problems.values()]
+        rights = right_answers(rollouts)
+        problems: dict[str, list[bool]] = defaultdict(list)
+        for rollout, is_right in zip(rollouts, rights or [False] * len(rollouts), strict=True):
+            problems[rollout.group_id].append(is_right)
+        num_samples = min(map(len, problems.values()))
+        num_right = [sum(group[:num_samples]) for group in problems.values()]
+        ks = [] if rights is None else sorted({1, num_samples})
         scored = [rollout for rollout in rollouts if rollout.is_scored]
         names = sorted({name for rollout in scored for name in rollout.breakdown})
         return cls(
             policy_version=policy_version,
             num_problems=len(problems),
             num_samples=num_samples,
-            pass_at={
-                k: estimate_of_mean([pass_at_k(num_samples, right, k) for right in num_right])
-                for k in sorted({1, num_samples})
-            },
+            pass_at={k: estimate_of_mean([pass_at_k(num_samples, right, k) for right in num_right]) for k in ks},
             reward=sum(rollout.reward for rollout in scored) / len(scored) if scored else None,
             reward_breakdown={
                 name: sum(rollout.breakdown.get(name, 0.0) for rollout in scored) / len(scored) for name in names
@@ -125,7 +125,7 @@ class Evaluator:
         max_concurrent_rollouts: conversations in flight in one environment; all by default.
 
     Raises:
-        ValueError: for an environment without a dataset, or a number of problems below 1.
+        ValueError: if an environment has no dataset, or `num_problems` is below 1.
 
     Example:
         >>> with Evaluator({"sums": env}, policy) as evaluator:                      # doctest: +SKIP
@@ -170,7 +170,7 @@ class Evaluator:
         """Play all environments, side by side; the report of each, by name.
 
         Raises:
-            EndOfData: where an environment's `num_epochs` are over.
+            EndOfData: if an environment's `num_epochs` are over.
         """
         with ThreadPoolExecutor(max(1, len(self._collectors)), thread_name_prefix="llmrl-evaluation") as pool:
             return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
@@ -244,7 +244,7 @@ class BestEvaluation:
         An evaluation without the metric, or where it is not a number, is worse than any other.
 
         Raises:
-            KeyError: when no evaluation has had such a metric, naming those that there are.
+            KeyError: if no evaluation has had such a metric, naming those that there are.
         """
         if self.metric not in metrics and not self.values:
             raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from llmrl._utils.types import Row
 from llmrl.config.sections import ScriptConfig
 from llmrl.data import Rollout
 from llmrl.engines import Engine
@@ -18,6 +19,7 @@ from llmrl.runs.report import Results, before_after_table, plot_curve
 from llmrl.runs.run_folder import RunFolder, random_states, restore_random_states
 from llmrl.watch.health import HealthJudge
 from llmrl.watch.live_view import LiveView
+from llmrl.watch.rollout_metrics import rollout_records
 from llmrl.watch.step_metrics import Learned, StepMeter, is_logged, log_probs_before, metrics_of, only_finite
 from llmrl.watch.tracking import as_recorded, spread
 
@@ -97,15 +99,14 @@ class RunRecorder:
 
         It is logged once: the step has it not again when its batch comes.
         """
-        new = [rollout for rollout in played if rollout.rollout_id not in self._dropped_ids]
+        records = rollout_records(played)
         is_first = not self._dropped_ids and all(row.get("is_skipped", 1.0) for row in self._logged.values())
         rows = token_rows(played)  # of the whole step: its tokens are one file
-        self.folder.log_rollouts(step, "train", [rollout.to_record() for rollout in new])
+        self._log_new_rollouts(step, records)
         if rows:
             self.folder.tokens.write(step, rows)
         self.folder.log_metrics(step, only_finite(metrics))
-        self._dropped_ids.update(rollout.rollout_id for rollout in new)
-        records = [rollout.to_record() for rollout in played]
+        self._dropped_ids.update(rollout.rollout_id for rollout in played)
         findings = self._health.judge(step, only_finite(metrics), records)
         if is_first:
             self.view.show_dropped(step, findings, spread(records, _NUM_SHOWN))
@@ -118,8 +119,7 @@ class RunRecorder:
         self.metrics = logged | self._meter.metrics(logged)
         rollouts = collected["rollouts"]
         if not is_logged(self._logged, step, "train"):
-            new = [one for one in rollouts if one["rollout_id"] not in self._dropped_ids]
-            self.folder.log_rollouts(step, "train", new)
+            self._log_new_rollouts(step, rollouts)
             if collected["batch"].shape[0]:
                 log_probs = log_probs_before(learned, collected["batch"])
                 dropped = collected.get("dropped_rows", [])  # a batch saved by an earlier version has none
@@ -130,7 +130,11 @@ class RunRecorder:
         self.view.show_step(step, self.metrics, rollouts if is_sampled else ())
         self.view.show_health(step, findings, rollouts)
 
-    def _log_metrics(self, step: int, metrics: Mapping[str, float], traces: Sequence[Mapping[str, Any]] = ()) -> None:
+    def _log_new_rollouts(self, step: int, records: Sequence[Row]) -> None:
+        new = [record for record in records if record["rollout_id"] not in self._dropped_ids]
+        self.folder.log_rollouts(step, "train", new)
+
+    def _log_metrics(self, step: int, metrics: Mapping[str, float], traces: Sequence[Row] = ()) -> None:
         """Record metrics, and note what the table has of the step now, as it has it."""
         self.folder.log_metrics(step, metrics, traces)
         recorded = {name: as_recorded(value) for name, value in only_finite(metrics).items()}

@@ -31,6 +31,7 @@ from llmrl.data.state_file import DamagedFileError, load_state, save_state
 from llmrl.engines import EngineError
 from llmrl.runs.folder_lock import FolderLock
 from llmrl.watch.findings import HealthLog
+from llmrl.watch.rollout_metrics import rollout_records
 from llmrl.watch.step_metrics import is_logged, only_finite
 from llmrl.watch.token_log import TokenLog
 from llmrl.watch.tracking import CSVTracker, Tracker, grouped_name, open_trackers
@@ -190,7 +191,7 @@ class RunFolder:
 
     def log_evaluation(self, step: int, split: str, rollouts: Sequence[Rollout]) -> None:
         """Append the records of an evaluation's rollouts, and keep their tokens."""
-        self.log_rollouts(step, split, [rollout.to_record() for rollout in rollouts])
+        self.log_rollouts(step, split, rollout_records(rollouts))
         rows = [row for rollout in rollouts for row in rollout.rows or rollout_rows(rollout)]
         if rows:
             self.tokens.write(step, rows, split=split)

@@ -133,8 +133,8 @@ class MetricHistory:
     def is_learned(self) -> bool:
         """Return whether most answers are right: they have the highest reward that any had, or are called right."""
         tops = self.values("reward_max")
-        # Without a reward function named `success` a reward of 1 counts as right, which says nothing of larger ones.
-        knows_right = "reward/success_mean" in self.last or max(tops, default=1.0) <= 1
+        # Where one step's rewards do not say what is right, those of the others do not, either.
+        knows_right = all("groups_all_right" in step for step in self.steps if "num_groups" in step)
         if knows_right and (self.recent("groups_all_right") or 0.0) > 0.5:
             return True
         mean = self.recent("reward_mean")

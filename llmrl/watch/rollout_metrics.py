@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 
+from llmrl._utils.types import JSON
 from llmrl.data import Rollout, StopReason, text_of
 
+_ROUNDING = 1e-6
+_UNKNOWN = (
+    "Rewards are larger than 1, and no reward function is named `success`: which answers are right is not known, and "
+    "pass@k, groups_all_right, groups_all_wrong and their lengths are left out. Add to the rubric "
+    'RewardFn(is_right, name="success", weight=0), which returns 1 for a right answer.'
+)
 
-def is_right(rollout: Rollout) -> bool:
-    """Return whether an answer is right: it was scored, and its `success`, or else its reward, is 1 at least.
 
-    `success` is the reward function of that name, which says what is right where the reward pays on another scale.
+def right_answers(rollouts: Sequence[Rollout]) -> list[bool] | None:
+    """Return which of an environment's rollouts have a right answer; None, with a warning, where that is not known.
+
+    The reward function named `success` says it: right is a value of 1 at least. Without one a reward of 1 is right, but
+    where a reward is larger the scale is the task's own, and says nothing. A rollout that was not scored is not right.
 
     Example:
-        >>> is_right(Rollout(rollout_id="", group_id="", sample_index=0, group_size=1, is_scored=True, reward=10.0,
-        ...                  breakdown={"success": 0.0}))
-        False
+        >>> def answer(reward, **breakdown):
+        ...     return Rollout(rollout_id="", group_id="", sample_index=0, group_size=1, is_scored=True, reward=reward,
+        ...                    breakdown=breakdown)
+        >>> right_answers([answer(1.0), answer(0.5)]), right_answers([answer(10.0, success=0.0), answer(2.0)])
+        ([True, False], [False, False])
     """
-    return rollout.is_scored and rollout.breakdown.get("success", rollout.reward) >= 1.0
+    declaring = {rollout.env for rollout in rollouts if "success" in rollout.breakdown}
+    rights = []
+    for rollout in rollouts:
+        is_declared = rollout.env in declaring
+        if rollout.is_scored and not is_declared and rollout.reward > 1 + _ROUNDING:
+            warnings.warn(_UNKNOWN, stacklevel=1)
+            return None
+        value = rollout.breakdown.get("success", 0.0) if is_declared else rollout.reward
+        rights.append(rollout.is_scored and value >= 1)
+    return rights
+
+
+def rollout_records(rollouts: Sequence[Rollout]) -> list[dict[str, JSON]]:
+    """Return the records of rollouts (`Rollout.to_record`), each with `is_right`; None where that is not known."""
+    rights: Sequence[bool | None] = right_answers(rollouts) or [None] * len(rollouts)
+    return [{**rollout.to_record(), "is_right": right} for rollout, right in zip(rollouts, rights, strict=True)]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -41,18 +68,18 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if not lengths:
         return {}
     scored = [rollout for rollout in rollouts if rollout.is_scored]
+    rights = right_answers(scored)
     metrics = {
         "num_unscored": float(len(rollouts) - len(scored)),
         "cut_share": sum(rollout.reason == StopReason.LENGTH for rollout in rollouts) / len(rollouts),
         # The length that at most one in twenty exceeds, one that was really sampled.
         "completion_tokens_p95": float(lengths[math.ceil(0.95 * len(lengths)) - 1]),
         "completion_tokens_max": float(lengths[-1]),
+        **dict(_reward_metrics(scored)),
+        **_tool_metrics(rollouts),
+        **_answer_metrics(rollouts),
     }
-    for name, is_so in (("right", True), ("wrong", False)):
-        chosen = [rollout.num_completion_tokens for rollout in scored if is_right(rollout) is is_so]
-        if chosen:
-            metrics[f"completion_tokens_{name}"] = fmean(chosen)
-    return {**metrics, **dict(_reward_metrics(scored)), **_tool_metrics(rollouts), **_answer_metrics(rollouts)}
+    return metrics if rights is None else metrics | dict(_right_metrics(scored, rights))
 
 
 def metrics_by_env(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -76,26 +103,36 @@ def metrics_by_env(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
+def _right_metrics(scored: Sequence[Rollout], rights: Sequence[bool]) -> Iterator[tuple[str, float]]:
+    groups: dict[str, list[bool]] = defaultdict(list)
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    for rollout, is_right in zip(scored, rights, strict=True):
+        groups[rollout.group_id].append(is_right)
+        lengths[is_right].append(rollout.num_completion_tokens)
+    for name, of_kind in (("right", lengths[True]), ("wrong", lengths[False])):
+        if of_kind:
+            yield f"completion_tokens_{name}", fmean(of_kind)
+    if len(groups) < len(scored):  # answers are compared
+        yield "groups_all_right", sum(map(all, groups.values())) / len(groups)
+        yield "groups_all_wrong", sum(not any(group) for group in groups.values()) / len(groups)
+
+
 def _reward_metrics(scored: Sequence[Rollout]) -> Iterator[tuple[str, float]]:
     if not scored:
         return
     yield "reward_std", pstdev(rollout.reward for rollout in scored)
     yield "reward_max", max(rollout.reward for rollout in scored)
-    groups: dict[str, list[Rollout]] = defaultdict(list)
+    groups: dict[str, list[float]] = defaultdict(list)
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in scored:
-        groups[rollout.group_id].append(rollout)
+        groups[rollout.group_id].append(rollout.reward)
         for name, value in rollout.breakdown.items():
             parts[name].append(value)
     if len(groups) < len(scored):  # answers are compared
-        spreads = [pstdev(rollout.reward for rollout in group) for group in groups.values()]
-        rights = [sum(map(is_right, group)) for group in groups.values()]
-        sizes = [len(group) for group in groups.values()]
+        spreads = [pstdev(rewards) for rewards in groups.values()]
         yield "num_groups", float(len(groups))
         yield "reward_group_std", fmean(spreads)
-        yield "groups_all_equal", sum(spread == 0 for spread in spreads) / len(groups)
-        yield "groups_all_right", sum(right == size for right, size in zip(rights, sizes, strict=True)) / len(groups)
-        yield "groups_all_wrong", rights.count(0) / len(groups)
+        yield "groups_all_equal", spreads.count(0) / len(groups)
     for name, values in parts.items():
         yield f"reward/{name}_mean", fmean(values)
         yield f"reward/{name}_std", pstdev(values)

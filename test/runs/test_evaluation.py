@@ -78,7 +78,7 @@ def test_an_unscored_rollout_counts_as_wrong_and_keeps_its_status():
 
 
 def test_right_answers_are_distinguished_from_the_mean_reward():
-    rollouts = [rollout("g", 1.1), rollout("g", 0.1), rollout("g", 0.6), rollout("g", 1.0, is_scored=False)]
+    rollouts = [rollout("g", 1.0), rollout("g", 0.2), rollout("g", 0.6), rollout("g", 1.0, is_scored=False)]
     report = EvaluationReport.of(rollouts)
     assert report.pass_at[1].mean == 0.25 and report.reward == pytest.approx(0.6)
     assert "reward" not in EvaluationReport.of(rollouts[3:]).to_metrics()  # none was scored: no NaN

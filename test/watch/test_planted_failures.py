@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
+import itertools
+import json
 import re
+import warnings
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.collectors import LLMCollector, RolloutLimits
@@ -41,8 +46,10 @@ class Planted:
 
 @pytest.fixture
 def planted(tiny_model_path, tmp_path):
-    def run(reward, *, engine=TransformersEngine, num_steps=2, **options):
+    def run(reward, *, engine=TransformersEngine, tools=(), num_steps=2, **options):
         env = DatasetChatEnv([{"query": f"{a} + 1 =", "place": a} for a in range(6)], repeats=4, name="train")
+        if tools:
+            env = env.append_transform(ToolTransform(tools))
         out = io.StringIO()
         served = engine(tiny_model_path)
         settings = {"path": tmp_path / "run", "groups_per_batch": 3, "max_new_tokens": 5, "learning_rate": 1e-2}
@@ -77,6 +84,44 @@ class Rounded(TransformersEngine):
         """Round the weights, as an engine of another dtype does."""
         rounded = {name: weight.to(torch.bfloat16).to(weight.dtype) for name, weight in weights.items()}
         return super().load_weights(rounded, version=version)
+
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call><|im_end|>'
+
+
+def search(query: str) -> str:
+    """Search."""
+    raise OSError("no route to host")
+
+
+class Searching(ScriptedEngine):
+    """Calls a tool, and answers with more or fewer words when it has read what came of that."""
+
+    def __init__(self, model):
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._lengths = itertools.cycle(range(1, 6))
+        super().__init__(self.say, encode=self._tokenizer.encode)
+
+    def say(self, prompt_ids):
+        if "no route to host" not in self._tokenizer.decode(prompt_ids):
+            return CALL
+        return "no " * next(self._lengths) + "<|im_end|>"
+
+    def get_tokenizer(self):
+        return self._tokenizer
+
+    def load_weights(self, weights, *, version=None):
+        """Say the same with all weights."""
+        self.policy_version += 1
+        return self.policy_version
+
+
+def test_a_tool_that_always_fails_is_seen_at_the_first_step_of_a_run(planted, takes_long):
+    run = planted(differs, engine=Searching, tools=[search], num_steps=1, max_turns=2, max_new_tokens=60)
+    assert run.first("broken_tools") == (1, "broken")
+    assert "100 % of the tool calls were not answered. Likely: the tool raises" in run.printed
+    (finding,) = [one for one in run.steps[1]["findings"] if one["name"] == "broken_tools"]
+    assert finding["rollouts"]
 
 
 def test_stale_weights_are_seen_at_the_second_step(planted):
@@ -230,13 +275,8 @@ def test_a_template_that_is_not_the_models_is_all_wrong_and_cut_at_the_first_ste
 
 
 def test_a_tool_that_always_fails_is_seen_at_the_first_step(judged):
-    def search(query: str) -> str:
-        """Search."""
-        raise OSError("no route to host")
-
-    call = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call><|im_end|>'
     env = DatasetChatEnv([{"query": "Who?", "answer": "me"}], repeats=2).append_transform(ToolTransform([search]))
-    said, printed = judged(env.append_transform(RubricReward(right)), lambda step, prompt: call, num_rollouts=4)
+    said, printed = judged(env.append_transform(RubricReward(right)), lambda step, prompt: CALL, num_rollouts=4)
     assert said[0]["broken_tools"] == "broken"
     assert "100 % of the tool calls were not answered. Likely: the tool raises" in printed
 
@@ -264,3 +304,44 @@ def test_an_evaluation_reads_success_too(renderer, scale):
     metrics = rollout_metrics(rollouts)
     assert EvaluationReport.of(rollouts).pass_at[1].mean == pytest.approx(6 / 16)
     assert (metrics["groups_all_right"], metrics["groups_all_wrong"]) == (6 / 16, 10 / 16)
+
+
+def larger_than_1(completion):
+    return 10 * differs(completion)
+
+
+@pytest.fixture
+def run_with_rewards_up_to_10(planted, tmp_path):
+    """Trains with a rubric, evaluates with it; gives all metrics' names, and what records say of being right."""
+
+    def run(*reward_fns):
+        held_out = DatasetChatEnv(["8 + 1 =", "9 + 1 ="], repeats=4, name="held")
+        held_out = held_out.append_transform(RubricReward(Rubric(*reward_fns)))
+        planted(Rubric(*reward_fns), num_steps=1, eval_envs={"held": held_out})
+        with (tmp_path / "run/metrics.csv").open() as file:
+            names = next(csv.reader(file))
+        records = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+        return set(names), [(one["is_right"], one["reward_breakdown"]) for one in records]
+
+    return run
+
+
+NEED_RIGHT = {"groups_all_right", "groups_all_wrong", "completion_tokens_wrong", "eval/held/pass@1"}
+
+
+def test_rewards_above_1_do_not_say_what_is_right(run_with_rewards_up_to_10):
+    with pytest.warns(UserWarning, match="which answers are right is not known"):
+        names, said = run_with_rewards_up_to_10(larger_than_1)
+    assert "eval/held/reward" in names and not NEED_RIGHT & names
+    assert said and all(is_right is None for is_right, _ in said)
+
+
+def test_a_function_named_success_says_what_is_right_of_rewards_above_1(run_with_rewards_up_to_10):
+    def is_long(completion):
+        return len(completion) > 20
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Rewards are larger")
+        names, said = run_with_rewards_up_to_10(larger_than_1, RewardFn(is_long, name="success", weight=0))
+    assert names >= {"groups_all_right", "groups_all_wrong", "eval/held/pass@1"}
+    assert said and all(is_right is (breakdown["success"] == 1) for is_right, breakdown in said)

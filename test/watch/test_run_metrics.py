@@ -61,9 +61,10 @@ def test_numbers_of_rollouts_are_those_of_plain_loops(drawn):
     assert metrics["completion_tokens_p95"] == np.percentile(lengths, 95, method="inverted_cdf")
     scored = [(group, reward, n) for group, reward, n, is_scored in drawn if is_scored]
     assert metrics["num_unscored"] == len(drawn) - len(scored)
+    knows_right = all(reward <= 1 for _, reward, _ in scored)  # nothing here is named `success`
     for name, kept in (
-        ("right", [n for _, reward, n in scored if reward >= 1]),
-        ("wrong", [n for _, reward, n in scored if reward < 1]),
+        ("right", [n for _, reward, n in scored if reward == 1 and knows_right]),
+        ("wrong", [n for _, reward, n in scored if reward < 1 and knows_right]),
     ):
         assert metrics.get(f"completion_tokens_{name}") == (pytest.approx(np.mean(kept)) if kept else None)
     if not scored:
@@ -78,7 +79,10 @@ def test_numbers_of_rollouts_are_those_of_plain_loops(drawn):
         return
     assert metrics["reward_group_std"] == pytest.approx(np.mean([np.std(group) for group in groups]))
     assert metrics["groups_all_equal"] == pytest.approx(np.mean([len(set(group)) == 1 for group in groups]))
-    assert metrics["groups_all_right"] == pytest.approx(np.mean([min(group) >= 1 for group in groups]))
+    if not knows_right:
+        assert "groups_all_right" not in metrics and "groups_all_wrong" not in metrics
+        return
+    assert metrics["groups_all_right"] == pytest.approx(np.mean([min(group) == 1 for group in groups]))
     assert metrics["groups_all_wrong"] == pytest.approx(np.mean([max(group) < 1 for group in groups]))
 
 
