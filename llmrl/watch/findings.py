@@ -5,17 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal, get_args
 
 from llmrl._utils.files import open_file
 from llmrl._utils.types import JSON
 
-Verdict = Literal["fine", "look", "broken"]
-Selection = Literal["", "error", "unscored", "cut", "tools", "longest", "best", "worst"]
-"""Which of a step's rollouts show it: `failing_rollouts` chooses them."""
-
 _NUM_SHOWN = 8
+
+
+class Verdict(StrEnum):
+    """How healthy a run is, the worst last."""
+
+    FINE = "fine"
+    LOOK = "look"
+    BROKEN = "broken"
+
+
+class Selection(StrEnum):
+    """Which of a step's rollouts show a finding, see `failing_rollouts`."""
+
+    NONE = ""
+    ERROR = "error"
+    UNSCORED = "unscored"
+    CUT = "cut"
+    TOOLS = "tools"
+    LONGEST = "longest"
+    BEST = "best"
+    WORST = "worst"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +45,7 @@ class Finding:
     """What was measured, as a sentence."""
     causes: tuple[str, ...]
     """The most likely first."""
-    selection: Selection = ""
+    selection: Selection = Selection.NONE
     steps: tuple[int, int] | None = None
     """First and last step that it looked at; None for a finding of no run."""
 
@@ -37,7 +54,7 @@ class Finding:
         """The steps that it looked at, in words.
 
         Example:
-            >>> Finding("answers_cut", "look", "25 % of the answers were cut.", (), steps=(3, 5)).over
+            >>> Finding("answers_cut", Verdict.LOOK, "25 % of the answers were cut.", (), steps=(3, 5)).over
             'steps 3 to 5'
         """
         if self.steps is None:
@@ -65,11 +82,10 @@ def verdict_of(findings: Sequence[Finding]) -> Verdict:
     """Return the worst verdict.
 
     Example:
-        >>> verdict_of([])
+        >>> str(verdict_of([]))
         'fine'
     """
-    verdicts: tuple[Verdict, ...] = get_args(Verdict)
-    return max((finding.verdict for finding in findings), key=verdicts.index, default="fine")
+    return max((finding.verdict for finding in findings), key=list(Verdict).index, default=Verdict.FINE)
 
 
 def failing_rollouts(selection: Selection, records: Sequence[Mapping[str, JSON]]) -> list[Mapping[str, JSON]]:
@@ -77,20 +93,20 @@ def failing_rollouts(selection: Selection, records: Sequence[Mapping[str, JSON]]
 
     Example:
         >>> records = [{"rollout_id": "a", "reason": ""}, {"rollout_id": "b", "reason": "length"}]
-        >>> [record["rollout_id"] for record in failing_rollouts("cut", records)]
+        >>> [record["rollout_id"] for record in failing_rollouts(Selection.CUT, records)]
         ['b']
     """
-    keep: dict[str, Callable[[Mapping[str, JSON]], bool]] = {
-        "": lambda record: False,
-        "error": lambda record: record["status"] == "error",
-        "unscored": lambda record: not record["is_scored"],
-        "cut": lambda record: record["reason"] == "length",
-        "tools": lambda record: any(outcome != "answered" for outcome in _mapping(record.get("tool_calls"))),
+    keep: dict[Selection, Callable[[Mapping[str, JSON]], bool]] = {
+        Selection.NONE: lambda record: False,
+        Selection.ERROR: lambda record: record["status"] == "error",
+        Selection.UNSCORED: lambda record: not record["is_scored"],
+        Selection.CUT: lambda record: record["reason"] == "length",
+        Selection.TOOLS: lambda record: any(outcome != "answered" for outcome in _mapping(record.get("tool_calls"))),
     }
-    order: dict[str, Callable[[Mapping[str, JSON]], float]] = {
-        "longest": lambda record: -_number(record["num_completion_tokens"]),
-        "best": lambda record: -_number(record["reward"]),
-        "worst": lambda record: _number(record["reward"]),
+    order: dict[Selection, Callable[[Mapping[str, JSON]], float]] = {
+        Selection.LONGEST: lambda record: -_number(record["num_completion_tokens"]),
+        Selection.BEST: lambda record: -_number(record["reward"]),
+        Selection.WORST: lambda record: _number(record["reward"]),
     }
     kept = [record for record in records if keep.get(selection, bool)(record)]
     return sorted(kept, key=order.get(selection, lambda record: 0.0))[:_NUM_SHOWN]
@@ -110,7 +126,7 @@ class HealthLog:
     Example:
         >>> import tempfile
         >>> log = HealthLog(Path(tempfile.mkdtemp(), "health.jsonl"))
-        >>> log.write(3, [Finding("answers_cut", "look", "25 % of the answers were cut.", ("too few tokens",))])
+        >>> log.write(3, [Finding("answers_cut", Verdict.LOOK, "25 % of the answers were cut.", ("too few tokens",))])
         >>> log.read()[3]["verdict"]
         'look'
     """

@@ -8,10 +8,9 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
-from typing import get_args
 
 from llmrl._utils.types import Row
-from llmrl.watch.findings import Finding, HealthLog, Verdict
+from llmrl.watch.findings import Finding, HealthLog, Selection, Verdict
 from llmrl.watch.metric_history import NUM_SMOOTHED, SURE, MetricHistory, Metrics
 
 _LEAST_CHANGE = 1e-6
@@ -32,7 +31,7 @@ def diagnose(
         >>> diagnose([{"cut_share": 0.0, "reward_mean": 0.5}])
         []
         >>> [finding] = diagnose([{"cut_share": 0.75, "reward_mean": 0.5}])
-        >>> finding.verdict, finding.says
+        >>> str(finding.verdict), finding.says
         ('broken', '75 % of the answers were cut.')
     """
     history = MetricHistory(steps, numbers)
@@ -40,7 +39,7 @@ def diagnose(
     for check in (functools.partial(_staleness, max_staleness=max_staleness), *_CHECKS):
         history.take_read()
         found += [dataclasses.replace(finding, steps=history.take_read()) for finding in check(history)]
-    return sorted(found, key=lambda finding: -get_args(Verdict).index(finding.verdict))
+    return sorted(found, key=lambda finding: -list(Verdict).index(finding.verdict))
 
 
 class HealthJudge:
@@ -78,11 +77,15 @@ def _percent(share: float | None) -> str:
     return f"{100 * (share or 0.0):.0f} %"
 
 
+def _severity(is_broken: bool) -> Verdict:
+    return Verdict.BROKEN if is_broken else Verdict.LOOK
+
+
 def _graded(share: tuple[float, float] | None, *, look: float, broken: float) -> Verdict:
     """Return the verdict on a share that is beyond the first bound, chance aside."""
     if share is None or share[1] <= look:
-        return "fine"
-    return "look" if share[0] <= broken else "broken"
+        return Verdict.FINE
+    return _severity(share[0] > broken)
 
 
 def _skipped(history: MetricHistory) -> Iterator[Finding]:
@@ -90,7 +93,7 @@ def _skipped(history: MetricHistory) -> Iterator[Finding]:
         is_again = len(history.values("is_skipped")) > 1 and all(history.values("is_skipped")[-2:])
         yield Finding(
             "skipped",
-            "broken" if is_again else "look",
+            _severity(is_again),
             "The step did not change the weights.",
             (
                 "all rewards of each prompt were equal: there was nothing to train on",
@@ -100,7 +103,7 @@ def _skipped(history: MetricHistory) -> Iterator[Finding]:
     elif num_skipped := history.now("num_skipped"):
         yield Finding(
             "skipped",
-            "look",
+            Verdict.LOOK,
             f"{num_skipped:g} of the step's updates did not change the weights.",
             (
                 "a column, the loss or the gradient was not finite: a warning names it",
@@ -126,7 +129,7 @@ def _mismatch(history: MetricHistory) -> Iterator[Finding]:
     )
     yield Finding(
         "mismatched_weights",
-        "look" if difference <= 10 * bound else "broken",
+        _severity(difference > 10 * bound),
         f"Engine and trainer differ by {difference:.2g} nats per token on what the current weights sampled; rounding "
         f"explains {bound:g}.",
         causes if has_agreed else (*causes[1:], causes[0]),
@@ -138,7 +141,7 @@ def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
     if size is not None and size < (0.5 if size < 0.1 else 0.5 - history.margin("ESS")):
         yield Finding(
             "small_sample",
-            "broken" if size < 0.1 else "look",
+            _severity(size < 0.1),
             f"A few tokens carry the update: the effective sample size is {_percent(size)} of the tokens.",
             (
                 "samples are too old: lower max_staleness, or make fewer updates per batch",
@@ -147,7 +150,7 @@ def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
         )
     clipped = history.recent("clip_fraction") or 0.0
     margin = 0.0 if clipped > 0.5 else history.margin("clip_fraction")
-    if (verdict := _graded((clipped, clipped - margin), look=0.2, broken=0.5)) != "fine":
+    if (verdict := _graded((clipped, clipped - margin), look=0.2, broken=0.5)) != Verdict.FINE:
         yield Finding(
             "clipping",
             verdict,
@@ -164,7 +167,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
     if len(changes) >= NUM_SMOOTHED and max(changes) < _LEAST_CHANGE and not is_warming_up:
         yield Finding(
             "idle_updates",
-            "broken",
+            Verdict.BROKEN,
             f"In {len(changes)} steps no update changed the weights by more than {max(changes):.1g} of their size.",
             (
                 "the learning rate is too low: small models want 1e-5, large ones 1e-6",
@@ -175,7 +178,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
     if change > 0.03:
         yield Finding(
             "large_updates",
-            "look" if change <= 0.3 else "broken",
+            _severity(change > 0.3),
             f"The update changed the weights by {_percent(change)} of their size.",
             ("the learning rate is too high: small models want 1e-5, large ones 1e-6, adapters ten times that",),
         )
@@ -184,7 +187,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
     if history.now("grad_norm") is not None and now > 30 * usual and before > 3 * usual:
         yield Finding(
             "gradient_explosion",
-            "look" if now <= 1000 * usual else "broken",
+            _severity(now > 1000 * usual),
             f"The gradient's norm was {usual:.2g} until two steps ago, then {before:.2g}, and is {now:.2g}.",
             ("the learning rate is too high", "a few tokens that the policy finds all but impossible: see ESS"),
         )
@@ -194,7 +197,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
         weight = abs(weighted / kl)
         yield Finding(
             "kl_penalty",
-            "look" if weight <= 5 else "broken",
+            _severity(weight > 5),
             f"The KL to the reference is weighted by {weight:.2g}, beside advantages of about 1.",
             ("kl_to_ref_coeff is too large: 0.001 to 0.1 is usual",),
         )
@@ -215,28 +218,28 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
         since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
         yield Finding(
             "entropy_collapse",
-            "broken" if is_gone else "look",
+            _severity(is_gone),
             f"The entropy fell from {since} to {now:.2g} nats per token, and the task is not learned.",
             (
                 "the learning rate is too high",
                 "the reward pays for one kind of answer: read the best rollouts",
                 "no exploration is left: raise clip_epsilon_high, or kl_to_ref_coeff",
             ),
-            "best",
+            Selection.BEST,
         )
     if now > 3 * began + margin and now > 0.5:
         yield Finding(
             "entropy_explosion",
-            "look" if now <= 6 * began else "broken",
+            _severity(now > 6 * began),
             f"The entropy rose from {began:.2g} to {now:.2g} nats per token: the model is losing its language.",
             ("the learning rate is too high", "an entropy bonus that is too large", "a reward that is noise"),
-            "worst",
+            Selection.WORST,
         )
 
 
 def _lengths(history: MetricHistory) -> Iterator[Finding]:
     share = history.share("cut_share", "num_rollouts")
-    if share is not None and (verdict := _graded(share, look=0.2, broken=0.5)) != "fine":
+    if share is not None and (verdict := _graded(share, look=0.2, broken=0.5)) != Verdict.FINE:
         yield Finding(
             "answers_cut",
             verdict,
@@ -246,7 +249,7 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
                 "the model does not end its turns: a base model, or a template that is not its own",
                 "nothing costs length: truncation_reward=0.0",
             ),
-            "cut",
+            Selection.CUT,
         )
     now = history.recent("completion_tokens_mean")
     began = history.began("completion_tokens_mean")
@@ -255,21 +258,21 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
     if now > 3 * began + history.margin("completion_tokens_mean"):
         yield Finding(
             "length_explosion",
-            "look" if now <= 10 * began else "broken",
+            _severity(now > 10 * began),
             f"Answers grew from {began:.0f} to {now:.0f} tokens.",
             (
                 "nothing costs length, and the reward pays for it: truncation_reward=0.0",
                 "the learning rate is too high, and the model forgets how to end",
             ),
-            "longest",
+            Selection.LONGEST,
         )
     elif now < 2 <= began / 2:
         yield Finding(
             "silence",
-            "look",
+            Verdict.LOOK,
             f"Answers shrank from {began:.0f} to {now:.1f} tokens.",
             ("the reward pays for silence", "a length penalty that is too large"),
-            "best",
+            Selection.BEST,
         )
 
 
@@ -278,14 +281,14 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
     if history.now("groups_all_equal") == 1.0:
         share = 1.0, 1.0  # there was nothing to train on, which is no chance
     verdict = _graded(share, look=0.5, broken=0.9)
-    if share is None or verdict == "fine" or history.now("kl_to_teacher") is not None:
+    if share is None or verdict == Verdict.FINE or history.now("kl_to_teacher") is not None:
         return  # of every token a teacher says something
     right = history.recent("groups_all_right") or 0.0
     wrong = history.recent("groups_all_wrong") or 0.0
     says = f"{_percent(share[0])} of the prompts have answers of one reward, from which nothing is learned"
     if history.is_learned():
         learned = f"{_percent(right)} are all right" if right > 0.5 else "the rewards are the highest that there were"
-        yield Finding("no_signal", "look", f"{says}: {learned}.", ("the task is learned", "too easy"))
+        yield Finding("no_signal", Verdict.LOOK, f"{says}: {learned}.", ("the task is learned", "too easy"))
         return
     is_constant = history.now("reward_std") == 0
     if is_constant:
@@ -302,7 +305,7 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
         causes.insert(0, "the answers are cut before they say anything: max_new_tokens, or the template")
     if is_constant and not history.now("reward_mean") and not any(name.startswith("reward/") for name in history.last):
         causes.insert(0, "no reward is given: train in what env.append_transform(RubricReward(...)) returns")
-    yield Finding("no_signal", verdict, f"{says}.", tuple(causes), "worst")
+    yield Finding("no_signal", verdict, f"{says}.", tuple(causes), Selection.WORST)
 
 
 def _reward(history: MetricHistory) -> Iterator[Finding]:
@@ -311,14 +314,14 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
     if now is not None and best > 0 and now < min(0.5 * best, best - history.margin("reward_mean")):
         yield Finding(
             "reward_fell",
-            "look" if now >= 0.2 * best else "broken",
+            _severity(now < 0.2 * best),
             f"The mean reward was {best:.2g} and is {now:.2g}.",
             (
                 "the learning rate is too high",
                 "the policy left what it knew: kl_to_ref_coeff, or go back to an earlier checkpoint",
                 "the problems became harder, as with a curriculum",
             ),
-            "worst",
+            Selection.WORST,
         )
     share = history.recent("common_answer_share")
     began = history.began("common_answer_share")
@@ -326,13 +329,13 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
     if share is not None and began is not None and share > least:
         yield Finding(
             "one_answer",
-            "look" if share <= 0.9 else "broken",
+            _severity(share > 0.9),
             f"One answer is given to {_percent(share)} of the prompts; it was {_percent(began)}.",
             (
                 "the reward can be had without reading the prompt",
                 "the entropy collapsed: the learning rate is too high",
             ),
-            "best",
+            Selection.BEST,
         )
 
 
@@ -364,14 +367,14 @@ def _fell(history: MetricHistory, name: str) -> Finding | None:
     is_certain = errors > 0 and fall > 1.5 * SURE * errors
     return Finding(
         "reward_hacking",
-        "broken" if is_certain else "look",
+        _severity(is_certain),
         f"{name} fell from {was:.2g} to {now:.2g} while the reward of training rose from {before:.2g} to {after:.2g}.",
         (
             "the reward can be had without solving the task: read the best rollouts",
             "the problems of training are learned by heart: more of them, fewer epochs",
             "the two environments differ: prompt, reward, limits, temperature",
         ),
-        "best",
+        Selection.BEST,
     )
 
 
@@ -391,7 +394,7 @@ def _staleness(history: MetricHistory, max_staleness: int | None) -> Iterator[Fi
     if oldest is not None and oldest > (max_staleness or 0):
         yield Finding(
             "staleness",
-            "broken",
+            Verdict.BROKEN,
             f"The batch has tokens of {oldest:.0f} versions ago, and max_staleness is {max_staleness or 0}.",
             ("the weights are updated more often than once per step", "the loop draws batches before it updates"),
         )
@@ -414,29 +417,29 @@ def _environment(history: MetricHistory) -> Iterator[Finding]:
     ]
     history.note(*range(max(0, len(history.steps) - NUM_SMOOTHED), len(history.steps)))
     shares = MetricHistory(steps)
-    if failed and (verdict := _graded(shares.share("failed", "num_rollouts"), look=0.05, broken=0.5)) != "fine":
+    if failed and (verdict := _graded(shares.share("failed", "num_rollouts"), look=0.05, broken=0.5)) != Verdict.FINE:
         yield Finding(
             "errors",
             verdict,
             f"{failed:.0f} of {played:.0f} rollouts failed.",
             ("the environment raises: the record's traceback says where", "the engine failed: its log says why"),
-            "error",
+            Selection.ERROR,
         )
     verdict = _graded(shares.share("unscored", "num_rollouts"), look=0.05, broken=0.5)
-    if unscored > failed and verdict != "fine":
+    if unscored > failed and verdict != Verdict.FINE:
         yield Finding(
             "unscored",
             verdict,
             f"{unscored:.0f} of {played:.0f} rollouts have no score.",
             ("a reward function fails: the record's error names its file and line",),
-            "unscored",
+            Selection.UNSCORED,
         )
 
 
 def _tools(history: MetricHistory) -> Iterator[Finding]:
     share = history.share("tool_failure_share", "num_tool_calls")
     verdict = _graded(share, look=0.5, broken=0.9)
-    if share is None or verdict == "fine":
+    if share is None or verdict == Verdict.FINE:
         return
     outcomes = {name: history.now(f"tool_calls/{name}") or 0.0 for name in _TOOL_CAUSES}
     causes = sorted(_TOOL_CAUSES, key=lambda name: -outcomes[name])
@@ -445,7 +448,7 @@ def _tools(history: MetricHistory) -> Iterator[Finding]:
         verdict,
         f"{_percent(share[0])} of the tool calls were not answered.",
         tuple(_TOOL_CAUSES[name] for name in causes if outcomes[name]),
-        "tools",
+        Selection.TOOLS,
     )
 
 

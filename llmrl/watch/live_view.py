@@ -15,7 +15,7 @@ from rich.text import Text
 from llmrl._utils.terminal import printable
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
-from llmrl.watch.findings import Finding
+from llmrl.watch.findings import Finding, Verdict
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -44,7 +44,7 @@ _RARE = {
     "num_forks": 0.0,
     "num_realigned_tokens": 0.0,
 }
-_STYLES = {"fine": "green", "look": "yellow", "broken": "bold red"}
+_STYLES = {Verdict.FINE: "green", Verdict.LOOK: "yellow", Verdict.BROKEN: "bold red"}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_ROWS = 12
 
@@ -191,7 +191,7 @@ class LiveView:
         for row in self._rows[-_NUM_ROWS:]:
             table.add_row(*(form.format(row[key]) if key in row else "" for _, key, form in columns))
         rewards = [row["reward_mean"] for row in self._rows if "reward_mean" in row]
-        health = [_sentence(finding) for finding in self._findings] or [Text("fine", style=_STYLES["fine"])]
+        health = [_sentence(finding) for finding in self._findings] or [Text(Verdict.FINE, style=_STYLES[Verdict.FINE])]
         parts: list[RenderableType] = [table, Text(f"reward {sparkline(rewards[-60:])}"), *self._parts_of_reward()]
         parts += [Text.assemble("health ", line) for line in health]
         parts.append(self._progress)
