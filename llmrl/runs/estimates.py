@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_Z = 1.96
+"""Standard errors on each side of a mean that make 95 %."""
+
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Return the chance that at least one of `k` answers is right, unbiased, from `num_samples` answers to one problem.
@@ -26,8 +29,8 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def interval_of_mean(problem_means: Sequence[float], *, z: float = 1.96) -> tuple[float, float]:
-    """Return the confidence interval of a mean score in [0, 1]; 95 % at `z = 1.96`.
+def interval_of_mean(problem_means: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a mean score in [0, 1].
 
     Answers to one problem are alike, so the problem is the unit (Miller 2024, "Adding Error Bars to Evals", section
     2.2); the interval is Wilson's (1927) at the sample size that this standard error amounts to, so that it is right
@@ -35,10 +38,9 @@ def interval_of_mean(problem_means: Sequence[float], *, z: float = 1.96) -> tupl
 
     Args:
         problem_means: mean score of each problem's answers.
-        z: standard errors.
 
     Raises:
-        ValueError: without problems, or for a score outside [0, 1].
+        ValueError: if there are no problems, or if a score is outside [0, 1].
 
     Example:
         >>> low, high = interval_of_mean([1.0] * 25)
@@ -59,8 +61,9 @@ def interval_of_mean(problem_means: Sequence[float], *, z: float = 1.96) -> tupl
     if squares and num_problems > 1:
         error_squared = squares / (num_problems - 1) / num_problems
         size = max(size, mean * (1 - mean) / error_squared)
-    centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
-    half = z / (1 + z * z / size) * math.sqrt(mean * (1 - mean) / size + z * z / (4 * size * size))
+    shrink = 1 + _Z * _Z / size
+    centre = (mean + _Z * _Z / (2 * size)) / shrink
+    half = _Z / shrink * math.sqrt(mean * (1 - mean) / size + _Z * _Z / (4 * size * size))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 

@@ -128,8 +128,8 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
         is_public: whether a new repository is public; an existing one stays as it is.
 
     Raises:
-        ValueError: when that is no name of a repository.
-        OSError: when the hub cannot be reached, or refuses.
+        ValueError: if that is no name of a repository.
+        OSError: if the hub cannot be reached, or refuses.
     """
     from huggingface_hub import HfApi
 
@@ -148,9 +148,9 @@ def push_folder(folder: Path, repository: str, *, is_public: bool = False) -> st
     """Push the folder of a model to a hub's repository, see `open_repository`; gives its address.
 
     Raises:
-        FileNotFoundError: when the folder holds no model.
-        UnsafeFileError: when it holds a link, which may lead to a file that is not to be pushed.
-        OSError: when the hub cannot be reached, or refuses.
+        FileNotFoundError: if the folder holds no model.
+        UnsafeFileError: if it holds a link, which may lead to a file that is not to be pushed.
+        OSError: if the hub cannot be reached, or refuses.
     """
     from huggingface_hub import HfApi
 

@@ -24,7 +24,7 @@ class FolderLock:
         folder: which exists. Where its file system knows no locks, there is a warning and no lock.
 
     Raises:
-        FolderInUseError: when the lock is held, naming the process and its host.
+        FolderInUseError: if the lock is held, naming the process and its host.
 
     Example:
         >>> import tempfile

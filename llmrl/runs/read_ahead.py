@@ -38,7 +38,7 @@ class ReadAhead(Generic[Item]):
         """Return the next item; None at the end, or when it is not there yet and is not waited for.
 
         Raises:
-            Exception: whatever the iterator raised.
+            Exception: what the iterator raised.
         """
         if self.is_at_end:
             return None

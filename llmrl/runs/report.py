@@ -22,7 +22,7 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     """Draw reward and evaluations, log-prob difference and time per step as a PNG.
 
     Raises:
-        ImportError: when matplotlib is missing, naming the extra.
+        ImportError: if matplotlib is missing, naming the extra.
     """
     from llmrl._utils.imports import require
 

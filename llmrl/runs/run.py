@@ -77,10 +77,10 @@ class Run:
         continued_by: returns what continues the run, of its path and the entries to change; a command by default.
 
     Raises:
-        FileExistsError, FileNotFoundError: when the folder holds a run, or none to resume.
-        FolderInUseError: when another process runs in it.
-        ValueError: when the run to be resumed is another one, see `resumed_config`; when a file of it is damaged.
-        OSError: when the hub gives no repository `export.push_to_hub`.
+        FileExistsError, FileNotFoundError: if the folder holds a run, or none to resume.
+        FolderInUseError: if another process runs in it.
+        ValueError: if the run to be resumed is another one, see `resumed_config`; if a file of it is damaged.
+        OSError: if the hub gives no repository `export.push_to_hub`.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Run:
                 optimizer, schedule, buffer.
 
         Raises:
-            ValueError: when the checkpoint lacks one of them.
+            ValueError: if the checkpoint lacks one of them.
         """
         self._collector = collector
         self._engine = engine
@@ -203,7 +203,7 @@ class Run:
             needs_batch: whether a step has nothing to train on without new rows; asked in the background only.
 
         Raises:
-            RuntimeError: before `track`.
+            RuntimeError: if it is called before `track`.
         """
         if self._collector is None:
             raise RuntimeError("run.steps needs run.track(collector, engine, model=..., ...) before it.")
@@ -348,7 +348,7 @@ class Run:
             metrics: further ones.
 
         Raises:
-            ValueError: for another step than the one being made.
+            ValueError: if `step` is not the one that is being made.
         """
         if not self._is_in_step or step != self._step:
             raise ValueError(f"step {step} is not being made; run.steps is at {self._step}. Log within the loop.")
@@ -398,7 +398,7 @@ class Run:
         """Evaluate, save the model in Hugging Face format, draw the curve, and say what there is and how to go on.
 
         Raises:
-            NothingLearned: when no step changed the weights.
+            NothingLearned: if no step changed the weights.
         """
         if self._is_in_step:  # the loop was left in the midst of a step
             self._end()

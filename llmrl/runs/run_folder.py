@@ -104,12 +104,12 @@ class RunFolder:
             `"mlflow"`. See `llmrl.watch.tracking`.
 
     Raises:
-        FileExistsError: when the folder holds a run and `resume` is false.
-        FileNotFoundError: when `resume` or `read_only` is true and there is none.
-        FolderInUseError: when another run has it, naming its process.
-        ValueError: for an unknown tracker, with the nearest one.
-        MissingExtraError: when a tracker's package is not installed, with the command that installs it.
-        UnsafeFileError: when an entry is a link, a pipe, a socket or a device, naming it.
+        FileExistsError: if the folder holds a run and `resume` is false.
+        FileNotFoundError: if `resume` or `read_only` is true and there is none.
+        FolderInUseError: if another run has it, naming its process.
+        ValueError: if a tracker is unknown, with the nearest one.
+        MissingExtraError: if a tracker's package is not installed, with the command that installs it.
+        UnsafeFileError: if an entry is a link, a pipe, a socket or a device, naming it.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class RunFolder:
         """Write what a step collected (rows, the state after them, what is to be logged) before it is trained on.
 
         Raises:
-            TypeError: for what no file of a run holds, see `save_state`.
+            TypeError: if it has a value that `save_state` does not write.
         """
         write_atomically(self._batch_path(step), lambda path: save_state(path, dict(collected)))
 
@@ -226,7 +226,7 @@ class RunFolder:
         """Return what `save_batch` wrote for a step; None when it was not reached.
 
         Raises:
-            DamagedFileError: when it is not what was written.
+            DamagedFileError: if it is not what was written.
         """
         path = self._batch_path(step)
         advice = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
@@ -267,7 +267,7 @@ class RunFolder:
             checkpoint_every: steps between checkpoints.
 
         Raises:
-            ValueError: when the checkpoint is missing, or an older one than the saved batches go on from.
+            ValueError: if the checkpoint is missing, or an older one than the saved batches go on from.
         """
         saved = sorted(int(path.stem) for path in self.batches_path.glob("[0-9]*.safetensors"))
         last = checkpoint
@@ -334,7 +334,7 @@ class RunFolder:
         """Replace the checkpoint; `state["step"]` says after which step it was taken.
 
         Raises:
-            TypeError: for what no file of a run holds, see `save_state`.
+            TypeError: if it has a value that `save_state` does not write.
         """
         for path in (self.metrics_path, self.rollouts_path):  # of steps that will not be replayed
             if path.exists():
@@ -351,7 +351,7 @@ class RunFolder:
         """Return the last checkpoint, memory-mapped; None before the first.
 
         Raises:
-            DamagedFileError: when it is not what was written.
+            DamagedFileError: if it is not what was written.
         """
         advice = "Put a copy of it in its place, or begin another run, from a model that you have, in another folder."
         return load_state(self.checkpoint_path, advice=advice) if self.checkpoint_path.exists() else None
@@ -364,7 +364,7 @@ class RunFolder:
         """Return `summary.json`, empty when there is none.
 
         Raises:
-            DamagedFileError: when it is not JSON.
+            DamagedFileError: if it is not JSON.
         """
         try:
             return json.loads(read_text(self.summary_path)) if self.summary_path.exists() else {}
@@ -413,7 +413,7 @@ class BackgroundWrites:
     """One write at a time in a background thread; `wait` before changing what is being written.
 
     Raises:
-        Exception: on `wait`, whatever the write raised.
+        Exception: in `wait`, what the write raised.
 
     Example:
         >>> written = []

@@ -70,8 +70,8 @@ def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path
     """Put a loop's objects into the states that the checkpoint at `path` has of them, on however many ranks.
 
     Raises:
-        ValueError: when it has none of one of them.
-        DamagedFileError: when its shards are not those that were written.
+        ValueError: if it has none of one of them.
+        DamagedFileError: if its shards are not those that were written.
     """
     states = checkpoint["tracked"]
     missing = [name for name in tracked if name not in states]

@@ -42,7 +42,7 @@ class TrainerDevice:
         cfg: the configuration.
 
     Raises:
-        RuntimeError: when `train.device` is a GPU and there is none, or fewer than ranks of this host.
+        RuntimeError: if `train.device` is a GPU and there is none, or fewer than ranks of this host.
     """
 
     def __init__(self, cfg: ScriptConfig) -> None:

@@ -29,7 +29,7 @@ def follow(
         The path, and whether a run goes on, each time that the page was written.
 
     Raises:
-        FileNotFoundError: when a folder holds no run.
+        FileNotFoundError: if a folder holds no run.
     """
     while True:
         seen = [_modified(run) for run in runs]

@@ -103,9 +103,9 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         max_rollouts: keep only the last so many.
 
     Raises:
-        FileNotFoundError: when the folder holds neither metrics nor rollouts.
-        DamagedFileError: when a file of it is not what was written, naming it.
-        ValueError: when `max_rollouts` is not positive.
+        FileNotFoundError: if the folder holds neither metrics nor rollouts.
+        DamagedFileError: if a file of it is not what was written, naming it.
+        ValueError: if `max_rollouts` is not positive.
     """
     if max_rollouts is not None and max_rollouts < 1:
         raise ValueError(f"max_rollouts must be at least 1, got {max_rollouts}.")
@@ -147,7 +147,7 @@ def last_run(folder: str | Path = "runs") -> Path:
     """Return the run in a folder of runs that logged last.
 
     Raises:
-        FileNotFoundError: when there is none.
+        FileNotFoundError: if there is none.
     """
     runs = _runs_in(Path(folder))
     if not runs:

@@ -62,7 +62,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
         The path.
 
     Raises:
-        ValueError: without runs.
+        ValueError: if there are no runs.
     """
     if not runs:
         raise ValueError("runs is empty; give at least one that read_run gave.")

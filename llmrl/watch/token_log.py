@@ -86,7 +86,7 @@ class TokenLog:
             split: `"train"`, or the evaluation that they are of.
 
         Raises:
-            ValueError: when a row's trainer log-probs are not one per token.
+            ValueError: if a row's trainer log-probs are not one per token.
         """
         elements = batch_elements(rows) if isinstance(rows, TensorDictBase) else list(rows)
         columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
@@ -141,8 +141,8 @@ class TokenLog:
         """Return the rows of a step.
 
         Raises:
-            FileNotFoundError: when that step was not kept.
-            DamagedFileError: when its file is not what was written.
+            FileNotFoundError: if that step was not kept.
+            DamagedFileError: if its file is not what was written.
         """
         path = self._path(step, split)
         try:

@@ -146,7 +146,7 @@ class CSVTracker:
         """Return all steps' metrics; of a metric that was logged twice (before and after a kill) the last.
 
         Raises:
-            DamagedFileError: when it is no table of steps.
+            DamagedFileError: if it is no table of steps.
         """
         steps: dict[int, dict[str, float]] = {}
         for row in self._read_rows()[0]:
@@ -191,9 +191,9 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
         path: the run's folder.
 
     Raises:
-        TypeError: for a string, which is a sequence of letters.
-        ValueError: for an unknown name, with the nearest one.
-        MissingExtraError: when a tracker's package is not installed, with the command that installs it.
+        TypeError: if `names` is a string.
+        ValueError: if a name is unknown, with the nearest one.
+        MissingExtraError: if a tracker's package is not installed, with the command that installs it.
 
     Example:
         >>> open_trackers(["wnadb"], Path("run"))
