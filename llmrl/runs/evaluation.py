@@ -150,7 +150,7 @@ class Evaluator:
         for name, env in envs.items():
             dataset_env = dataset_env_of(env)
             if dataset_env is None:
-                raise ValueError(f"the environment {name!r} has no dataset whose problems could be played, each once.")
+                raise ValueError(f"the environment {name!r} has no dataset, and so no problems.")
             prompts = dataset_env.prompts
             if num_problems is not None and num_problems < len(prompts.items):
                 prompts.items = [prompts.items[index] for index in range(num_problems)]

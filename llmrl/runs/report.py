@@ -102,16 +102,15 @@ ContinuedBy: TypeAlias = Callable[[str, Mapping[str, object]], str]
 """What continues a run, of its path and the entries to change."""
 
 
-def resume_command(run_path: str, changes: Mapping[str, object], argv: Sequence[str] | None = None) -> str:
+def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
     """Return the command that continues a run: its configuration is in its folder.
 
     Example:
-        >>> resume_command("runs/mine", {"train.num_steps": 40}, ["grpo-sync.py", "task=gsm8k", "train.num_steps=20"])
-        'python grpo-sync.py run.path=runs/mine resume=true train.num_steps=40'
+        >>> resume_command("runs/mine", {"train.num_steps": 40}).split()[-3:]
+        ['run.path=runs/mine', 'resume=true', 'train.num_steps=40']
     """
-    script = (sys.argv if argv is None else argv)[0]
     changed = [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
-    return shlex.join(["python", script, f"run.path={run_path}", "resume=true", *changed])
+    return shlex.join(["python", sys.argv[0], f"run.path={run_path}", "resume=true", *changed])
 
 
 def print_next_steps(console: Console, folder: RunFolder, resume_command: str) -> None:

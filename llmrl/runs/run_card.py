@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +20,6 @@ def run_card(
     step: int,
     metrics: Mapping[str, float],
     summary: RunResults,
-    argv: Sequence[str] | None = None,
 ) -> str:
     """Return a model's card, as Markdown with the head that a hub reads.
 
@@ -29,7 +28,6 @@ def run_card(
         step: after which the weights were taken.
         metrics: metrics of that step; none are shown where there are none.
         summary: summary of the run, its evaluations before and after training.
-        argv: the command that was called; this process's when not given.
     """
     from huggingface_hub import ModelCardData
     from omegaconf import OmegaConf
@@ -64,7 +62,7 @@ def run_card(
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]),
         *_section("Held-out problems", ["| | before | last |", "|---|---|---|"], evaluated),
         *_section(f"Metrics of step {step}", ["| | |", "|---|---|"], measured),
-        f"## Command\n\n```bash\n{shlex.join(['python', *(sys.argv if argv is None else argv)])}\n```",
+        f"## Command\n\n```bash\n{shlex.join(['python', *sys.argv])}\n```",
         f"## Configuration\n\n```yaml\n{OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)))}```",
     ]
     return "\n\n".join(parts) + "\n"

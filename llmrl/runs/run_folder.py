@@ -238,7 +238,8 @@ class RunFolder:
         Where the last such training of a step ended with this process because the kernel was short of memory, it counts
         as a failure of its batch, see `fail_replay`; `say` reports it.
         """
-        mark, (boot, num_kills) = self.batches_path / "replaying.json", memory_kills()
+        mark = self.batches_path / "replaying.json"
+        boot, num_kills = memory_kills()
         if mark.exists():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # half of one
                 was = json.loads(read_text(mark))

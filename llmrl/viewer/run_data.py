@@ -92,7 +92,9 @@ def _number(value: JSON) -> str:
     if isinstance(value, Mapping):
         low, high = cast("list[float]", value["interval"])
         return f"{_number(value['mean'])} ({low:.3g} … {high:.3g})"
-    return "–" if value is None else f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
+    if isinstance(value, (int, float)):
+        return f"{value:.4g}"
+    return "–" if value is None else str(value)
 
 
 def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:

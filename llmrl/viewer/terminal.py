@@ -67,6 +67,6 @@ def _thinned(values: Sequence[float], width: int = 60) -> list[float]:
 
 
 def _extremes(records: Sequence[Record]) -> list[Record]:
-    """Return the one with the highest and the one with the lowest reward; one where there is one."""
+    """Return the record with the highest and the one with the lowest reward, each once."""
     ranked = sorted(records, key=lambda record: -record["reward"])
-    return [ranked[0], ranked[-1]][: len(ranked)] if ranked else []
+    return ranked[:1] + ranked[1:][-1:]

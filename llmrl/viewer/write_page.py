@@ -187,7 +187,9 @@ def _answer(record: Record) -> str:
 
 def _shortened(text: str, length: int, *, is_end: bool = False) -> str:
     part = " ".join((text[-4 * length :] if is_end else text[: 4 * length]).split())
-    return part if len(part) <= length else f"…{part[-length:]}" if is_end else f"{part[:length]}…"
+    if len(part) <= length:
+        return part
+    return f"…{part[-length:]}" if is_end else f"{part[:length]}…"
 
 
 def _details(run: RunData, record: Record) -> Mapping[str, object]:

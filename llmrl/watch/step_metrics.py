@@ -86,7 +86,8 @@ class StepMeter:
         # Here, for a schedule steps before the step is logged.
         self._rates = [float(group["lr"]) for one in tracked.values() for group in getattr(one, "param_groups", ())]
         self._weights = _sample_of_weights(tracked)
-        self._begun, self._parts = time.perf_counter(), dict[str, float]()
+        self._parts: dict[str, float] = {}
+        self._begun = time.perf_counter()
         for device in _devices():
             torch.cuda.reset_peak_memory_stats(device)
 
