@@ -16,9 +16,9 @@ from rich.table import Table
 from torch.nn.attention import flex_attention as flex
 
 from benchmarks.pack import group
-from llmrl.trainer import masks
-from llmrl.trainer.attention import packed_attention
-from llmrl.trainer.packing import PackedRows, pack_rows
+from llmrl.trainer.packing import masks
+from llmrl.trainer.packing.attention import packed_attention
+from llmrl.trainer.packing.packed_rows import PackedRows, pack_rows
 
 LENGTHS = (1024, 4096, 16_384, 32_768)
 EXACT_LENGTH = 1024

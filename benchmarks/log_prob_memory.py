@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.peak_memory import begin_peak, read_peak
-from llmrl.trainer.log_probs import chunked_log_probs
+from llmrl.trainer.head.log_probs import chunked_log_probs
 
 HIDDEN_SIZE = 256
 SIZES = [(2048, 16384), (4096, 16384), (8192, 16384), (2048, 32768), (2048, 65536)]

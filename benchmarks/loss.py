@@ -27,7 +27,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from benchmarks.peak_memory import begin_peak, read_peak
-from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET
+from llmrl.trainer.packing.packed_rows import DEFAULT_TOKEN_BUDGET
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8

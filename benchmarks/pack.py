@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from llmrl.trainer.packing import pack_rows
+from llmrl.trainer.packing.packed_rows import pack_rows
 
 NUM_SAMPLES = 16
 SHAPES = ((100, 50), (200, 300), (1500, 500), (4000, 200))

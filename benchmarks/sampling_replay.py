@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.peak_memory import begin_peak, read_peak
 from llmrl.data.sampling_mask import SamplingMask
-from llmrl.trainer.log_probs import chunked_log_probs
-from llmrl.trainer.truncated import truncated_log_probs
+from llmrl.trainer.head.log_probs import chunked_log_probs
+from llmrl.trainer.head.truncated import truncated_log_probs
 
 NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, NUM_TIMES = 1024, 49_152, 576, 5
 CASES = {"none": 0, "20": 20, "200": 200}

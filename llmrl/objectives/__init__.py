@@ -1,17 +1,17 @@
 """Losses, advantages and selectors."""
 
-from llmrl.objectives.advantages import MCAdvantage
-from llmrl.objectives.aggregation import aggregation_weights
-from llmrl.objectives.base import LLMLoss, MicroLoss
-from llmrl.objectives.clipping import clipped_importance, clipped_surrogate, is_within_trust_region
-from llmrl.objectives.distillation import DistillationLoss, TeacherAdvantage
-from llmrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
-from llmrl.objectives.inputs import LossInputs, TokenInputs, read_inputs
+from llmrl.objectives.advantages.mc_advantage import MCAdvantage
+from llmrl.objectives.advantages.normalization import batch_normalized, group_advantages
+from llmrl.objectives.advantages.selectors import MCAdvantageSelector, TopKRewardSelector
+from llmrl.objectives.advantages.teacher import TeacherAdvantage
 from llmrl.objectives.kl import k3_kl_token_estimate, kl_estimate
-from llmrl.objectives.kl_penalty import KLPenalty
-from llmrl.objectives.length_penalty import LengthPenalty, group_relative_length, soft_overlong
-from llmrl.objectives.normalization import batch_normalized, group_advantages
-from llmrl.objectives.outputs import (
+from llmrl.objectives.losses.aggregation import aggregation_weights
+from llmrl.objectives.losses.base import LLMLoss, MicroLoss
+from llmrl.objectives.losses.clipping import clipped_importance, clipped_surrogate, is_within_trust_region
+from llmrl.objectives.losses.distillation import DistillationLoss
+from llmrl.objectives.losses.grpo import DAPO, CISPOLoss, GRPOLoss
+from llmrl.objectives.losses.inputs import LossInputs, TokenInputs, read_inputs
+from llmrl.objectives.losses.outputs import (
     CISPOLossOutput,
     DAPOLossOutput,
     DistillationLossOutput,
@@ -19,22 +19,23 @@ from llmrl.objectives.outputs import (
     LLMLossOutput,
     SFTLossOutput,
 )
-from llmrl.objectives.ratios import (
-    effective_sample_size,
-    importance_weights,
-    sequence_log_ratio,
-    token_log_ratio,
-)
-from llmrl.objectives.selectors import MCAdvantageSelector, TopKRewardSelector
-from llmrl.objectives.sft import SFTLoss
-from llmrl.objectives.streams import (
+from llmrl.objectives.losses.sft import SFTLoss
+from llmrl.objectives.losses.streams import (
     StreamsLoss,
     StreamsLossOutput,
     observed_tokens,
     trained_tokens,
     write_loss_weights,
 )
-from llmrl.objectives.variants import DPPOLoss, DrGRPOLoss, GSPOLoss, RLOOLoss
+from llmrl.objectives.losses.variants import DPPOLoss, DrGRPOLoss, GSPOLoss, RLOOLoss
+from llmrl.objectives.penalties.kl_penalty import KLPenalty
+from llmrl.objectives.penalties.length_penalty import LengthPenalty, group_relative_length, soft_overlong
+from llmrl.objectives.ratios import (
+    effective_sample_size,
+    importance_weights,
+    sequence_log_ratio,
+    token_log_ratio,
+)
 
 __all__ = [
     "DAPO",

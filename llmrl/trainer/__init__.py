@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmrl.trainer.divergence import TeacherDistribution, TeacherTopK, TopK, chunked_divergence, chunked_top_k
 from llmrl.trainer.engine_teacher import EngineTeacher
+from llmrl.trainer.head.divergence import TeacherDistribution, TeacherTopK, TopK, chunked_divergence, chunked_top_k
 from llmrl.trainer.loading import LoRAConfig, load_model, load_teacher, make_reference
 from llmrl.trainer.minibatches import minibatches
 from llmrl.trainer.optimizer import make_optimizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmrl.trainer.log_probs import default_chunk_size
+from llmrl.trainer.head.log_probs import default_chunk_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

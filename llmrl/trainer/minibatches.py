@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterator
 from tensordict import TensorDictBase
 
 from llmrl.data.ragged import flat_batch
-from llmrl.objectives.base import LLMLoss
-from llmrl.objectives.grouping import GroupKeys, stack_rows
+from llmrl.objectives.advantages.grouping import GroupKeys, stack_rows
+from llmrl.objectives.losses.base import LLMLoss
 from llmrl.trainer.scoring import write_log_probs
 
 

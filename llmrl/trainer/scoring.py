@@ -17,8 +17,8 @@ from llmrl.data.ragged import flat_batch, ragged_column, write_column
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, read_sampling_masks
 from llmrl.data.tensordicts import plain
 from llmrl.objectives.scoring import log_probs_of
-from llmrl.trainer.divergence import TOP_K_KEY, chunked_top_k
 from llmrl.trainer.engine_teacher import EngineTeacher
+from llmrl.trainer.head.divergence import TOP_K_KEY, chunked_top_k
 from llmrl.trainer.trained_model import trained_model
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 

@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
 from llmrl._utils.ranks import rank_and_size
-from llmrl.objectives.base import LLMLoss, MicroLoss
-from llmrl.objectives.inputs import LossInputs, NonFiniteColumnError
+from llmrl.objectives.losses.base import LLMLoss, MicroLoss
+from llmrl.objectives.losses.inputs import LossInputs, NonFiniteColumnError
 from llmrl.trainer.on_policy import check_difference
 from llmrl.trainer.trained_model import trained_model
 

@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from llmrl.trainer.routing import RoutingCounts
+    from llmrl.trainer.model.routing import RoutingCounts
 
 
 @dataclass(slots=True)

@@ -22,13 +22,13 @@ from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, SamplingMask
 from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.engines import TransformersEngine
 from llmrl.policies import LLMWrapperBase, WrapperOptions
-from llmrl.trainer.causal_model import CausalModel
-from llmrl.trainer.checkpointing import set_scoring_mode
-from llmrl.trainer.fused_head import check_fused_head, fused_log_probs
-from llmrl.trainer.log_probs import Head, chunked_log_probs
-from llmrl.trainer.packing import DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
+from llmrl.trainer.head.fused_head import check_fused_head, fused_log_probs
+from llmrl.trainer.head.log_probs import Head, chunked_log_probs
+from llmrl.trainer.head.truncated import HeadOptions, kept_logits, truncated_log_probs
+from llmrl.trainer.model.causal_model import CausalModel
+from llmrl.trainer.model.checkpointing import set_scoring_mode
+from llmrl.trainer.packing.packed_rows import DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
 from llmrl.trainer.trained_model import trained_model
-from llmrl.trainer.truncated import HeadOptions, kept_logits, truncated_log_probs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

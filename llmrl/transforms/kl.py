@@ -17,8 +17,8 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
 from llmrl.data.ragged import ATTENTION_MASK_KEY, has_entry, write_column
 from llmrl.data.tensordicts import batch_elements
-from llmrl.objectives.inputs import with_tokens
 from llmrl.objectives.kl import masked_kl
+from llmrl.objectives.losses.inputs import with_tokens
 from llmrl.objectives.scoring import log_probs_of
 
 _TOKENS: NestedKey = ("tokens", "full")

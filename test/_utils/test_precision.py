@@ -17,7 +17,7 @@ from weight_sync_tools import TakingEngine, make_sender
 from llmrl.engines.vllm.arguments import build_engine_args
 from llmrl.objectives import GRPOLoss
 from llmrl.trainer import TrainStepReport, TransformersWrapper, train_step
-from llmrl.trainer.log_probs import chunked_log_probs
+from llmrl.trainer.head.log_probs import chunked_log_probs
 from llmrl.trainer.trained_model import trained_model
 from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSync
 

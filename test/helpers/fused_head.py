@@ -7,8 +7,8 @@ from loss_batches import ragged_batch, tiny_model
 
 from llmrl.objectives import GRPOLoss
 from llmrl.trainer import TransformersWrapper
-from llmrl.trainer.fused_head import fused_log_probs
-from llmrl.trainer.log_probs import LogitTransform, chunked_log_probs
+from llmrl.trainer.head.fused_head import fused_log_probs
+from llmrl.trainer.head.log_probs import LogitTransform, chunked_log_probs
 
 
 def compare_log_probs(transform: LogitTransform, *, has_bias: bool) -> None:

@@ -30,7 +30,7 @@ from llmrl.trainer import (
     write_log_probs,
     write_top_k,
 )
-from llmrl.trainer.log_probs import Head, LogitTransform
+from llmrl.trainer.head.log_probs import Head, LogitTransform
 
 TEACHER = ("next", "teacher_log_probs", "full")
 MASK = ("masks", "all_assistant_mask")

@@ -15,8 +15,8 @@ from loss_batches import ragged_batch, tiny_model, with_lora
 from llmrl._utils.imports import MissingExtraError
 from llmrl.objectives import GRPOLoss
 from llmrl.trainer import TransformersWrapper, train_step, write_log_probs
-from llmrl.trainer.fused_head import check_fused_head
-from llmrl.trainer.log_probs import LogitTransform, chunked_log_probs
+from llmrl.trainer.head.fused_head import check_fused_head
+from llmrl.trainer.head.log_probs import LogitTransform, chunked_log_probs
 
 LORA = {
     "decoder": {"targets": ["q_proj", "up_proj"]},

@@ -18,9 +18,9 @@ from llmrl.objectives import GRPOLoss
 from llmrl.objectives.scoring import log_probs_of
 from llmrl.policies import vLLMWrapper
 from llmrl.trainer import TransformersWrapper, train_step
-from llmrl.trainer.log_probs import LogitTransform
+from llmrl.trainer.head.log_probs import LogitTransform
+from llmrl.trainer.head.truncated import truncated_log_probs
 from llmrl.trainer.scoring import write_log_probs
-from llmrl.trainer.truncated import truncated_log_probs
 
 
 def row_of(turns):

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from llmrl.engines import SamplingConfig, TransformersEngine
-from llmrl.trainer.log_probs import LogitTransform, chunked_log_probs
+from llmrl.trainer.head.log_probs import LogitTransform, chunked_log_probs
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 VOCAB_SIZE = 61

@@ -92,7 +92,7 @@ def test_a_stage_that_hangs_or_fails_has_a_line_that_says_so(kit: dict[str, Modu
 
 def test_what_is_packed_is_what_the_kit_imports(kit: dict[str, ModuleType], tmp_path: Path) -> None:
     kit["pack"].copy_sources(tmp_path)
-    assert (tmp_path / "tools/gpu/run.py").exists() and (tmp_path / "llmrl/trainer/masks.py").exists()
+    assert (tmp_path / "tools/gpu/run.py").exists() and (tmp_path / "llmrl/trainer/packing/masks.py").exists()
     assert "tensordict" in kit["pack"].WHEELS and kit["pack"].liger().startswith("liger-kernel==")
     assert not list(tmp_path.rglob("*.pyc"))
 

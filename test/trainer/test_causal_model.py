@@ -11,10 +11,10 @@ import torch
 from causal_types import WINDOW, compare, page_outcomes, rows, tiny_config, tiny_model
 
 from llmrl.trainer import TransformersWrapper
-from llmrl.trainer.causal_model import CausalModel
-from llmrl.trainer.exactness import ExactnessProbe
-from llmrl.trainer.masks import IMPLEMENTATION, MAX_PRODUCT_LENGTH
-from llmrl.trainer.output_head import OutputHead
+from llmrl.trainer.head.output_head import OutputHead
+from llmrl.trainer.model.causal_model import CausalModel
+from llmrl.trainer.model.exactness import ExactnessProbe
+from llmrl.trainer.packing.masks import IMPLEMENTATION, MAX_PRODUCT_LENGTH
 
 
 @torch.no_grad()
@@ -263,7 +263,7 @@ class _FailingBackward(torch.autograd.Function):
 
 
 def test_a_way_whose_backward_pass_fails_on_the_gpu_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmrl.trainer.exactness.FUSED_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr("llmrl.trainer.model.exactness.FUSED_DEVICES", frozenset({"cpu"}))
     model = tiny_model("llama")
     probe = ExactnessProbe(model, OutputHead(model.get_output_embeddings()))
     assert probe.fault("eager", is_packed=True) is None

@@ -14,10 +14,12 @@ from causal_types import VOCAB_SIZE, compare, tiny_config, tiny_model
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention import varlen
 
-from llmrl.trainer import TransformersWrapper, causal_model, exactness, masks
-from llmrl.trainer.attention import _flex_attention, packed_attention
-from llmrl.trainer.masks import IMPLEMENTATION, PackedMask, packed_mask
-from llmrl.trainer.packing import PackedRows, pack_rows
+from llmrl.trainer import TransformersWrapper
+from llmrl.trainer.model import causal_model, exactness
+from llmrl.trainer.packing import masks
+from llmrl.trainer.packing.attention import _flex_attention, packed_attention
+from llmrl.trainer.packing.masks import IMPLEMENTATION, PackedMask, packed_mask
+from llmrl.trainer.packing.packed_rows import PackedRows, pack_rows
 
 # Plain, windowed, soft-capped, with sinks, experts, latent or differential attention, learned and scaled positions.
 PACKED = [
@@ -77,7 +79,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     _flex_attention.cache_clear()
     for module in (masks, exactness, causal_model):
         monkeypatch.setattr(module, "FUSED_DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr("llmrl.trainer.attention.flex_attention", noted_flex)
+    monkeypatch.setattr("llmrl.trainer.packing.attention.flex_attention", noted_flex)
     monkeypatch.setattr(varlen, "varlen_attn", sequences)
     # Uncompiled it is slow in the backward pass, and refused, though it is there.
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
@@ -216,12 +218,12 @@ def test_memory_of_a_mask_grows_with_blocks_and_not_with_pairs() -> None:
 
 def test_what_is_compiled_for_two_batches_serves_those_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the options that it is compiled with on CUDA, soft cap, window and scale; their numbers stay numbers."""
-    monkeypatch.setattr("llmrl.trainer.attention.flex_attention", flex.flex_attention)
+    monkeypatch.setattr("llmrl.trainer.packing.attention.flex_attention", flex.flex_attention)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # for want of CUDA
     compiled = _flex_attention.__wrapped__("cuda")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr("llmrl.trainer.attention._flex_attention", lambda device_type: compiled)
+    monkeypatch.setattr("llmrl.trainer.packing.attention._flex_attention", lambda device_type: compiled)
     for lengths, num_shared, options in (
         ([300, 280], 150, {}),
         ([500, 400, 350], 150, {}),

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmrl.trainer.bins import Bin, Piece, arrange
-from llmrl.trainer.packing import PackedRows, pack_rows
+from llmrl.trainer.packing.bins import Bin, Piece, arrange
+from llmrl.trainer.packing.packed_rows import PackedRows, pack_rows
 
 
 @st.composite

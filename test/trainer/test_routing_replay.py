@@ -13,7 +13,7 @@ from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.objectives import GRPOLoss
 from llmrl.objectives.scoring import log_probs_of
 from llmrl.trainer import TransformersWrapper, train_step
-from llmrl.trainer.packing import pack_rows
+from llmrl.trainer.packing.packed_rows import pack_rows
 
 
 def drawn_rows(seed, num_rows=6):

@@ -144,9 +144,9 @@ def attention(sizes: Sizes, device: str) -> Result:
 
 
 def _attention(sizes: Sizes, device: str, batch: Rows, *, is_dense: bool) -> Result:
-    from llmrl.trainer.attention import packed_attention
-    from llmrl.trainer.masks import packed_mask
-    from llmrl.trainer.packing import pack_rows
+    from llmrl.trainer.packing.attention import packed_attention
+    from llmrl.trainer.packing.masks import packed_mask
+    from llmrl.trainer.packing.packed_rows import pack_rows
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     made = [row["tokens", "full"] for row in make_batch(batch, 1000).unbind(0)]
@@ -172,8 +172,8 @@ def _attention(sizes: Sizes, device: str, batch: Rows, *, is_dense: bool) -> Res
 
 def head(sizes: Sizes, device: str) -> Result:
     """The output head alone: chunks of several sizes and liger's kernel; seconds, peak, difference."""
-    from llmrl.trainer.fused_head import fused_log_probs
-    from llmrl.trainer.log_probs import LogitTransform, chunked_log_probs
+    from llmrl.trainer.head.fused_head import fused_log_probs
+    from llmrl.trainer.head.log_probs import LogitTransform, chunked_log_probs
 
     num, width, vocab_size = sizes.head
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from llmrl.data.ragged import check_entry, has_entry
-from llmrl.objectives.normalization import Normalization, group_advantages
+from llmrl.objectives.advantages.normalization import Normalization, group_advantages
 
 REWARD_KEY: NestedKey = ("turns", "reward")
 START_KEY: NestedKey = ("turns", "start")

@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
-from llmrl.objectives.grouping import GroupKeys, add_to_rewards
+from llmrl.objectives.advantages.grouping import GroupKeys, add_to_rewards
 from llmrl.objectives.kl import KLEstimator, masked_kl
 
 

@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack
 import torch
 
 from llmrl.data.sampling_mask import SamplingMask
-from llmrl.trainer.log_probs import MIN_LOG_PROB, LogitTransform, chunked_log_probs
+from llmrl.trainer.head.log_probs import MIN_LOG_PROB, LogitTransform, chunked_log_probs
 
 
 class HeadOptions(TypedDict, total=False):

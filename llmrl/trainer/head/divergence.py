@@ -1,6 +1,6 @@
 """Divergences of two models' next-token distributions, without ever holding their logits.
 
-Both heads are applied to a chunk of positions at a time, forward and again backward, as in `llmrl.trainer.log_probs`.
+Both heads are applied to a chunk of positions at a time, forward and again backward, as in `chunked_log_probs`.
 With the student's `p` and the teacher's `q`, the gradient with respect to the student's logits is
 
 - reverse, KL(p || q): `p (log p - log q - KL)`;
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from tensordict.utils import NestedKey
 
-from llmrl.trainer.log_probs import (
+from llmrl.trainer.head.log_probs import (
     MIN_LOG_PROB,
     Head,
     add_product,
@@ -34,7 +34,7 @@ from llmrl.trainer.log_probs import (
 )
 
 if TYPE_CHECKING:
-    from llmrl.trainer.packing import PackedRows
+    from llmrl.trainer.packing.packed_rows import PackedRows
     from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 Divergence = Literal["reverse", "forward", "js"]

@@ -19,7 +19,7 @@ import torch
 
 from llmrl.data.routed_experts import unknown_experts
 from llmrl.data.sampling_mask import SamplingMask
-from llmrl.trainer.bins import MicroBatch, arrange
+from llmrl.trainer.packing.bins import MicroBatch, arrange
 
 DEFAULT_TOKEN_BUDGET = 8192
 

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl._utils.types import Tokenizer
-from llmrl.objectives.base import LLMLoss
-from llmrl.objectives.inputs import LossInputs, MaskingStrategy, with_tokens
+from llmrl.objectives.losses.base import LLMLoss
+from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, with_tokens
 
 Reduction = Literal["mean", "sum", "token_mean", "none"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmrl._utils.imports import require
-from llmrl.trainer.log_probs import LogitTransform
+from llmrl.trainer.head.log_probs import LogitTransform
 
 
 def check_fused_head(transform: LogitTransform) -> None:

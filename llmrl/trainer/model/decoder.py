@@ -9,8 +9,8 @@ import torch
 
 from llmrl._utils.model_parts import decoder_of, text_config
 from llmrl.engines.transformers.expert_routers import ROUTED_EXPERTS
-from llmrl.trainer.masks import IMPLEMENTATION, Mask, packed_mask
-from llmrl.trainer.packing import PackedRows
+from llmrl.trainer.packing.masks import IMPLEMENTATION, Mask, packed_mask
+from llmrl.trainer.packing.packed_rows import PackedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from llmrl.trainer.masks import IMPLEMENTATION, Mask, PackedMask
+from llmrl.trainer.packing.masks import IMPLEMENTATION, Mask, PackedMask
 
 _NUM_COMPILED = 64
 """Kernels of one process: by dtype, width of heads, window, cap, with and without gradients, not by length."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmrl._utils.model_parts import decoder_of, text_config
-from llmrl.trainer.checkpointing import set_scoring_mode
-from llmrl.trainer.decoder import decoder_hidden_states
-from llmrl.trainer.log_probs import LogitTransform
-from llmrl.trainer.masks import FUSED_DEVICES, IMPLEMENTATION
-from llmrl.trainer.output_head import OutputHead
-from llmrl.trainer.packing import PackedRows, pack_rows
+from llmrl.trainer.head.log_probs import LogitTransform
+from llmrl.trainer.head.output_head import OutputHead
+from llmrl.trainer.model.checkpointing import set_scoring_mode
+from llmrl.trainer.model.decoder import decoder_hidden_states
+from llmrl.trainer.packing.masks import FUSED_DEVICES, IMPLEMENTATION
+from llmrl.trainer.packing.packed_rows import PackedRows, pack_rows
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from llmrl._utils.model_parts import decoder_of, text_config
 from llmrl.engines.transformers.expert_routers import Routers
-from llmrl.trainer.attention import register_packed_attention
-from llmrl.trainer.checkpointing import set_scoring_mode
-from llmrl.trainer.decoder import decoder_hidden_states
-from llmrl.trainer.exactness import ExactnessProbe
-from llmrl.trainer.log_probs import Head, LogitTransform, compute_dtype_of
-from llmrl.trainer.masks import FUSED_DEVICES, IMPLEMENTATION
-from llmrl.trainer.output_head import OutputHead
-from llmrl.trainer.packing import PackedRows
-from llmrl.trainer.routing import RoutingCounts
+from llmrl.trainer.head.log_probs import Head, LogitTransform, compute_dtype_of
+from llmrl.trainer.head.output_head import OutputHead
+from llmrl.trainer.model.checkpointing import set_scoring_mode
+from llmrl.trainer.model.decoder import decoder_hidden_states
+from llmrl.trainer.model.exactness import ExactnessProbe
+from llmrl.trainer.model.routing import RoutingCounts
+from llmrl.trainer.packing.attention import register_packed_attention
+from llmrl.trainer.packing.masks import FUSED_DEVICES, IMPLEMENTATION
+from llmrl.trainer.packing.packed_rows import PackedRows
 from llmrl.trainer.trained_model import trained_model
 
 if TYPE_CHECKING:

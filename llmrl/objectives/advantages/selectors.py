@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl.objectives.grouping import GroupKeys, GroupQueue, split_by_group, stack_rows
+from llmrl.objectives.advantages.grouping import GroupKeys, GroupQueue, split_by_group, stack_rows
 
 SelectionStrategy = Literal["first", "uniform", "balanced", "max_variance"]
 

@@ -15,12 +15,12 @@ from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.torchrl_names import instead_of
-from llmrl.objectives.aggregation import Aggregation, aggregation_weights
-from llmrl.objectives.base import LLMLoss, MicroLoss
-from llmrl.objectives.clipping import clip_bounds, clipped_importance, clipped_log_ratio, clipped_surrogate
-from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, has_column, read_inputs
 from llmrl.objectives.kl import KLEstimator, is_clamped_in_kl, kl_estimate
-from llmrl.objectives.outputs import CISPOLossOutput, DAPOLossOutput, GRPOLossOutput, LLMLossOutput, summarized
+from llmrl.objectives.losses.aggregation import Aggregation, aggregation_weights
+from llmrl.objectives.losses.base import LLMLoss, MicroLoss
+from llmrl.objectives.losses.clipping import clip_bounds, clipped_importance, clipped_log_ratio, clipped_surrogate
+from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, has_column, read_inputs
+from llmrl.objectives.losses.outputs import CISPOLossOutput, DAPOLossOutput, GRPOLossOutput, LLMLossOutput, summarized
 from llmrl.objectives.ratios import (
     ImportanceLevel,
     ImportanceMode,

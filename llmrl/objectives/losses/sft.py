@@ -15,12 +15,12 @@ from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.types import Tokenizer
-from llmrl.objectives.base import MicroLoss
-from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.kl import KLEstimator, is_clamped_in_kl, kl_estimate
-from llmrl.objectives.outputs import SFTLossOutput, summarized
+from llmrl.objectives.losses.base import MicroLoss
+from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
+from llmrl.objectives.losses.outputs import SFTLossOutput, summarized
+from llmrl.objectives.losses.sequence_loss import Reduction, SequenceLoss
 from llmrl.objectives.ratios import sequence_totals
-from llmrl.objectives.sequence_loss import Reduction, SequenceLoss
 
 
 class SFTLoss(SequenceLoss):

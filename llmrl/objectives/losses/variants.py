@@ -7,9 +7,9 @@ from typing import Any, get_args
 import torch
 from tensordict.nn import TensorDictModuleBase
 
-from llmrl.objectives.aggregation import Aggregation
-from llmrl.objectives.clipping import BinaryDivergence, is_within_trust_region
-from llmrl.objectives.grpo import GRPOLoss
+from llmrl.objectives.losses.aggregation import Aggregation
+from llmrl.objectives.losses.clipping import BinaryDivergence, is_within_trust_region
+from llmrl.objectives.losses.grpo import GRPOLoss
 from llmrl.objectives.ratios import bounded_exp
 
 

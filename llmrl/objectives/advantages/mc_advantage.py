@@ -14,8 +14,8 @@ from tensordict.utils import NestedKey
 from llmrl._utils.arguments import KnownArguments
 from llmrl.data import Rollout
 from llmrl.data.ragged import has_entry, ragged_column
-from llmrl.objectives.counters import GroupCounters
-from llmrl.objectives.grouping import (
+from llmrl.objectives.advantages.counters import GroupCounters
+from llmrl.objectives.advantages.grouping import (
     GroupKeys,
     GroupQueue,
     TrajectoryReturn,
@@ -23,10 +23,17 @@ from llmrl.objectives.grouping import (
     split_by_group,
     stack_rows,
 )
-from llmrl.objectives.kl_penalty import KLPenalty
-from llmrl.objectives.normalization import Normalization, batch_normalized, group_advantages
-from llmrl.objectives.selectors import MCAdvantageSelector, is_within
-from llmrl.objectives.turn_credit import on_tokens, returns_to_go, turn_advantages, turn_rewards, turn_scales, turns_of
+from llmrl.objectives.advantages.normalization import Normalization, batch_normalized, group_advantages
+from llmrl.objectives.advantages.selectors import MCAdvantageSelector, is_within
+from llmrl.objectives.advantages.turn_credit import (
+    on_tokens,
+    returns_to_go,
+    turn_advantages,
+    turn_rewards,
+    turn_scales,
+    turns_of,
+)
+from llmrl.objectives.penalties.kl_penalty import KLPenalty
 
 LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 

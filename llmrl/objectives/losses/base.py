@@ -14,9 +14,9 @@ from torchrl.objectives.common import LossModule
 
 from llmrl._utils.ranks import share_of
 from llmrl.data.ragged import flat_batch, ragged_column
-from llmrl.objectives.aggregation import Aggregation, aggregation_weights
-from llmrl.objectives.inputs import LossInputs, MaskingStrategy, TokenInputs, at_least_float32
-from llmrl.objectives.outputs import LossOutput
+from llmrl.objectives.losses.aggregation import Aggregation, aggregation_weights
+from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, at_least_float32
+from llmrl.objectives.losses.outputs import LossOutput
 
 
 @dataclass(slots=True)

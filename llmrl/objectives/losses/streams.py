@@ -12,9 +12,9 @@ from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column
-from llmrl.objectives.base import LLMLoss, MicroLoss
-from llmrl.objectives.inputs import LossInputs, TokenInputs, read_inputs
-from llmrl.objectives.outputs import LossOutput
+from llmrl.objectives.losses.base import LLMLoss, MicroLoss
+from llmrl.objectives.losses.inputs import LossInputs, TokenInputs, read_inputs
+from llmrl.objectives.losses.outputs import LossOutput
 
 LOSS_WEIGHTS = "loss_weights"
 """Of the entries that say how much each token counts in each stream."""

@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
-from llmrl.objectives.grouping import GroupKeys, add_to_rewards, split_by_group
+from llmrl.objectives.advantages.grouping import GroupKeys, add_to_rewards, split_by_group
 
 LengthReward = Callable[[Sequence[int], Sequence[float]], Sequence[float]]
 """Of a group's lengths, in sampled tokens, and rewards: what is added to each reward, before it is weighted."""

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from llmrl.trainer.packing import PackedRows
+from llmrl.trainer.packing.packed_rows import PackedRows
 
 IMPLEMENTATION = "llmrl_packed"
 """The name by which transformers knows `packed_attention`."""

@@ -1,0 +1,1 @@
+"""Advantages: rollouts compared within their groups."""

@@ -1,0 +1,1 @@
+"""Losses: what a batch is trained on."""

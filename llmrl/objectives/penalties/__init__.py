@@ -1,0 +1,1 @@
+"""Changes of rewards that come before advantages."""

@@ -1,0 +1,1 @@
+"""The output head: log-probs, entropies and divergences of hidden states."""

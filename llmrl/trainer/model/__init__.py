@@ -1,0 +1,1 @@
+"""A causal language model as the trainer computes it: exactly, over packed rows."""

@@ -1,0 +1,1 @@
+"""Rows without padding: how they are laid out, and how their tokens see each other."""
