@@ -67,8 +67,16 @@ def k3_kl_token_estimate(target_log_prob: torch.Tensor, log_prob: torch.Tensor) 
     return kl_estimate(log_prob, target_log_prob, "k3")
 
 
-def is_clamped_in_kl(
+def kl_term(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
-) -> torch.Tensor | bool:
-    """Return whether `kl_estimate` clamps: `k3` alone has an exponential."""
-    return estimator == "k3" and is_out_of_range(other_log_probs - log_probs)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `kl_estimate` of each token for a loss, and which tokens are beyond `MAX_LOG_RATIO`, `[num_tokens]` bool.
+
+    Example:
+        >>> kl_term(torch.tensor([-1.0, -30.0]), torch.tensor([-1.0, 0.0]), "k3")[1]
+        tensor([False,  True])
+    """
+    is_clamped = torch.zeros_like(log_probs, dtype=torch.bool)
+    if estimator == "k3":  # the only one with an exponential
+        is_clamped = is_out_of_range((other_log_probs - log_probs).detach())
+    return kl_estimate(log_probs, other_log_probs, estimator), is_clamped

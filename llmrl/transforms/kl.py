@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -19,11 +19,21 @@ from llmrl.data.ragged import ATTENTION_MASK_KEY, has_entry, write_column
 from llmrl.data.tensordicts import batch_elements
 from llmrl.objectives.kl import masked_kl
 from llmrl.objectives.losses.inputs import with_tokens
+from llmrl.objectives.penalties.kl_penalty import dense_reward
 from llmrl.objectives.scoring import log_probs_of
 
 _TOKENS: NestedKey = ("tokens", "full")
 _PROMPT: NestedKey = ("tokens", "prompt")
 _MASK: NestedKey = ("masks", "all_assistant_mask")
+
+
+class ScoringOptions(TypedDict, total=False):
+    """How `RetrieveLogProb` scores."""
+
+    detach: bool
+    assistant_only: bool
+    tokenizer: Tokenizer | None
+    tokenizer_kwargs: Mapping[str, object] | None
 
 
 class RetrieveLogProb(KnownArguments, Transform):
@@ -44,9 +54,9 @@ class RetrieveLogProb(KnownArguments, Transform):
             options of `History.apply_chat_template`, by default the model's template.
 
     Raises:
-        ValueError: unless exactly one of model and model_factory is given, or for a model of text, which does not say
-            what the assistant wrote, with assistant_only.
-        TypeError: for a model that cannot be called.
+        ValueError: if not exactly one of model and model_factory is given, or if a model of text, which does not say
+            what the assistant wrote, is to score assistant_only.
+        TypeError: if the model cannot be called.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -194,16 +204,11 @@ class KLComputation(KnownArguments, Transform):
         prompt = element.get(_PROMPT, None) if self.assistant_only else None
         if prompt is not None:
             mask = mask & (torch.arange(len(mask), device=mask.device) >= len(prompt))
-        divergence = masked_kl(log_probs, others, mask).unsqueeze(-1)
-        reward = next_element.get("reward", None) if self.add_to_reward else None
-        if reward is None:
-            return divergence, None
-        dense = 0.0 - self.coeff * divergence  # no negative zeros
-        if reward.shape == dense.shape:
-            return divergence, dense + reward
-        sampled = mask.nonzero()
-        last = int(sampled[-1]) if len(sampled) else -1
-        return divergence, dense.index_add(0, torch.tensor([last % len(mask)]), reward.sum().reshape(1, 1))
+        divergences = masked_kl(log_probs, others, mask)
+        reward = None
+        if self.add_to_reward and (reward := next_element.get("reward", None)) is not None:
+            reward = dense_reward(reward, divergences, mask, self.coeff)
+        return divergences.unsqueeze(-1), reward
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Compute over a batch of turns or rows, of any shape, in place."""
@@ -239,12 +244,13 @@ class RetrieveKL(KnownArguments, Compose):
     Args:
         gen_model, gen_model_factory: the policy's model, or what builds it; by default, `"from_collector"`, its
             log-probs are those that the sampler reported.
-        ref_model, ref_model_factory, detach, assistant_only, tokenizer, tokenizer_kwargs: see `RetrieveLogProb`.
+        ref_model, ref_model_factory: the reference's model, or what builds it.
         gen_log_probs_full_key, ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
+        options: `detach`, `assistant_only`, `tokenizer` and `tokenizer_kwargs` of `RetrieveLogProb`.
 
     Raises:
-        ValueError: for models of which one pads and one does not, or assistant_only=False without a `gen_model`, since
-            a sampler scores what it sampled.
+        ValueError: if one model pads and the other does not, or if assistant_only is False without a `gen_model`,
+            since a sampler scores what it sampled.
 
     Example:
         >>> from tensordict import TensorDict
@@ -263,18 +269,16 @@ class RetrieveKL(KnownArguments, Compose):
         *,
         gen_model_factory: Callable[[], TensorDictModuleBase] | None = None,
         ref_model_factory: Callable[[], TensorDictModuleBase] | None = None,
-        detach: bool = True,
-        assistant_only: bool = True,
-        tokenizer: Tokenizer | None = None,
-        tokenizer_kwargs: Mapping[str, object] | None = None,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
         kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
         coeff: float = 1.0,
+        **options: Unpack[ScoringOptions],
     ) -> None:
         gen_model = None if isinstance(gen_model, str) else gen_model
         is_scored_anew = gen_model is not None or gen_model_factory is not None
+        assistant_only = options.get("assistant_only", True)
         if not (assistant_only or is_scored_anew):
             raise ValueError("assistant_only=False needs gen_model: a sampler scores the tokens that it sampled.")
         if {getattr(model, "pad_output", None) for model in (gen_model, ref_model)} >= {True, False}:
@@ -283,15 +287,7 @@ class RetrieveKL(KnownArguments, Compose):
         if is_scored_anew:
             scored.insert(0, (gen_model, gen_model_factory, gen_log_probs_full_key))
         retrieve = [
-            RetrieveLogProb(
-                model,
-                model_factory=factory,
-                log_probs_full_key=key,
-                detach=detach,
-                assistant_only=assistant_only,
-                tokenizer=tokenizer,
-                tokenizer_kwargs=tokenizer_kwargs,
-            )
+            RetrieveLogProb(model, model_factory=factory, log_probs_full_key=key, **options)
             for model, factory, key in scored
         ]
         compute = KLComputation(
@@ -309,10 +305,9 @@ class KLRewardTransform(RetrieveKL):
     """`RetrieveKL` under the name and arguments that it had: the reward less `coef` times the KL to a reference.
 
     Args:
-        ref_model, ref_model_factory, detach, assistant_only, tokenizer: see `RetrieveKL`.
+        ref_model, ref_model_factory, add_to_reward, options: see `RetrieveKL`.
         coef: weight of the KL in the reward.
         log_prob_key: the policy's log-probs; those that the sampler reported, by default.
-        add_to_reward: whether to change the reward.
 
     Example:
         >>> from tensordict import TensorDict
@@ -332,19 +327,15 @@ class KLRewardTransform(RetrieveKL):
         coef: float = 1.0,
         log_prob_key: NestedKey = ("log_probs", "full"),
         add_to_reward: bool = True,
-        detach: bool = True,
-        assistant_only: bool = True,
-        tokenizer: Tokenizer | None = None,
+        **options: Unpack[ScoringOptions],
     ) -> None:
         super().__init__(
             ref_model=ref_model,
-            assistant_only=assistant_only,
             ref_model_factory=ref_model_factory,
             gen_log_probs_full_key=log_prob_key,
             add_to_reward=add_to_reward,
             coeff=coef,
-            detach=detach,
-            tokenizer=tokenizer,
+            **options,
         )
 
 

@@ -308,7 +308,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
 
     def _penalize(self, batch: TensorDictBase, kl_penalty: KLPenalty) -> None:
         """Turn the advantages of rollouts into those of tokens."""
-        masks = [mask.bool() for mask in ragged_column(batch, kl_penalty.mask_key)]
+        masks = [mask.bool() for mask in ragged_column(batch, LOSS_MASK_KEY)]
         columns = zip(batch.unbind(0), kl_penalty.to_go(batch), masks, strict=True)
         values = [float(row[self.advantage_key]) - penalty[mask] for row, penalty, mask in columns]
         normalized = torch.tensor(batch_normalized(torch.cat(values).tolist()))

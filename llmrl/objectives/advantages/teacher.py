@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
@@ -16,15 +15,14 @@ class TeacherAdvantage(Transform):
     Its policy gradient is that of the reverse KL to the teacher at each token, without what a token does to later ones
     (on-policy distillation, arXiv:2306.13649, with tokens of the student alone). With `GRPOLoss` it has
     the ratio, the clip and the corrections of reinforcement learning. An advantage that is there already, such as
-    `MCAdvantage`'s, is added to: the reward says what is right, the teacher how. A batch that has the KL is left alone.
+    `MCAdvantage`'s, is added to: the reward says what is right, the teacher how.
+
+    The student's log-probs are those that the sampler reported; `write_log_probs` writes the teacher's under
+    `("next", "teacher_log_probs", "full")`. Written are `"advantage"` and `"kl_to_teacher"`, the estimate `log pi - log
+    pi_teacher`: `[num_tokens, 1]` per row, 0 where nothing is trained. A batch that has the KL is left alone.
 
     Args:
         coeff: coefficient of the teacher's part.
-        log_prob_key: the student's log-probs, those that the sampler reported by default.
-        teacher_log_prob_key: the teacher's of the same tokens, as `write_log_probs` writes them.
-        mask_key: mask of the trained tokens.
-        advantage_key: entry written, `[num_tokens, 1]` per row, 0 where nothing is trained.
-        kl_key: entry written, `[num_tokens, 1]` per row: the estimate `log pi - log pi_teacher`, alike.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -35,40 +33,24 @@ class TeacherAdvantage(Transform):
         tensor([ 0., -1.])
     """
 
-    def __init__(
-        self,
-        coeff: float = 1.0,
-        *,
-        log_prob_key: NestedKey = ("log_probs", "full"),
-        teacher_log_prob_key: NestedKey = ("next", "teacher_log_probs", "full"),
-        mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        advantage_key: NestedKey = "advantage",
-        kl_key: NestedKey = "kl_to_teacher",
-    ) -> None:
+    def __init__(self, coeff: float = 1.0) -> None:
         super().__init__()
         self.coeff = coeff
-        self.advantage_key = advantage_key
-        self.kl_key = kl_key
-        self.log_prob_key = log_prob_key
-        self.teacher_log_prob_key = teacher_log_prob_key
-        self.mask_key = mask_key
-        self.in_keys = [log_prob_key, teacher_log_prob_key, mask_key]
-        self.out_keys = [advantage_key, kl_key]
+        self.in_keys = [("log_probs", "full"), ("next", "teacher_log_probs", "full"), ("masks", "all_assistant_mask")]
+        self.out_keys = ["advantage", "kl_to_teacher"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the advantages of a batch, in place."""
         batch = flat_batch(tensordict)
-        if not batch.batch_size.numel() or has_entry(batch, self.kl_key):
+        if not batch.batch_size.numel() or has_entry(batch, "kl_to_teacher"):
             return tensordict
-        keys = (self.log_prob_key, self.teacher_log_prob_key, self.mask_key)
-        columns = [ragged_column(batch, key) for key in keys]
-        kls = [masked_kl(*row) for row in zip(*columns, strict=True)]
-        masks = columns[-1]
+        log_probs, teachers, masks = (ragged_column(batch, key) for key in self.in_keys)
+        kls = [masked_kl(*row) for row in zip(log_probs, teachers, masks, strict=True)]
         written = [-self.coeff * kl for kl in kls]
-        if has_entry(batch, self.advantage_key):
-            rewarded = [advantage.reshape(-1) for advantage in ragged_column(batch, self.advantage_key)]
+        if has_entry(batch, "advantage"):
+            rewarded = [advantage.reshape(-1) for advantage in ragged_column(batch, "advantage")]
             parts = zip(rewarded, written, masks, strict=True)
             written = [(advantage + part) * mask for advantage, part, mask in parts]
-        write_column(tensordict, self.advantage_key, [advantage.unsqueeze(-1) for advantage in written])
-        write_column(tensordict, self.kl_key, [kl.unsqueeze(-1) for kl in kls])
+        write_column(tensordict, "advantage", [advantage.unsqueeze(-1) for advantage in written])
+        write_column(tensordict, "kl_to_teacher", [kl.unsqueeze(-1) for kl in kls])
         return tensordict

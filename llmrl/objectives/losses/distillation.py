@@ -15,7 +15,7 @@ from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.types import Tokenizer
-from llmrl.objectives.kl import is_clamped_in_kl, kl_estimate
+from llmrl.objectives.kl import kl_term
 from llmrl.objectives.losses.base import MicroLoss, PackedTokens
 from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs, read_vectors
 from llmrl.objectives.losses.outputs import DistillationLossOutput, summarized
@@ -178,11 +178,11 @@ class DistillationLoss(SequenceLoss):
     ) -> MicroLoss:
         """Return the loss of `[num_tokens]` trained tokens, from their current log-probs."""
         pair = (log_probs, tokens["teacher_log_probs"])
-        divergence = kl_estimate(*(pair if self.kl_direction == "reverse" else pair[::-1]), self.kl_estimator)
+        if self.kl_direction == "forward":
+            pair = pair[::-1]
+        divergence, is_clamped = kl_term(*pair, self.kl_estimator)
         losses = {"loss_distill": divergence * tokens.weight}
-        measured = {"kl_to_teacher": divergence.detach()}
-        is_clamped = is_clamped_in_kl(log_probs.detach(), tokens["teacher_log_probs"], self.kl_estimator)
-        measured["num_clamped_tokens"] = torch.zeros_like(measured["kl_to_teacher"]) + is_clamped
+        measured = {"kl_to_teacher": divergence.detach(), "num_clamped_tokens": is_clamped.to(divergence.dtype)}
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> DistillationLossOutput:

@@ -15,7 +15,7 @@ from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.torchrl_names import instead_of
-from llmrl.objectives.kl import KLEstimator, is_clamped_in_kl, kl_estimate
+from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.losses.base import LLMLoss, MicroLoss
 from llmrl.objectives.losses.clipping import clip_bounds, clipped_importance, clipped_log_ratio, clipped_surrogate
@@ -291,10 +291,10 @@ class GRPOLoss(LLMLoss):
             ("kl_to_inference", self.kl_to_inference_coeff, "sample_log_probs"),
         ):
             if coefficient is not None:
-                divergence = kl_estimate(log_probs, tokens[column], self.kl_estimator)
+                divergence, is_beyond = kl_term(log_probs, tokens[column], self.kl_estimator)
                 losses[f"loss_{name}"] = coefficient * divergence * tokens.weight
                 measured[name] = divergence.detach()
-                is_clamped |= is_clamped_in_kl(current, tokens[column], self.kl_estimator)
+                is_clamped |= is_beyond
         measured |= {"log_weight": log_weight, "num_clamped_tokens": is_clamped.to(current.dtype)}
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 

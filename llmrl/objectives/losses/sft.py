@@ -15,7 +15,7 @@ from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl._utils.types import Tokenizer
-from llmrl.objectives.kl import KLEstimator, is_clamped_in_kl, kl_estimate
+from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.base import MicroLoss
 from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
 from llmrl.objectives.losses.outputs import SFTLossOutput, summarized
@@ -155,10 +155,9 @@ class SFTLoss(SequenceLoss):
         losses = {}
         measured = {}
         if self._has_reference:
-            divergence = kl_estimate(log_probs, tokens["ref_log_probs"], self.kl_estimator)
+            divergence, is_clamped = kl_term(log_probs, tokens["ref_log_probs"], self.kl_estimator)
             measured["kl_to_ref"] = divergence.detach()
-            is_clamped = is_clamped_in_kl(log_probs.detach(), tokens["ref_log_probs"], self.kl_estimator)
-            measured["num_clamped_tokens"] = torch.zeros_like(measured["kl_to_ref"]) + is_clamped
+            measured["num_clamped_tokens"] = is_clamped.to(divergence.dtype)
             if self.kl_to_ref_coeff is not None:
                 losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence * tokens["token_share"]
         if self.loss_function == "minor_sft":

@@ -14,27 +14,29 @@ from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
 from llmrl.objectives.advantages.grouping import GroupKeys, add_to_rewards
 from llmrl.objectives.kl import KLEstimator, masked_kl
 
+_REWARD: NestedKey = ("next", "reward")
+_MASK: NestedKey = ("masks", "all_assistant_mask")
+_KL = "kl_penalty"
+
 
 class KLPenalty(Transform):
     """Subtracts `coeff * KL(policy || other)` from the reward of each rollout, summed over its trained tokens.
 
     With `k1` that is the reward of RLHF, `r - coeff * log(pi / pi_ref)` (RLOO, arXiv:2402.14740, equation 3). It comes
     before `MCAdvantage`, so that the baseline knows of it. All rows of a rollout are in the batch, and share its
-    penalty as they share its reward. A batch that was penalized is left alone. Given to `MCAdvantage(kl_penalty=)`
-    instead, each token pays for itself and for what follows it, and the reward stays as it is.
-
-    The policy's log-probs are the sampler's, unless `log_prob_key` names the trainer's own; with
-    `other_log_prob_key=("log_probs", "full")` the KL is that to the inference policy.
+    penalty as they share its reward; its KL is written as `"kl_penalty"`, `[1, 1]` a row. A batch that was penalized is
+    left alone. Given to `MCAdvantage(kl_penalty=)` instead, each token pays for itself and for what follows it
+    (`to_go`), and the reward stays as it is. For single turns, where each token pays for itself (`dense_reward`), there
+    is `llmrl.transforms.KLComputation`.
 
     Args:
         coeff: coefficient of the KL.
         estimator: see `kl_estimate`.
-        log_prob_key, other_log_prob_key: the policy's and the other's log-probs, `[num_tokens]` per row.
-        mask_key, rollout_key, rewards_key: entries read, the reward changed.
-        kl_key: entry written, `[1, 1]` a row: the rollout's KL.
+        log_prob_key: the policy's log-probs, by default the sampler's; `("old_log_probs", "full")` are the trainer's.
+        other_log_prob_key: the other's; `("log_probs", "full")` are the inference policy's.
 
     Raises:
-        ValueError: for an unknown estimator.
+        ValueError: if the estimator is unknown.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -52,29 +54,20 @@ class KLPenalty(Transform):
         estimator: KLEstimator = "k1",
         log_prob_key: NestedKey = ("log_probs", "full"),
         other_log_prob_key: NestedKey = ("next", "ref_log_probs", "full"),
-        mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        rollout_key: NestedKey = ("rollout", "rollout_id"),
-        rewards_key: NestedKey = ("next", "reward"),
-        kl_key: NestedKey = "kl_penalty",
     ) -> None:
         super().__init__()
         if estimator not in get_args(KLEstimator):
             raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")
         self.coeff = coeff
         self.estimator: KLEstimator = estimator
-        self.log_prob_key = log_prob_key
-        self.other_log_prob_key = other_log_prob_key
-        self.mask_key = mask_key
-        self.rewards_key = rewards_key
-        self.kl_key = kl_key
-        self.keys = GroupKeys(rollout=rollout_key, rewards=rewards_key)
-        self.in_keys = [log_prob_key, other_log_prob_key, mask_key, rollout_key, rewards_key]
-        self.out_keys = [rewards_key, kl_key]
+        self.keys = GroupKeys()
+        self.in_keys = [log_prob_key, other_log_prob_key, _MASK, self.keys.rollout, _REWARD]
+        self.out_keys = [_REWARD, _KL]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Penalize a batch in place."""
         batch = flat_batch(tensordict)
-        if not batch.batch_size.numel() or has_entry(batch, self.kl_key):
+        if not batch.batch_size.numel() or has_entry(batch, _KL):
             return tensordict
         rows = batch.unbind(0)
         totals: dict[Hashable, torch.Tensor] = {}
@@ -83,9 +76,9 @@ class KLPenalty(Transform):
             divergence = divergences.sum()
             totals[name] = totals[name] + divergence if name in totals else divergence
         of_rows = [totals[self.keys.rollout_id(row)] for row in rows]
-        written = [one.to(row[self.rewards_key].dtype).reshape(1, 1) for one, row in zip(of_rows, rows, strict=True)]
-        add_to_rewards(tensordict, [-self.coeff * float(one.detach()) for one in of_rows], self.rewards_key)
-        write_column(tensordict, self.kl_key, written)
+        written = [one.to(row[_REWARD].dtype).reshape(1, 1) for one, row in zip(of_rows, rows, strict=True)]
+        add_to_rewards(tensordict, [-self.coeff * float(one.detach()) for one in of_rows], _REWARD)
+        write_column(tensordict, _KL, written)
         return tensordict
 
     def to_go(self, batch: TensorDictBase) -> list[torch.Tensor]:
@@ -97,16 +90,16 @@ class KLPenalty(Transform):
             batch: `[num_rows]`, all rows of its rollouts, those of one rollout in their order.
 
         Raises:
-            ValueError: when the batch's rewards were penalized already.
+            ValueError: if the batch's rewards were penalized already.
         """
-        if has_entry(batch, self.kl_key):
+        if has_entry(batch, _KL):
             raise ValueError(
-                f"The rewards of the batch were penalized already ({self.kl_key!r} is there), and would be twice: "
+                f"The rewards of the batch were penalized already ({_KL!r} is there), and would be twice: "
                 "apply KLPenalty to the reward, or give it to MCAdvantage, not both."
             )
         later: dict[Hashable, torch.Tensor] = {}
         penalties = []
-        columns = zip(batch.unbind(0), self._divergences(batch), ragged_column(batch, self.mask_key), strict=True)
+        columns = zip(batch.unbind(0), self._divergences(batch), ragged_column(batch, _MASK), strict=True)
         for row, divergences, mask in reversed(list(columns)):
             name = self.keys.rollout_id(row)
             sums = divergences.flip(0).cumsum(0).flip(0) + later.get(name, 0.0)
@@ -116,7 +109,7 @@ class KLPenalty(Transform):
 
     def _divergences(self, batch: TensorDictBase) -> list[torch.Tensor]:
         """Return one estimate per token, `[num_tokens]` float64 per row; 0 where nothing is trained."""
-        columns = [ragged_column(batch, key) for key in (self.log_prob_key, self.other_log_prob_key, self.mask_key)]
+        columns = [ragged_column(batch, key) for key in self.in_keys[:3]]
         return [
             masked_kl(log_probs.double(), others.double(), mask, self.estimator)
             for log_probs, others, mask in zip(*columns, strict=True)
@@ -125,3 +118,30 @@ class KLPenalty(Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply it on the way into a replay buffer."""
         return self.forward(tensordict)
+
+
+def dense_reward(
+    reward: torch.Tensor, divergences: torch.Tensor, mask: torch.Tensor, coeff: float = 1.0
+) -> torch.Tensor:
+    """Return a turn's reward less what each token pays, `[num_tokens, 1]`; a sparse reward is the last token's.
+
+    Args:
+        reward: `[1, 1]`, or `[num_tokens, 1]` where it is dense already.
+        divergences: `[num_tokens]`, 0 outside the mask.
+        mask: `[num_tokens]` bool, the turn's sampled tokens.
+        coeff: coefficient of the divergences.
+
+    Example:
+        >>> dense_reward(torch.ones(1, 1), torch.tensor([0.0, 2.0, 4.0]), torch.tensor([False, True, True]), 0.1)
+        tensor([[ 0.0000],
+                [-0.2000],
+                [ 0.6000]])
+    """
+    dense = 0.0 - coeff * divergences.unsqueeze(-1)  # no negative zeros
+    if reward.shape == dense.shape:
+        return dense + reward
+    sampled = mask.nonzero()
+    last = len(mask) - 1
+    if len(sampled):
+        last = int(sampled[-1])
+    return dense.index_add(0, torch.tensor([last], device=dense.device), reward.sum().reshape(1, 1))

@@ -13,6 +13,8 @@ from torchrl.envs.transforms import Transform
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
 from llmrl.objectives.advantages.grouping import GroupKeys, add_to_rewards, split_by_group
 
+_MASK: NestedKey = ("masks", "all_assistant_mask")
+_WRITTEN = "length_penalty"
 LengthReward = Callable[[Sequence[int], Sequence[float]], Sequence[float]]
 """Of a group's lengths, in sampled tokens, and rewards: what is added to each reward, before it is weighted."""
 
@@ -68,15 +70,14 @@ def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, r
 class LengthPenalty(Transform):
     """Adds `coeff` times a function of lengths to the rewards of rollouts, before `MCAdvantage` compares them.
 
-    The length of a rollout is its number of sampled tokens, over all turns and rows. A batch that was penalized is left
-    alone. Groups are filtered by what they earned before (`GroupRules`), and by `MCAdvantage` after.
+    The length of a rollout is its number of sampled tokens, over all turns and rows. What was added is written as
+    `"length_penalty"`, `[1, 1]` a row; a batch that has it is left alone. `GroupRules` filters groups by what they
+    earned before, and `MCAdvantage` by what they have after.
 
     Args:
         length_reward: `partial(soft_overlong, max_length=..., cache_length=...)`, `group_relative_length`, or any
             function of a group's lengths and rewards.
         coeff: coefficient of what is added.
-        mask_key, rewards_key: entries read, the reward changed.
-        written_key: entry written, `[1, 1]` a row: what was added.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -87,50 +88,39 @@ class LengthPenalty(Transform):
         [1.1, 0.9]
     """
 
-    def __init__(
-        self,
-        length_reward: LengthReward | partial[list[float]],
-        coeff: float = 1.0,
-        *,
-        mask_key: NestedKey = ("masks", "all_assistant_mask"),
-        rewards_key: NestedKey = ("next", "reward"),
-        written_key: NestedKey = "length_penalty",
-    ) -> None:
+    def __init__(self, length_reward: LengthReward | partial[list[float]], coeff: float = 1.0) -> None:
         super().__init__()
         self.length_reward = length_reward
         self.coeff = coeff
-        self.mask_key = mask_key
-        self.rewards_key = rewards_key
-        self.written_key = written_key
-        self.keys = GroupKeys(rewards=rewards_key)
-        self.in_keys = [mask_key, rewards_key]
-        self.out_keys = [rewards_key, written_key]
+        self.keys = GroupKeys()
+        self.in_keys = [_MASK, self.keys.rewards]
+        self.out_keys = [self.keys.rewards, _WRITTEN]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Change the rewards of a batch of complete groups, in place.
 
         Raises:
-            ValueError: when the function does not give a number for each rollout, or for turns, which have rewards of
-                their own.
+            ValueError: if the function does not give a number for each rollout, or if these are turns, which have
+                rewards of their own.
         """
         batch = flat_batch(tensordict)
-        if not batch.batch_size.numel() or has_entry(batch, self.written_key):
+        if not batch.batch_size.numel() or has_entry(batch, _WRITTEN):
             return tensordict
         rows = self.keys.rows(batch)
-        lengths = dict[Hashable, int]()
+        lengths: dict[Hashable, int] = {}
         if self.keys.are_turns(rows):
             raise ValueError("LengthPenalty changes rewards of rollouts, and these rows are turns: give training rows.")
-        for row, mask in zip(rows, ragged_column(batch, self.mask_key), strict=True):
+        for row, mask in zip(rows, ragged_column(batch, _MASK), strict=True):
             name = self.keys.rollout_id(row)
             lengths[name] = lengths.get(name, 0) + int(mask.sum())
         added: dict[Hashable, float] = {}
         for group in split_by_group(rows, self.keys):
-            rewards = self.keys.rollout_values([row for row in group if self.keys.scored(row)], self.rewards_key)
+            rewards = self.keys.rollout_values([row for row in group if self.keys.scored(row)], self.keys.rewards)
             given = list(self.length_reward([lengths[name] for name in rewards], list(rewards.values())))
             if len(given) != len(rewards):
                 raise ValueError(f"length_reward must give a number for each of {len(rewards)} rollouts, got {given}.")
             added |= {name: self.coeff * value for name, value in zip(rewards, given, strict=True)}
         changes = [added.get(self.keys.rollout_id(row), 0.0) for row in rows]
-        add_to_rewards(tensordict, changes, self.rewards_key)
-        write_column(tensordict, self.written_key, [torch.full((1, 1), change) for change in changes])
+        add_to_rewards(tensordict, changes, self.keys.rewards)
+        write_column(tensordict, _WRITTEN, [torch.full((1, 1), change) for change in changes])
         return tensordict
