@@ -1,9 +1,10 @@
 """Losses, advantages and selectors."""
 
+from llmrl.objectives.advantages.candidates import MCAdvantageSelector
 from llmrl.objectives.advantages.mc_advantage import MCAdvantage
 from llmrl.objectives.advantages.normalization import batch_normalized, group_advantages
-from llmrl.objectives.advantages.selectors import MCAdvantageSelector, TopKRewardSelector
 from llmrl.objectives.advantages.teacher import TeacherAdvantage
+from llmrl.objectives.advantages.top_k import TopKRewardSelector
 from llmrl.objectives.kl import k3_kl_token_estimate, kl_estimate
 from llmrl.objectives.losses.aggregation import aggregation_weights
 from llmrl.objectives.losses.base import LLMLoss, MicroLoss

@@ -140,7 +140,8 @@ def test_a_replay_buffer_receives_nothing_of_a_group_without_signal() -> None:
 
 
 def test_incomplete_groups_are_not_kept_for_ever() -> None:
-    transform = MCAdvantage(grpo_size=2, max_num_waiting_groups=2)
+    transform = MCAdvantage(grpo_size=2)
+    transform.queue.max_num_waiting = 2
     transform.inv(_batch(_row("a", 0, 0.0), _row("b", 0, 0.0)))
     with pytest.warns(UserWarning, match="Group 'a'"):
         transform.inv(_batch(_row("c", 0, 0.0)))

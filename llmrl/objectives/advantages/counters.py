@@ -11,7 +11,7 @@ from typing import Any, Self
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
-from llmrl.objectives.advantages.grouping import GroupQueue, PickledRows
+from llmrl.objectives.advantages.group_queue import GroupQueue, PickledRows
 
 
 class GroupCounters(Transform):

@@ -8,23 +8,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl.data import Rollout
 from llmrl.data.ragged import has_entry, ragged_column
+from llmrl.objectives.advantages.candidates import CandidateChoice, MCAdvantageSelector, is_within
 from llmrl.objectives.advantages.counters import GroupCounters
-from llmrl.objectives.advantages.grouping import (
-    GroupKeys,
-    GroupQueue,
-    TrajectoryReturn,
-    by_rollout,
-    split_by_group,
-    stack_rows,
-)
-from llmrl.objectives.advantages.normalization import Normalization, batch_normalized, group_advantages
-from llmrl.objectives.advantages.selectors import MCAdvantageSelector, is_within
+from llmrl.objectives.advantages.group_queue import GroupQueue
+from llmrl.objectives.advantages.grouping import GroupKeys, TrajectoryReturn, by_rollout, split_by_group, stack_rows
+from llmrl.objectives.advantages.normalization import Baseline, Normalization, batch_normalized, group_advantages
 from llmrl.objectives.advantages.turn_credit import (
     on_tokens,
     returns_to_go,
@@ -36,6 +30,8 @@ from llmrl.objectives.advantages.turn_credit import (
 from llmrl.objectives.penalties.kl_penalty import KLPenalty
 
 LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
+Settled = tuple[dict[Hashable, float], set[Hashable]]
+"""The advantages of a group's rollouts, where each has one, and the rollouts whose rows stay."""
 
 
 class MCAdvantage(KnownArguments, GroupCounters):
@@ -90,13 +86,11 @@ class MCAdvantage(KnownArguments, GroupCounters):
             easy or too hard.
         drop_constant_groups: leave out groups with all returns equal (DAPO, arXiv:2503.14476, equation 11); with
             `normalization="none"` a constant group has signal and stays.
-        max_num_waiting_groups: beyond it the oldest incomplete group is dropped, with a warning.
-        rollout_key, is_scored_key: entries read.
 
     Raises:
-        ValueError: for an unknown normalization, sizes below one, fewer candidates than `grpo_size`, or `kl_penalty`
-            without `normalize_batch`.
-        RuntimeError: on use, when a trajectory of turns does not end.
+        ValueError: if a normalization is unknown, a size is below one, candidates are fewer than `grpo_size`, or
+            options contradict each other, such as `kl_penalty` without `normalize_batch`.
+        RuntimeError: if a trajectory of turns that it is given does not end.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -127,79 +121,78 @@ class MCAdvantage(KnownArguments, GroupCounters):
         candidate_selector: MCAdvantageSelector | None = None,
         keep_return_bounds: tuple[float, float] | None = None,
         drop_constant_groups: bool = True,
-        max_num_waiting_groups: int = 1024,
-        rollout_key: NestedKey = ("rollout", "rollout_id"),
-        is_scored_key: NestedKey = ("rollout", "is_scored"),
     ) -> None:
-        group_advantages([], normalization)
-        for name, value in (("grpo_size", grpo_size), ("max_num_waiting_groups", max_num_waiting_groups)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if trajectory_return not in (None, *get_args(TrajectoryReturn)):
+        components = None if component_weights is None else dict(component_weights)
+        baseline = Baseline(normalization, (1.0,) if components is None else tuple(components.values()))
+        candidates = CandidateChoice(
+            group_size=grpo_size,
+            num_candidates=candidate_group_size,
+            min_candidates=candidate_selection_min_size,
+            selector=candidate_selector or MCAdvantageSelector(),
+            bounds=keep_return_bounds,
+        )
+        keys = GroupKeys(prompt_key, rewards=rewards_key, done=done_key, by=None if by is None else ("rollout", by))
+        queue = None
+        if candidates.waited_size is not None:
+            queue = GroupQueue(keys, candidates.waited_size)
+        super().__init__(queue)
+        self.keys = keys
+        self.baseline = baseline
+        self.candidates = candidates
+        self.components = components
+        self.normalize_batch = normalize_batch
+        self.kl_penalty = kl_penalty
+        self.gamma = gamma
+        self.trajectory_return = trajectory_return
+        self.drop_constant_groups = drop_constant_groups
+        self.verbose = verbose
+        self.advantage_key = advantage_key
+        self.in_keys = keys.read
+        self.out_keys = [advantage_key]
+        self._check(by)
+
+    def _check(self, by: str | None) -> None:
+        """Refuse what is unknown, and options that contradict each other."""
+        if self.trajectory_return not in (None, *get_args(TrajectoryReturn)):
             raise ValueError(
-                f"trajectory_return must be one of 'sum', 'max', 'mean' or None, got {trajectory_return!r}."
+                f"trajectory_return must be one of 'sum', 'max', 'mean' or None, got {self.trajectory_return!r}."
             )
-        if candidate_group_size is not None and (grpo_size is None or candidate_group_size < grpo_size):
-            raise ValueError(
-                f"candidate_group_size must be at least grpo_size, got {candidate_group_size} with "
-                f"grpo_size={grpo_size}."
-            )
-        num_candidates = candidate_group_size or grpo_size
-        if candidate_selection_min_size is not None and not (
-            grpo_size is not None and grpo_size <= candidate_selection_min_size <= (num_candidates or 0)
-        ):
-            raise ValueError(
-                "candidate_selection_min_size must be from grpo_size to candidate_group_size, got "
-                f"{candidate_selection_min_size} with {grpo_size} and {candidate_group_size}."
-            )
-        if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
-            raise ValueError(f"keep_return_bounds must be (low, high) with low < high, got {keep_return_bounds}.")
-        if component_weights is not None and not component_weights:
+        if by not in (None, "role"):
+            raise ValueError(f"by must be 'role' or None, got {by!r}.")
+        if self.components == {}:
             raise ValueError("component_weights must name at least one entry of 'reward_breakdown'.")
-        if kl_penalty is not None and not normalize_batch:
+        if self.kl_penalty is not None and not self.normalize_batch:
             raise ValueError(
                 "kl_penalty needs normalize_batch=True; a KL that is not normalized with the reward belongs into "
                 "the reward (KLPenalty before MCAdvantage) or the loss (GRPOLoss(kl_to_ref_coeff=))."
             )
-        if by not in (None, "role"):
-            raise ValueError(f"by must be 'role' or None, got {by!r}.")
-        if by is not None and (candidate_group_size is not None or candidate_selection_min_size is not None):
+        is_chosen = self.candidates.num_candidates is not None or self.candidates.min_candidates is not None
+        if by is not None and is_chosen:
             raise ValueError("candidates are chosen of a group, and by='role' compares parts of it: leave one out.")
-        if gamma is not None:
-            _check_gamma(
-                gamma,
-                normalize_batch=normalize_batch,
-                component_weights=component_weights,
-                trajectory_return=trajectory_return,
-                candidate_group_size=candidate_group_size,
-                keep_return_bounds=keep_return_bounds,
-            )
-        division = None if by is None else ("rollout", by)
-        keys = GroupKeys(prompt_key, rollout_key, is_scored_key, rewards_key, done_key, by=division)
-        min_size = candidate_selection_min_size or grpo_size
-        super().__init__(None if min_size is None else GroupQueue(keys, min_size, max_num_waiting_groups))
-        self.keys = keys
-        self.grpo_size = grpo_size
-        self.candidate_group_size = candidate_group_size
-        self.candidate_selection_min_size = min_size
-        self.gamma = gamma
-        self.verbose = verbose
-        self.trajectory_return = trajectory_return
-        self.normalization: Normalization = normalization
-        self.normalize_batch = normalize_batch
-        self.kl_penalty = kl_penalty
-        self.component_weights = dict(component_weights) if component_weights is not None else None
-        self.candidate_selector = candidate_selector or MCAdvantageSelector()
-        self.keep_return_bounds = keep_return_bounds
-        self.drop_constant_groups = drop_constant_groups
-        self.prompt_key = prompt_key
-        self.rewards_key = rewards_key
-        self.done_key = done_key
-        self.advantage_key = advantage_key
-        self.sampled_group_size = num_candidates
+        if self.gamma is None:
+            return
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma must be from 0 to 1, got {self.gamma}.")
+        given = self._options_of_rollouts()
+        if self.trajectory_return is not None:
+            given.append("trajectory_return")
+        if given:
+            raise ValueError(f"gamma compares turns, and {', '.join(given)} compare rollouts: leave one out.")
+
+    def _options_of_rollouts(self) -> list[str]:
+        """Return the options given that make sense only where each rollout has one return."""
+        options = {
+            "normalize_batch": self.normalize_batch,
+            "component_weights": self.components is not None,
+            "keep_return_bounds": self.candidates.bounds is not None,
+            "candidate_group_size": self.candidates.num_candidates is not None,
+        }
+        return [name for name, is_given in options.items() if is_given]
+
+    @property
+    def sampled_group_size(self) -> int | None:
         """Rollouts that each group is sampled with, where that was said."""
-        self.in_keys = [rollout_key if prompt_key is None else prompt_key, rewards_key]
-        self.out_keys = [advantage_key]
+        return self.candidates.sampled_size
 
     # Batches
 
@@ -236,22 +229,21 @@ class MCAdvantage(KnownArguments, GroupCounters):
         self._stats["trajectory_return_max"] = max(self._stats["trajectory_return_max"], *returns.values(), -math.inf)
 
     def _complete(self, rows: list[TensorDictBase], *, is_final: bool = False) -> TensorDictBase:
+        """Write the advantages of whole groups; returns the rows that stay."""
         advantages: dict[Hashable, float] = {}
-        dropped: set[Hashable] = set()
-        by_turn: set[Hashable] = set()
+        staying: set[Hashable] = set()
         for group in split_by_group(rows, self.keys):
             if self.gamma is not None:
-                by_turn |= self._settle_by_turn(group, self.gamma)
-                continue
-            if self.trajectory_return is None and self.keys.are_turns(group):
-                by_turn |= self._settle_turns(group)
-                continue
-            settled, is_dropped = self._settle(group, is_final=is_final)
-            advantages |= settled
-            dropped.update(settled if is_dropped else ())
+                settled = self._settle_by_turn(group, self.gamma)
+            elif self.trajectory_return is None and self.keys.are_turns(group):
+                settled = self._settle_turns(group)
+            else:
+                settled = self._settle(group, is_final=is_final)
+            advantages |= settled[0]
+            staying |= settled[1]
         if self.normalize_batch and self.kl_penalty is None:
             advantages = dict(zip(advantages, batch_normalized(list(advantages.values())), strict=True))
-        kept = [row for row in rows if self.keys.rollout_id(row) in (advantages.keys() - dropped) | by_turn]
+        kept = [row for row in rows if self.keys.rollout_id(row) in staying]
         for row in kept:
             if (rollout_id := self.keys.rollout_id(row)) in advantages:
                 shape = row.get(self.keys.rewards).shape if self.keys.are_turns([row]) else (*row.batch_size, 1, 1)
@@ -262,103 +254,101 @@ class MCAdvantage(KnownArguments, GroupCounters):
             print(f"MCAdvantage: {len(kept)} of {len(rows)} rows stay; {self.get_stats()}", file=sys.stderr)
         return stack_rows(kept)
 
-    def _decided(self, *, is_constant: bool, is_dropped: bool) -> None:
-        self._count(
-            completed_groups=1, written_groups=not is_dropped, dropped_groups=is_dropped, constant_groups=is_constant
-        )
-
-    def _settle_turns(self, rows: list[TensorDictBase]) -> set[Hashable]:
-        """Compare each turn's reward with all of its group's; returns the trajectories that stay."""
-        of_rollouts = {
-            "normalize_batch": self.normalize_batch,
-            "component_weights": self.component_weights is not None,
-            "keep_return_bounds": self.keep_return_bounds is not None,
-            "candidate_group_size": self.candidate_group_size is not None,
-        }
-        if any(of_rollouts.values()):
-            given = " and ".join(name for name, is_given in of_rollouts.items() if is_given)
-            raise ValueError(f"{given} compare returns of rollouts, not single turns: pass trajectory_return='sum'.")
-        rewards = [row.get(self.keys.rewards) for row in rows]
-        values = torch.cat([reward.flatten() for reward in rewards])
-        is_constant = self._is_constant([values.tolist()])
-        is_dropped = is_constant and self.drop_constant_groups
-        self._decided(is_constant=is_constant, is_dropped=is_dropped)
-        advantages = torch.tensor(group_advantages(values.tolist(), self.normalization))
-        for row, reward, part in zip(rows, rewards, advantages.split([r.numel() for r in rewards]), strict=True):
-            row.set(self.advantage_key, part.reshape(reward.shape))
-        return set() if is_dropped else {self.keys.rollout_id(row) for row in rows}
-
-    def _settle_by_turn(self, rows: list[TensorDictBase], gamma: float) -> set[Hashable]:
-        """Compare each turn's return with that of the group's same turn; returns the rollouts that stay."""
-        if self.keys.are_turns(rows):
-            raise ValueError("gamma is of training rows; turns have returns by trajectory_return.")
-        returns = {
-            self.keys.rollout_id(row): returns_to_go(turn_rewards(row), gamma) for row in rows if self.keys.scored(row)
-        }
-        self._count(unscored_trajectories=len({self.keys.rollout_id(row) for row in rows} - returns.keys()))
-        is_constant = self._is_constant(turns_of(list(returns.values())))
-        is_dropped = is_constant and self.drop_constant_groups
-        self._decided(is_constant=is_constant, is_dropped=is_dropped)
-        advantages = turn_advantages(returns, self.normalization)
-        scales = turn_scales(returns, self.normalization)
-        for row in rows:
-            if (rollout_id := self.keys.rollout_id(row)) in advantages:
-                row.set(self.advantage_key, on_tokens(row, advantages[rollout_id], scales, LOSS_MASK_KEY))
-        return set() if is_dropped else set(returns)
-
     def _penalize(self, batch: TensorDictBase, kl_penalty: KLPenalty) -> None:
         """Turn the advantages of rollouts into those of tokens."""
         masks = [mask.bool() for mask in ragged_column(batch, LOSS_MASK_KEY)]
         columns = zip(batch.unbind(0), kl_penalty.to_go(batch), masks, strict=True)
         values = [float(row[self.advantage_key]) - penalty[mask] for row, penalty, mask in columns]
         normalized = torch.tensor(batch_normalized(torch.cat(values).tolist()))
-        for row, mask, part in zip(
-            batch.unbind(0), masks, normalized.split([len(part) for part in values]), strict=True
-        ):
+        parts = normalized.split([len(part) for part in values])
+        for row, mask, part in zip(batch.unbind(0), masks, parts, strict=True):
             row.set(self.advantage_key, torch.zeros(mask.shape).masked_scatter(mask, part))
 
-    def _settle(self, rows: list[TensorDictBase], *, is_final: bool) -> tuple[dict[Hashable, float], bool]:
-        """Return the advantages of a group's rollouts that are in the baseline, and whether they are left out."""
+    # Groups
+
+    def _settle(self, rows: list[TensorDictBase], *, is_final: bool) -> Settled:
+        """Compare the returns of a group's rollouts."""
         scored = [row for row in rows if self.keys.scored(row)]
         turns = self.trajectory_return or "sum"
-        rewards = self.keys.rollout_values(scored, self.keys.rewards, turns)
-        unscored = {self.keys.rollout_id(row) for row in rows} - rewards.keys()
-        names = list(rewards)
+        returns = self.keys.rollout_values(scored, self.keys.rewards, turns)
+        num_unscored = len({self.keys.rollout_id(row) for row in rows} - returns.keys())
         chosen = None
-        if rewards:
-            chosen = self._chosen(list(rewards.values()), scored)
-            is_waited_for = not is_final and self.queue is not None
-            if chosen is None and is_waited_for and len(rewards) + len(unscored) < (self.sampled_group_size or 0):
-                self.queue.put_back(rows)  # type: ignore[union-attr]
-                return {}, True
-        self._count(unscored_trajectories=len(unscored))
+        if returns:
+            chosen = self.candidates.choose(list(returns.values()), lambda: by_rollout(scored, self.keys))
+            may_grow = len(returns) + num_unscored < (self.sampled_group_size or 0)
+            if chosen is None and may_grow and self.queue is not None and not is_final:
+                self.queue.put_back(rows)
+                return {}, set()
+        self._count(unscored_trajectories=num_unscored)
         if chosen is None:
             self._decided(is_constant=False, is_dropped=True)
-            return {}, True
-        self._count(selected_trajectories=len(chosen), unselected_trajectories=len(names) - len(chosen))
-        if len(chosen) < len(names):
-            first = list(rewards.values())[: len(chosen)]
-            self._count(rescued_groups=not is_within(first, self.keep_return_bounds))
+            return {}, set()
+        self._count(selected_trajectories=len(chosen), unselected_trajectories=len(returns) - len(chosen))
+        if len(chosen) < len(returns):
+            first = list(returns.values())[: len(chosen)]
+            self._count(rescued_groups=not is_within(first, self.candidates.bounds))
+        keys: list[NestedKey] = [self.keys.rewards]
+        if self.components is not None:
+            keys = [("reward_breakdown", name) for name in self.components]
+        names = list(returns)
         names = [names[index] for index in chosen]
-        columns: dict[NestedKey, float] = {self.keys.rewards: 1.0}
-        if self.component_weights is not None:
-            columns = {("reward_breakdown", name): weight for name, weight in self.component_weights.items()}
-        values = [self.keys.rollout_values(scored, key, turns) for key in columns]
-        chosen_values = [[column[name] for name in names] for column in values]
-        is_constant = self._is_constant(chosen_values)
+        values = [self.keys.rollout_values(scored, key, turns) for key in keys]
+        columns = [[column[name] for name in names] for column in values]
+        is_dropped = self._is_dropped(columns)
+        advantages = dict(zip(names, self.baseline.advantages(columns), strict=True))
+        return advantages, set() if is_dropped else set(names)
+
+    def _settle_turns(self, rows: list[TensorDictBase]) -> Settled:
+        """Compare each turn's reward with all of its group's."""
+        if given := self._options_of_rollouts():
+            raise ValueError(
+                f"{' and '.join(given)} compare returns of rollouts, not single turns: pass trajectory_return='sum'."
+            )
+        rewards = [row.get(self.keys.rewards) for row in rows]
+        values = torch.cat([reward.flatten() for reward in rewards]).tolist()
+        is_dropped = self._is_dropped([values])
+        parts = torch.tensor(group_advantages(values, self.baseline.normalization)).split([r.numel() for r in rewards])
+        for row, reward, part in zip(rows, rewards, parts, strict=True):
+            row.set(self.advantage_key, part.reshape(reward.shape))
+        return {}, set() if is_dropped else {self.keys.rollout_id(row) for row in rows}
+
+    def _settle_by_turn(self, rows: list[TensorDictBase], gamma: float) -> Settled:
+        """Compare each turn's return with that of the group's same turn."""
+        if self.keys.are_turns(rows):
+            raise ValueError("gamma is of training rows; turns have returns by trajectory_return.")
+        returns = {
+            self.keys.rollout_id(row): returns_to_go(turn_rewards(row), gamma) for row in rows if self.keys.scored(row)
+        }
+        self._count(unscored_trajectories=len({self.keys.rollout_id(row) for row in rows} - returns.keys()))
+        is_dropped = self._is_dropped(turns_of(list(returns.values())))
+        advantages = turn_advantages(returns, self.baseline.normalization)
+        scales = turn_scales(returns, self.baseline.normalization)
+        for row in rows:
+            if (rollout_id := self.keys.rollout_id(row)) in advantages:
+                row.set(self.advantage_key, on_tokens(row, advantages[rollout_id], scales, LOSS_MASK_KEY))
+        return {}, set() if is_dropped else set(returns)
+
+    def _is_dropped(self, columns: Sequence[Sequence[float]]) -> bool:
+        """Decide on a group, from the numbers that are compared, and count it."""
+        is_constant = self._is_constant(columns)
         is_dropped = is_constant and self.drop_constant_groups
         self._decided(is_constant=is_constant, is_dropped=is_dropped)
-        totals = [0.0] * len(names)
-        for weight, column in zip(columns.values(), chosen_values, strict=True):
-            for place, advantage in enumerate(group_advantages(column, self.normalization)):
-                totals[place] += weight * advantage
-        return dict(zip(names, totals, strict=True)), is_dropped
+        return is_dropped
+
+    def _is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
+        """Return whether a group has no signal; with a penalty every group has some."""
+        return self.kl_penalty is None and self.baseline.is_constant(columns)
+
+    def _decided(self, *, is_constant: bool, is_dropped: bool) -> None:
+        self._count(
+            completed_groups=1, written_groups=not is_dropped, dropped_groups=is_dropped, constant_groups=is_constant
+        )
 
     def has_signal(self, rollouts: Sequence[Rollout]) -> bool:
         """Return whether anything of a collected group would stay in its batch; for `GroupRules(group_filter=)`.
 
         Raises:
-            KeyError: when a rollout has no component of `component_weights`.
+            KeyError: if a rollout has no component of `component_weights`.
 
         Example:
             >>> group = [Rollout(rollout_id=str(i), group_id="g", sample_index=i, group_size=2, is_scored=True)
@@ -369,37 +359,12 @@ class MCAdvantage(KnownArguments, GroupCounters):
         if self.keys.by is not None and len(roles := {rollout.role for rollout in rollouts}) > 1:
             return any(self.has_signal([one for one in rollouts if one.role == role]) for role in roles)
         scored = [rollout for rollout in rollouts if rollout.is_scored]
-        chosen = self._chosen([rollout.reward for rollout in scored]) if scored else None
+        chosen = self.candidates.choose([rollout.reward for rollout in scored]) if scored else None
         if chosen is None:
             return False
         columns = [[scored[index].reward for index in chosen]]
         if self.gamma is not None:
             columns = turns_of([returns_to_go(one.turn_rewards, self.gamma) for one in scored])
-        if self.component_weights is not None:
-            columns = [[scored[index].breakdown[name] for index in chosen] for name in self.component_weights]
+        if self.components is not None:
+            columns = [[scored[index].breakdown[name] for index in chosen] for name in self.components]
         return not (self.drop_constant_groups and self._is_constant(columns))
-
-    def _chosen(self, returns: Sequence[float], rows: Sequence[TensorDictBase] = ()) -> Sequence[int] | None:
-        """Return the places of the rollouts that are trained on; None where the group is too easy or too hard."""
-        if self.candidate_group_size is None and self.keep_return_bounds is None:
-            return range(len(returns))
-        candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])
-        if rows and self.candidate_selector.in_keys != ["return"]:
-            candidates.set("trajectories", lazy_stack(by_rollout(rows, self.keys), 0))
-        return self.candidate_selector.select(
-            candidates.select(*self.candidate_selector.in_keys),
-            group_size=min(len(returns), self.grpo_size or len(returns)),
-            keep_return_bounds=self.keep_return_bounds,
-        )
-
-    def _is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
-        """Return whether every advantage would be zero, from the values of each component."""
-        is_compared = self.normalization != "none" and self.kl_penalty is None
-        return is_compared and all(len(set(column)) == 1 for column in columns)
-
-
-def _check_gamma(gamma: float, **others: object) -> None:
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma must be from 0 to 1, got {gamma}.")
-    if given := [name for name, value in others.items() if value]:
-        raise ValueError(f"gamma compares turns, and {', '.join(given)} compare rollouts: leave one out.")

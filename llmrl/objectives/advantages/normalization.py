@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -63,3 +64,36 @@ def batch_normalized(advantages: Sequence[float]) -> list[float]:
         return [0.0] * len(advantages)
     values = torch.tensor(advantages, dtype=torch.float64)
     return ((values - values.mean()) / values.std().clamp(min=1e-6)).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Compares the rollouts of a group in each of several numbers by itself, and adds the weighted advantages up.
+
+    No number drowns the others, whatever their scales (GDPO, arXiv:2601.05242).
+
+    Raises:
+        ValueError: if the normalization is unknown.
+
+    Example:
+        >>> Baseline("mean", weights=(1.0, 0.5)).advantages([[0.0, 2.0], [10.0, 0.0]])
+        [1.5, -1.5]
+    """
+
+    normalization: Normalization = "std"
+    weights: Sequence[float] = (1.0,)
+
+    def __post_init__(self) -> None:
+        group_advantages([], self.normalization)
+
+    def advantages(self, columns: Sequence[Sequence[float]]) -> list[float]:
+        """Return the advantage of each rollout, from `[num_columns][num_rollouts]` numbers."""
+        totals = [0.0] * len(columns[0])
+        for weight, column in zip(self.weights, columns, strict=True):
+            for place, advantage in enumerate(group_advantages(column, self.normalization)):
+                totals[place] += weight * advantage
+        return totals
+
+    def is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
+        """Return whether every advantage would be zero."""
+        return self.normalization != "none" and all(len(set(column)) == 1 for column in columns)

@@ -1,18 +1,18 @@
-"""Which rollouts of a group are trained on."""
+"""Which of a group's more numerous candidates are trained on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal, get_args
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
-from torchrl.envs.transforms import Transform
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl.objectives.advantages.grouping import GroupKeys, GroupQueue, split_by_group, stack_rows
 
 SelectionStrategy = Literal["first", "uniform", "balanced", "max_variance"]
 
@@ -123,81 +123,72 @@ def _squares(values: Sequence[float]) -> float:
     return sum((value - mean) ** 2 for value in values)
 
 
-class TopKRewardSelector(KnownArguments, Transform):
-    """Keeps the rollouts of highest reward of each group: expert iteration, rejection sampling.
-
-    A group is what shares `("rollout", "group_id")`. At most `topk_size` of its scored rollouts are kept, the best
-    first, and only those above the group's mean reward, so that a group without signal leaves nothing, and a group in
-    which half or more succeeded still leaves its successes. (TorchRL groups by prompt text and compares with the
-    median, which drops a group in which most succeeded.)
-
-    Appended to a replay buffer (`inv`, on `extend`) rows are held back until `total_dialog_turns` rollouts of their
-    group have come. A collector has complete groups and takes `postproc=selector.select`.
-
-    Args:
-        total_dialog_turns: rollouts in a group, scored or not.
-        topk_size: rollouts kept of each.
-        prompt_key: entry that tells groups, in place of their id.
-        rewards_key, done_key: entries read; turns, which name no rollout, are taken as `MCAdvantage` takes them.
-        max_num_waiting_groups: beyond it the oldest incomplete group is dropped, with a warning.
-        rollout_key, is_scored_key: entries read.
+@dataclass(frozen=True, slots=True)
+class CandidateChoice:
+    """Of how many candidates a group's rollouts are chosen, how, and within which bounds.
 
     Raises:
-        ValueError: when `topk_size` is not within 1 and `total_dialog_turns`.
+        ValueError: if a size is below 1, the sizes contradict each other, or the bounds are not ascending.
 
     Example:
-        >>> from tensordict import TensorDict, lazy_stack
-        >>> rows = [TensorDict({"rollout": {"group_id": "g", "rollout_id": str(i)}, "next": {"reward": [[float(i)]]}})
-        ...         for i in range(4)]
-        >>> TopKRewardSelector(4, 1).select(lazy_stack(rows))["next", "reward"].flatten().tolist()
-        [3.0]
+        >>> CandidateChoice(2, 4, selector=MCAdvantageSelector("max_variance")).choose([0.4, 0.0, 1.0, 0.6])
+        [1, 2]
     """
 
-    def __init__(
-        self,
-        total_dialog_turns: int,
-        topk_size: int,
-        prompt_key: NestedKey | None = None,
-        rewards_key: NestedKey = ("next", "reward"),
-        done_key: NestedKey = ("next", "done"),
-        *,
-        max_num_waiting_groups: int = 1024,
-        rollout_key: NestedKey = ("rollout", "rollout_id"),
-        is_scored_key: NestedKey = ("rollout", "is_scored"),
-    ) -> None:
-        super().__init__()
-        if not 1 <= topk_size <= total_dialog_turns:
+    group_size: int | None = None
+    """Rollouts that are trained on; None takes all."""
+    num_candidates: int | None = None
+    """Rollouts that a group is sampled with, if more."""
+    min_candidates: int | None = None
+    """Rollouts that have come when a choice is first tried."""
+    selector: MCAdvantageSelector = field(default_factory=MCAdvantageSelector)
+    bounds: tuple[float, float] | None = None
+    """Of the mean return of those chosen, exclusive."""
+
+    def __post_init__(self) -> None:
+        size = self.group_size
+        if size is not None and size < 1:
+            raise ValueError(f"grpo_size must be at least 1, got {size}.")
+        if self.num_candidates is not None and (size is None or self.num_candidates < size):
             raise ValueError(
-                f"topk_size must be from 1 to total_dialog_turns, got {topk_size} with "
-                f"total_dialog_turns={total_dialog_turns}."
+                f"candidate_group_size must be at least grpo_size, got {self.num_candidates} with grpo_size={size}."
             )
-        self.total_dialog_turns = total_dialog_turns
-        self.topk_size = topk_size
-        self.keys = GroupKeys(prompt_key, rollout_key, is_scored_key, rewards_key, done_key)
-        self.queue = GroupQueue(self.keys, total_dialog_turns, max_num_waiting_groups)
-        self.in_keys = [rollout_key if prompt_key is None else prompt_key, rewards_key]
+        if self.min_candidates is not None and not (
+            size is not None and size <= self.min_candidates <= (self.sampled_size or 0)
+        ):
+            raise ValueError(
+                "candidate_selection_min_size must be from grpo_size to candidate_group_size, got "
+                f"{self.min_candidates} with {size} and {self.num_candidates}."
+            )
+        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
+            raise ValueError(f"keep_return_bounds must be (low, high) with low < high, got {self.bounds}.")
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Do nothing: what is sampled from a buffer was selected when it was written."""
-        return tensordict
+    @property
+    def sampled_size(self) -> int | None:
+        """Rollouts that a group is sampled with, where that was said."""
+        return self.num_candidates or self.group_size
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        selected = self._selected(self.queue.push(self.keys.rows(tensordict)))
-        return selected if selected.batch_size.numel() else None
+    @property
+    def waited_size(self) -> int | None:
+        """Rollouts that have come when a choice is first tried, where groups have a size."""
+        return self.min_candidates or self.group_size
 
-    def select(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the rows of the best rollouts of a batch of complete groups."""
-        return self._selected(rows) if (rows := self.keys.rows(tensordict)) else tensordict
+    def choose(
+        self, returns: Sequence[float], rollouts: Callable[[], Sequence[TensorDictBase]] | None = None
+    ) -> Sequence[int] | None:
+        """Return the places of the rollouts that are trained on; None where the group is too easy or too hard.
 
-    def _selected(self, batch: list[TensorDictBase]) -> TensorDictBase:
-        kept: list[TensorDictBase] = []
-        for rows in split_by_group(batch, self.keys):
-            scored = [row for row in rows if self.keys.scored(row)]
-            rewards = self.keys.rollout_values(scored, self.keys.rewards)
-            if not rewards:
-                continue
-            mean = sum(rewards.values()) / len(rewards)
-            best = [name for name in sorted(rewards, key=lambda name: -rewards[name]) if rewards[name] > mean]
-            for name in best[: self.topk_size]:
-                kept += [row for row in scored if self.keys.rollout_id(row) == name]
-        return stack_rows(kept)
+        Args:
+            returns: return of each candidate.
+            rollouts: gives the rows of each, for selectors that read them.
+        """
+        if self.num_candidates is None and self.bounds is None:
+            return range(len(returns))
+        candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])
+        if rollouts is not None and self.selector.in_keys != ["return"]:
+            candidates.set("trajectories", lazy_stack(list(rollouts()), 0))
+        return self.selector.select(
+            candidates.select(*self.selector.in_keys),
+            group_size=min(len(returns), self.group_size or len(returns)),
+            keep_return_bounds=self.bounds,
+        )

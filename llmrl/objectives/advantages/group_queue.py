@@ -1,0 +1,110 @@
+"""Groups that are waited for: rows are held back until all rollouts of their group have come."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Hashable, Iterator, MutableMapping
+
+from tensordict import TensorDictBase
+
+from llmrl.objectives.advantages.grouping import GroupKeys, by_rollout
+
+
+class PickledRows(MutableMapping[Hashable, list[TensorDictBase]]):
+    """Rows by group in a dictionary that other processes see, such as `multiprocessing.Manager().dict()`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> rows = PickledRows({})
+        >>> rows["g"] = [TensorDict(a=torch.ones(2))]
+        >>> len(rows), rows["g"][0]["a"].shape
+        (1, torch.Size([2]))
+    """
+
+    def __init__(self, pickled: MutableMapping[Hashable, bytes]) -> None:
+        self._pickled = pickled
+
+    def __getitem__(self, group: Hashable) -> list[TensorDictBase]:
+        rows: list[TensorDictBase] = pickle.loads(self._pickled[group])
+        return rows
+
+    def __setitem__(self, group: Hashable, rows: list[TensorDictBase]) -> None:
+        self._pickled[group] = pickle.dumps(rows)
+
+    def __delitem__(self, group: Hashable) -> None:
+        del self._pickled[group]
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(list(self._pickled.keys()))
+
+    def __len__(self) -> int:
+        return len(self._pickled)
+
+
+class GroupQueue:
+    """Holds rows back until all rollouts of their group have come.
+
+    Of a collector's groups those that failed, were late or were filtered never come; its rows say how many do.
+
+    Args:
+        keys: where rows say what they belong to.
+        num_rollouts: rollouts in a group, scored or not, where its rows do not say.
+        max_num_waiting: beyond it the oldest incomplete group is dropped, with a warning.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> rows = [TensorDict(rollout=TensorDict(group_id="g", rollout_id=name)) for name in "ab"]
+        >>> queue = GroupQueue(GroupKeys(), 2)
+        >>> len(queue.push(rows[:1])), len(queue.push(rows[1:]))
+        (0, 2)
+    """
+
+    def __init__(self, keys: GroupKeys, num_rollouts: int, max_num_waiting: int = 1024) -> None:
+        self.keys = keys
+        self.num_rollouts = num_rollouts
+        self.max_num_waiting = max_num_waiting
+        self.num_abandoned = 0
+        """Groups dropped because they stayed incomplete."""
+        self.waiting: MutableMapping[Hashable, list[TensorDictBase]] = {}
+        """Rows of each incomplete group, the oldest group first."""
+
+    def rollouts(self) -> dict[Hashable, list[TensorDictBase]]:
+        """Return the rollouts that have come of each group that is waited for, a batch of rows each."""
+        return {group: by_rollout(rows, self.keys) for group, rows in self.waiting.items()}
+
+    def _rollouts(self, rows: list[TensorDictBase]) -> set[Hashable]:
+        return {self.keys.rollout_id(row) for row in rows}
+
+    def push(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
+        """Take rows in; returns those of the groups that are complete now."""
+        touched: dict[Hashable, list[TensorDictBase]] = {}
+        for row in rows:
+            touched.setdefault(self.keys.group_id(row), []).append(row)
+        ready: list[TensorDictBase] = []
+        # Only after the whole call, so that all rows of a rollout that came together stay together.
+        for group, new in touched.items():
+            known = [*self.waiting.get(group, ()), *new]
+            if len(self._rollouts(known)) < self.keys.size(new[-1], self.num_rollouts):
+                self.waiting[group] = known
+            else:
+                ready += known
+                self.waiting.pop(group, None)
+        self._drop_oldest()
+        return ready
+
+    def put_back(self, rows: list[TensorDictBase]) -> None:
+        """Wait for more rollouts of a group."""
+        self.waiting[self.keys.group_id(rows[0])] = rows
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while len(self.waiting) > self.max_num_waiting:
+            oldest = next(iter(self.waiting))
+            rows = self.waiting.pop(oldest)
+            self.num_abandoned += 1
+            warnings.warn(
+                f"Group {oldest!r} was dropped: it stayed incomplete with {len(rows)} rows while "
+                f"{self.max_num_waiting} later groups came (groups of {self.num_rollouts} rollouts).",
+                stacklevel=5,
+            )

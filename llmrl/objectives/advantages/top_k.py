@@ -1,0 +1,85 @@
+"""The best rollouts of each group: expert iteration, rejection sampling."""
+
+from __future__ import annotations
+
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.envs.transforms import Transform
+
+from llmrl._utils.arguments import KnownArguments
+from llmrl.objectives.advantages.group_queue import GroupQueue
+from llmrl.objectives.advantages.grouping import GroupKeys, split_by_group, stack_rows
+
+
+class TopKRewardSelector(KnownArguments, Transform):
+    """Keeps the rollouts of highest reward of each group: expert iteration, rejection sampling.
+
+    A group is what shares `("rollout", "group_id")`. At most `topk_size` of its scored rollouts are kept, the best
+    first, and only those above the group's mean reward, so that a group without signal leaves nothing, and a group in
+    which half or more succeeded still leaves its successes. (TorchRL groups by prompt text and compares with the
+    median, which drops a group in which most succeeded.)
+
+    Appended to a replay buffer (`inv`, on `extend`) rows are held back until `total_dialog_turns` rollouts of their
+    group have come. A collector has complete groups and takes `postproc=selector.select`.
+
+    Args:
+        total_dialog_turns: rollouts in a group, scored or not.
+        topk_size: rollouts kept of each.
+        prompt_key: entry that tells groups, in place of their id.
+        rewards_key, done_key: entries read; turns, which name no rollout, are taken as `MCAdvantage` takes them.
+
+    Raises:
+        ValueError: if `topk_size` is not within 1 and `total_dialog_turns`.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> rows = [TensorDict({"rollout": {"group_id": "g", "rollout_id": str(i)}, "next": {"reward": [[float(i)]]}})
+        ...         for i in range(4)]
+        >>> TopKRewardSelector(4, 1).select(lazy_stack(rows))["next", "reward"].flatten().tolist()
+        [3.0]
+    """
+
+    def __init__(
+        self,
+        total_dialog_turns: int,
+        topk_size: int,
+        prompt_key: NestedKey | None = None,
+        rewards_key: NestedKey = ("next", "reward"),
+        done_key: NestedKey = ("next", "done"),
+    ) -> None:
+        super().__init__()
+        if not 1 <= topk_size <= total_dialog_turns:
+            raise ValueError(
+                f"topk_size must be from 1 to total_dialog_turns, got {topk_size} with "
+                f"total_dialog_turns={total_dialog_turns}."
+            )
+        self.total_dialog_turns = total_dialog_turns
+        self.topk_size = topk_size
+        self.keys = GroupKeys(prompt_key, rewards=rewards_key, done=done_key)
+        self.queue = GroupQueue(self.keys, total_dialog_turns)
+        self.in_keys = self.keys.read
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Do nothing: what is sampled from a buffer was selected when it was written."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        selected = self._selected(self.queue.push(self.keys.rows(tensordict)))
+        return selected if selected.batch_size.numel() else None
+
+    def select(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the rows of the best rollouts of a batch of complete groups."""
+        return self._selected(rows) if (rows := self.keys.rows(tensordict)) else tensordict
+
+    def _selected(self, batch: list[TensorDictBase]) -> TensorDictBase:
+        kept: list[TensorDictBase] = []
+        for rows in split_by_group(batch, self.keys):
+            scored = [row for row in rows if self.keys.scored(row)]
+            rewards = self.keys.rollout_values(scored, self.keys.rewards)
+            if not rewards:
+                continue
+            mean = sum(rewards.values()) / len(rewards)
+            best = [name for name in sorted(rewards, key=lambda name: -rewards[name]) if rewards[name] > mean]
+            for name in best[: self.topk_size]:
+                kept += [row for row in scored if self.keys.rollout_id(row) == name]
+        return stack_rows(kept)
