@@ -32,6 +32,7 @@ from llmrl.objectives.losses.variants import DPPOLoss, DrGRPOLoss, GSPOLoss, RLO
 from llmrl.objectives.penalties.kl_penalty import KLPenalty
 from llmrl.objectives.penalties.length_penalty import LengthPenalty, group_relative_length, soft_overlong
 from llmrl.objectives.ratios import (
+    ImportanceBound,
     effective_sample_size,
     importance_weights,
     sequence_log_ratio,
@@ -50,6 +51,7 @@ __all__ = [
     "GRPOLoss",
     "GRPOLossOutput",
     "GSPOLoss",
+    "ImportanceBound",
     "KLPenalty",
     "LLMLoss",
     "LLMLossOutput",

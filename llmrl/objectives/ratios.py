@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 import torch
@@ -80,17 +81,9 @@ def sequence_totals(values: torch.Tensor, sequence_index: torch.Tensor, *, is_me
     return (sums / counts if is_mean else sums)[index]
 
 
-def importance_weights(
-    old_log_probs: torch.Tensor,
-    sampler_log_probs: torch.Tensor,
-    sequence_index: torch.Tensor,
-    *,
-    cap: float,
-    floor: float = 0.0,
-    level: ImportanceLevel = "token",
-    mode: ImportanceMode = "truncate",
-) -> torch.Tensor:
-    """Return `pi_old / pi_sampler`, bounded: what samples are worth that another engine, or an older policy, drew.
+@dataclass(frozen=True, slots=True)
+class ImportanceBound:
+    """How the weights `pi_old / pi_sampler` are bounded: what samples of another engine, or an older policy, are worth.
 
     With `w` the ratio of a token, of its sequence (the product), or the geometric mean over its sequence:
 
@@ -101,64 +94,78 @@ def importance_weights(
     - `mask`: `w` within `[floor, cap]` and 0 outside (IcePop, in Ring-1T, arXiv:2510.18855); at the level of sequences,
       Liu et al. (2025), "When speed kills stability".
 
-    No gradient flows through it, and log-weights are clamped, see `bounded_exp`.
+    Raises:
+        ValueError: if the level or mode is unknown, or the bounds leave nothing.
+
+    Example:
+        >>> bound = ImportanceBound(2.0, floor=0.5, mode="mask")
+        >>> bound.bounded(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([0., 1., 0.])
+    """
+
+    cap: float
+    _: KW_ONLY
+    floor: float = 0.0
+    """Lower bound, for `mask`."""
+    mode: ImportanceMode = "truncate"
+    level: ImportanceLevel = "token"
+    """`token`, `sequence` or `geometric`."""
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("level", self.level, get_args(ImportanceLevel)),
+            ("mode", self.mode, get_args(ImportanceMode)),
+        ):
+            if value not in choices:
+                raise ValueError(f"importance {name} must be one of {list(choices)}, got {value!r}.")
+        if not 0 <= self.floor < self.cap:
+            raise ValueError(
+                f"importance bounds must have 0 <= floor < cap, got floor={self.floor} and cap={self.cap}."
+            )
+        if self.floor and self.mode == "truncate":
+            raise ValueError(f"importance floor={self.floor} has no meaning with mode 'truncate'; use mode 'mask'.")
+
+    def log_weights(
+        self, old_log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, sequence_index: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logs of the weights before they are bounded, `[num_tokens]`, detached."""
+        log_weight = (old_log_probs - sampler_log_probs).detach()
+        if self.level == "token":
+            return log_weight
+        return sequence_totals(log_weight, sequence_index, is_mean=self.level == "geometric")
+
+    def bounded(self, log_weight: torch.Tensor) -> torch.Tensor:
+        """Return the weights; their logs are clamped, see `bounded_exp`."""
+        weight = bounded_exp(log_weight)
+        if self.mode == "truncate":
+            return weight.clamp(max=self.cap)
+        return weight * ((weight >= self.floor) & (weight <= self.cap))
+
+
+def importance_weights(
+    old_log_probs: torch.Tensor,
+    sampler_log_probs: torch.Tensor,
+    sequence_index: torch.Tensor,
+    *,
+    cap: float,
+    floor: float = 0.0,
+    level: ImportanceLevel = "token",
+    mode: ImportanceMode = "truncate",
+) -> torch.Tensor:
+    """Return `pi_old / pi_sampler` of each token, bounded as `ImportanceBound` says; no gradient flows through it.
 
     Args:
         old_log_probs, sampler_log_probs: `[num_tokens]`.
         sequence_index: `[num_tokens]` int64; for the levels above `token` all tokens of a sequence must be here.
-        cap: upper bound.
-        floor: lower bound, for `mask`.
-        level: `token`, `sequence` or `geometric`.
-        mode: `truncate` or `mask`.
-
-    Raises:
-        ValueError: for an unknown level or mode, or bounds that leave nothing.
+        cap, floor, level, mode: see `ImportanceBound`.
 
     Example:
         >>> old, sampler = torch.zeros(3), torch.tensor([-1.0, 1.0, 0.0])
         >>> importance_weights(old, sampler, torch.zeros(3, dtype=torch.int64), cap=2.0)
         tensor([2.0000, 0.3679, 1.0000])
-        >>> importance_weights(old, sampler, torch.zeros(3, dtype=torch.int64), cap=2.0, floor=0.5, mode="mask")
-        tensor([0., 0., 1.])
     """
-    check_importance(cap, floor, level, mode)
-    return bounded_weights(
-        importance_log_weights(old_log_probs, sampler_log_probs, sequence_index, level), cap, floor, mode
-    )
-
-
-def importance_log_weights(
-    old_log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, sequence_index: torch.Tensor, level: ImportanceLevel
-) -> torch.Tensor:
-    """Return the logs of `importance_weights` before they are bounded, detached."""
-    log_weight = (old_log_probs - sampler_log_probs).detach()
-    if level == "token":
-        return log_weight
-    return sequence_totals(log_weight, sequence_index, is_mean=level == "geometric")
-
-
-def bounded_weights(log_weight: torch.Tensor, cap: float, floor: float, mode: ImportanceMode) -> torch.Tensor:
-    """Return the bounds of `importance_weights`."""
-    weight = bounded_exp(log_weight)
-    return weight.clamp(max=cap) if mode == "truncate" else weight * ((weight >= floor) & (weight <= cap))
-
-
-def check_importance(cap: float, floor: float, level: str, mode: str) -> None:
-    """Raise for arguments of `importance_weights` that make no sense.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    for name, value, choices in (
-        ("level", level, get_args(ImportanceLevel)),
-        ("mode", mode, get_args(ImportanceMode)),
-    ):
-        if value not in choices:
-            raise ValueError(f"importance {name} must be one of {list(choices)}, got {value!r}.")
-    if not 0 <= floor < cap:
-        raise ValueError(f"importance bounds must have 0 <= floor < cap, got floor={floor} and cap={cap}.")
-    if floor and mode == "truncate":
-        raise ValueError(f"importance floor={floor} has no meaning with mode 'truncate'; use mode 'mask'.")
+    bound = ImportanceBound(cap, floor=floor, mode=mode, level=level)
+    return bound.bounded(bound.log_weights(old_log_probs, sampler_log_probs, sequence_index))
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -277,7 +277,6 @@ def test_a_misspelt_keyword_names_the_nearest(loss_type: type[GRPOLoss]) -> None
         ({"aggregation": "token_sum"}, "aggregation"),
         ({"aggregation": "fixed_length"}, "fixed_length"),
         ({"clip_epsilon": -0.1}, "clip_epsilon"),
-        ({"ratio": "word"}, "ratio"),
         ({"masking_strategy": "all"}, "masking_strategy"),
         ({"kl_estimator": "k4"}, "kl_estimator"),
     ],

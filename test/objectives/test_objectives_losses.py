@@ -18,6 +18,7 @@ from llmrl.objectives import (
     DrGRPOLoss,
     GRPOLoss,
     GSPOLoss,
+    ImportanceBound,
     LLMLoss,
     RLOOLoss,
     SFTLoss,
@@ -243,11 +244,9 @@ CASES: dict[str, tuple[Callable[[Table], LLMLoss], Callable[[list[Token]], torch
 }
 CASES_WITH_OLD: dict[str, tuple[Callable[[Table], LLMLoss], Callable[[list[Token]], torch.Tensor]]] = {
     "decoupled": (lambda p: GRPOLoss(p, importance_cap=1.2), decoupled),
-    "masked": (lambda p: GRPOLoss(p, importance_cap=1.2, importance_floor=0.8, importance_mode="mask"), masked),
+    "masked": (lambda p: GRPOLoss(p, importance_cap=ImportanceBound(1.2, floor=0.8, mode="mask")), masked),
     "masked_sequences": (
-        lambda p: GRPOLoss(
-            p, importance_cap=1.1, importance_floor=0.9, importance_mode="mask", importance_level="geometric"
-        ),
+        lambda p: GRPOLoss(p, importance_cap=ImportanceBound(1.1, floor=0.9, mode="mask", level="geometric")),
         masked_sequences,
     ),
 }
@@ -380,10 +379,10 @@ def test_losses_are_left_per_sequence_when_asked() -> None:
         (lambda: SFTLoss(reduction="token_mean", loss_function="minor_sft"), ValueError, "token_mean"),
         (lambda: GRPOLoss(dual_clip=0.5), ValueError, "dual_clip"),
         (lambda: GRPOLoss(max_staleness=-1), ValueError, "max_staleness"),
-        (lambda: GRPOLoss(importance_mode="mask"), ValueError, "need importance_cap"),
-        (lambda: GRPOLoss(importance_cap=2.0, importance_floor=0.5), ValueError, "use mode 'mask'"),
-        (lambda: GRPOLoss(importance_cap=1.0, importance_floor=2.0, importance_mode="mask"), ValueError, "floor < cap"),
-        (lambda: GRPOLoss(importance_cap=1.0, importance_level="word"), ValueError, "level"),
+        (lambda: GRPOLoss(importance_cap=0.0), ValueError, "floor < cap"),
+        (lambda: ImportanceBound(2.0, floor=0.5), ValueError, "use mode 'mask'"),
+        (lambda: ImportanceBound(1.0, floor=2.0, mode="mask"), ValueError, "floor < cap"),
+        (lambda: ImportanceBound(1.0, level="word"), ValueError, "level"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_are_known_or_refused(make: Callable[[], Any], error: type[Exception], named: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -22,13 +22,9 @@ from llmrl.objectives.losses.clipping import clip_bounds, clipped_importance, cl
 from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, has_column, read_inputs
 from llmrl.objectives.losses.outputs import CISPOLossOutput, DAPOLossOutput, GRPOLossOutput, LLMLossOutput, summarized
 from llmrl.objectives.ratios import (
-    ImportanceLevel,
-    ImportanceMode,
+    ImportanceBound,
     bounded_exp,
-    bounded_weights,
-    check_importance,
     effective_sample_size,
-    importance_log_weights,
     is_out_of_range,
     sequence_log_ratio,
     token_log_ratio,
@@ -63,19 +59,20 @@ class GRPOLoss(LLMLoss):
         kl_to_ref_coeff: add the KL to the reference, with log-probs read from `ref_log_probs`, unless it is 0.
         kl_to_inference_coeff: add the KL to the sampler.
         kl_estimator: `k1`, `k2` or `k3`, see `kl_estimate`; `KLPenalty` puts the KL into the reward instead.
-        ratio: `token`, or `sequence` (GSPO), a sequence being a row.
-        importance_cap, importance_floor, importance_mode, importance_level: bounds, kind and level of the
-            trainer-to-sampler weight, see `importance_weights`; at the levels above `token` a sequence is a row.
+        importance_cap: bound of the trainer-to-sampler weight of each token; or an `ImportanceBound`, which may have a
+            lower bound, too, leave out tokens beyond it, or weigh sequences, a sequence being a row.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
 
     Raises:
-        TypeError: for an unknown keyword, naming the nearest.
-        ValueError: for a value out of range.
+        TypeError: if a keyword is unknown, naming the nearest.
+        ValueError: if a value is out of range.
     """
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
     _is_around_sampler = False
     """Whether what is clipped is left out, and lies around the policy that sampled, whatever the ratio is to."""
+    _has_sequence_ratio = False
+    """Whether the ratio is that of a row (GSPO), not of each token."""
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
@@ -104,11 +101,7 @@ class GRPOLoss(LLMLoss):
         kl_to_ref_coeff: float | None = None,
         kl_to_inference_coeff: float | None = None,
         kl_estimator: KLEstimator = "k3",
-        ratio: Literal["token", "sequence"] = "token",
-        importance_cap: float | None = None,
-        importance_floor: float = 0.0,
-        importance_mode: ImportanceMode = "truncate",
-        importance_level: ImportanceLevel = "token",
+        importance_cap: float | ImportanceBound | None = None,
         masking_strategy: MaskingStrategy = "rlhf",
         **unknown: object,
     ) -> None:
@@ -116,31 +109,26 @@ class GRPOLoss(LLMLoss):
         known = set(inspect.signature(GRPOLoss.__init__).parameters) - {"self", "unknown"}
         refuse_unknown(type(self).__name__, unknown, known, instead_of("GRPOLoss"))
         for name, value, choices in (
-            ("aggregation", aggregation, get_args(Aggregation)),
             ("kl_estimator", kl_estimator, get_args(KLEstimator)),
-            ("ratio", ratio, ("token", "sequence")),
             ("masking_strategy", masking_strategy, get_args(MaskingStrategy)),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
-        if dual_clip is not None and not dual_clip > 1:
-            raise ValueError(f"dual_clip must be above 1, got {dual_clip}.")
         for name, number in (
             ("kl_mask_threshold", kl_mask_threshold),
+            ("max_staleness", max_staleness),
             ("entropy_coeff", entropy_coeff),
             ("kl_to_ref_coeff", kl_to_ref_coeff),
             ("kl_to_inference_coeff", kl_to_inference_coeff),
         ):
             if number is not None and not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {number}.")
-        if max_staleness is not None and max_staleness < 0:
-            raise ValueError(f"max_staleness must be at least 0, got {max_staleness}.")
-        if importance_cap is not None:
-            check_importance(importance_cap, importance_floor, importance_level, importance_mode)
-        elif (importance_floor, importance_mode, importance_level) != (0.0, "truncate", "token"):
-            raise ValueError("importance_floor, importance_mode and importance_level need importance_cap.")
+        if dual_clip is not None and not dual_clip > 1:
+            raise ValueError(f"dual_clip must be above 1, got {dual_clip}.")
         # One sequence, to check the arguments now rather than at the first batch.
         aggregation_weights(torch.zeros(1, dtype=torch.int64), 1, aggregation, fixed_length=fixed_length)
+        if importance_cap is not None and not isinstance(importance_cap, ImportanceBound):
+            importance_cap = ImportanceBound(importance_cap)
         self.actor_network = actor_network
         self.clip_epsilon_low, self.clip_epsilon_high = clip_bounds(clip_epsilon)
         self.dual_clip = dual_clip
@@ -153,18 +141,15 @@ class GRPOLoss(LLMLoss):
         self.kl_to_ref_coeff = kl_to_ref_coeff or None
         self.kl_to_inference_coeff = kl_to_inference_coeff
         self.kl_estimator: KLEstimator = kl_estimator
-        self.ratio = ratio
-        self.importance_cap = importance_cap
-        self.importance_floor = importance_floor
-        self.importance_mode: ImportanceMode = importance_mode
-        self.importance_level: ImportanceLevel = importance_level
+        self.importance = importance_cap
         self.masking_strategy: MaskingStrategy = masking_strategy
         self.policy_version: int | None = None
         """The version being trained, for `max_staleness`."""
 
     @property
     def _leaves_tokens_out(self) -> bool:
-        return self.kl_mask_threshold is not None or self.max_staleness is not None or self.importance_mode == "mask"
+        is_masked = self.importance is not None and self.importance.mode == "mask"
+        return is_masked or self.kl_mask_threshold is not None or self.max_staleness is not None
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -192,7 +177,7 @@ class GRPOLoss(LLMLoss):
             keys += ["loss_kl_to_ref", "kl_to_ref"]
         if self.kl_to_inference_coeff is not None:
             keys += ["loss_kl_to_inference", "kl_to_inference"]
-        if self.importance_cap is not None:
+        if self.importance is not None:
             keys += ["importance_weight", "importance_clip_fraction"]
         if self.max_staleness is not None:
             keys.append("staleness")
@@ -243,9 +228,9 @@ class GRPOLoss(LLMLoss):
         sampler = tokens["sample_log_probs"]
         # The trainer's own, before the first update on the batch: what separates them from the sampler's is no update.
         own = tokens.columns.get("old_log_probs", current)
-        is_to_own = self.importance_cap is not None or ("old_log_probs" in tokens and not self._is_around_sampler)
+        is_to_own = self.importance is not None or ("old_log_probs" in tokens and not self._is_around_sampler)
         old = own if is_to_own else sampler
-        if self.ratio == "sequence":
+        if self._has_sequence_ratio:
             log_ratio = sequence_log_ratio(log_probs, old, tokens.row_index)
         else:
             log_ratio = token_log_ratio(log_probs, old)
@@ -260,14 +245,14 @@ class GRPOLoss(LLMLoss):
         is_clamped = is_out_of_range(log_weight)
         weight: torch.Tensor | float = 1.0
         is_kept = torch.ones_like(current, dtype=torch.bool)
-        if self.importance_cap is not None:
-            log_mismatch = importance_log_weights(old, sampler, tokens.row_index, self.importance_level)
-            weight = bounded_weights(log_mismatch, self.importance_cap, self.importance_floor, self.importance_mode)
+        if self.importance is not None:
+            log_mismatch = self.importance.log_weights(old, sampler, tokens.row_index)
+            weight = self.importance.bounded(log_mismatch)
             measured["importance_weight"] = weight
             measured["importance_clip_fraction"] = (weight != bounded_exp(log_mismatch)).to(current.dtype)
             log_weight = log_weight + log_mismatch
             is_clamped |= is_out_of_range(log_mismatch)
-            if self.importance_mode == "mask":
+            if self.importance.mode == "mask":
                 is_kept &= weight > 0
         if self.kl_mask_threshold is not None:
             is_kept &= 0.5 * (current - sampler).square() <= self.kl_mask_threshold

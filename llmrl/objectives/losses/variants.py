@@ -46,8 +46,8 @@ class DPPOLoss(GRPOLoss):
         arguments: the other keywords of `GRPOLoss`, but those of its clip.
 
     Raises:
-        TypeError: for `clip_epsilon`, `dual_clip` or `ratio`.
-        ValueError: for a bound that is not positive, or an unknown divergence.
+        TypeError: if `clip_epsilon` or `dual_clip` is given.
+        ValueError: if the bound is not positive, or the divergence unknown.
     """
 
     _is_around_sampler = True
@@ -60,7 +60,7 @@ class DPPOLoss(GRPOLoss):
         divergence: BinaryDivergence = "tv",
         **arguments: Any,
     ) -> None:
-        for name in ("clip_epsilon", "dual_clip", "ratio"):
+        for name in ("clip_epsilon", "dual_clip"):
             if name in arguments:
                 raise TypeError(f"DPPOLoss has no argument {name!r}: max_divergence bounds an update.")
         if not max_divergence > 0:
@@ -88,6 +88,8 @@ class GSPOLoss(GRPOLoss):
     rollout that was forked into rows, each has its own ratio.
     """
 
+    _has_sequence_ratio = True
+
     def __init__(
         self,
         actor_network: TensorDictModuleBase | None = None,
@@ -96,9 +98,7 @@ class GSPOLoss(GRPOLoss):
         aggregation: Aggregation = "sequence_mean",
         **arguments: Any,
     ) -> None:
-        super().__init__(
-            actor_network, clip_epsilon=clip_epsilon, aggregation=aggregation, ratio="sequence", **arguments
-        )
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, aggregation=aggregation, **arguments)
 
 
 class RLOOLoss(GRPOLoss):
@@ -115,7 +115,7 @@ class RLOOLoss(GRPOLoss):
         aggregation: Aggregation = "sequence_sum",
         **arguments: Any,
     ) -> None:
-        for name in ("clip_epsilon", "dual_clip", "ratio"):
+        for name in ("clip_epsilon", "dual_clip"):
             if name in arguments:
                 raise TypeError(f"RLOOLoss has no argument {name!r}: it has no ratio to clip; use importance_cap.")
         super().__init__(actor_network, aggregation=aggregation, clip_epsilon=(1.0, float("inf")), **arguments)
