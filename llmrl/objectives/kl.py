@@ -17,11 +17,8 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
     `k1 = -d` is unbiased and may be negative; `k2 = d^2 / 2` has the gradient of the reverse KL on policy;
     `k3 = exp(d) - 1 - d` is unbiased and never negative (GRPO, arXiv:2402.03300, equation 4).
 
-    The `d` of `k3` is clamped to `MAX_LOG_RATIO` from above, where its exponential would overflow, and its gradient
-    ends there. Below there is nothing to clamp: the exponential vanishes, and the policy is still drawn back.
-
     Raises:
-        ValueError: for an unknown estimator.
+        ValueError: if the estimator is unknown.
 
     Example:
         >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0]))
@@ -33,6 +30,7 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
+        # Above it the exponential would overflow. Below it vanishes, and the policy is still drawn back.
         difference = difference.clamp(max=MAX_LOG_RATIO)
         return difference.expm1() - difference
     raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")
@@ -41,26 +39,13 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
 def masked_kl(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, mask: torch.Tensor, estimator: KLEstimator = "k1"
 ) -> torch.Tensor:
-    """Return `kl_estimate` where the mask is true, and 0 elsewhere, whatever stands there; all are `[num_tokens]`.
-
-    Example:
-        >>> masked_kl(torch.tensor([-1.0, -1.0]), torch.tensor([torch.nan, -3.0]), torch.tensor([False, True]))
-        tensor([0., 2.])
-    """
+    """Return `kl_estimate` where the mask is true, and 0 elsewhere, even beside NaN; all are `[num_tokens]`."""
     estimate = kl_estimate(log_probs, other_log_probs, estimator)
     return torch.where(mask.bool(), estimate, torch.zeros_like(estimate))
 
 
 def k3_kl_token_estimate(target_log_prob: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
-    """Return `kl_estimate(log_prob, target_log_prob, "k3")`, under TorchRL's name and in its order of arguments.
-
-    Raises:
-        ValueError: when the shapes differ, instead of broadcasting.
-
-    Example:
-        >>> k3_kl_token_estimate(torch.tensor([0.0]), torch.tensor([-1.0]))
-        tensor([0.7183])
-    """
+    """Return `kl_estimate(log_prob, target_log_prob, "k3")` in TorchRL's order; raises ValueError if shapes differ."""
     if target_log_prob.shape != log_prob.shape:
         shapes = f"{list(target_log_prob.shape)} and {list(log_prob.shape)}"
         raise ValueError(f"target_log_prob and log_prob must have the same shape, got {shapes}.")
@@ -70,12 +55,7 @@ def k3_kl_token_estimate(target_log_prob: torch.Tensor, log_prob: torch.Tensor) 
 def kl_term(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `kl_estimate` of each token for a loss, and which tokens are beyond `MAX_LOG_RATIO`, `[num_tokens]` bool.
-
-    Example:
-        >>> kl_term(torch.tensor([-1.0, -30.0]), torch.tensor([-1.0, 0.0]), "k3")[1]
-        tensor([False,  True])
-    """
+    """Return `kl_estimate` for a loss, and which tokens are beyond `MAX_LOG_RATIO`; all are `[num_tokens]`."""
     is_clamped = torch.zeros_like(log_probs, dtype=torch.bool)
     if estimator == "k3":  # the only one with an exponential
         is_clamped = is_out_of_range((other_log_probs - log_probs).detach())

@@ -14,25 +14,13 @@ MAX_LOG_RATIO = 20.0
 
 
 def is_out_of_range(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return whether `bounded_exp` clamps it.
-
-    Example:
-        >>> is_out_of_range(torch.tensor([0.0, -30.0]))
-        tensor([False,  True])
-    """
+    """Return whether `bounded_exp` clamps it."""
     return log_ratio.abs() > MAX_LOG_RATIO
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the exponential of a log-ratio, clamped to `MAX_LOG_RATIO`, where its gradient ends.
-
-    One token that the policy and another disagree on by hundreds of nats would otherwise make the whole batch's loss,
-    and with it the step, infinite or NaN.
-
-    Example:
-        >>> bounded_exp(torch.tensor([0.0, 1000.0]))
-        tensor([1.0000e+00, 4.8517e+08])
-    """
+    """Return the exponential of a log-ratio, clamped to `MAX_LOG_RATIO`, where its gradient ends."""
+    # One token that two policies disagree on by hundreds of nats would make the loss, and the step, infinite or NaN.
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -49,31 +37,24 @@ def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> tor
 def sequence_log_ratio(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, sequence_index: torch.Tensor
 ) -> torch.Tensor:
-    """Return the length-normalized sequence ratio, one entry per token (GSPO, arXiv:2507.18071, equations 7 and 14).
-
-    Its value at every token is the mean log-ratio of the sequence; its gradient is that of the token's own log-prob,
-    so that with the mean over each sequence the gradient is GSPO's (equation 10).
+    """Return the length-normalized sequence ratio, `[num_tokens]` (GSPO, arXiv:2507.18071, equations 7 and 14).
 
     Args:
         log_probs, old_log_probs: `[num_tokens]`.
         sequence_index: `[num_tokens]` int64; all tokens of a sequence must be here.
 
     Example:
-        >>> zeros = torch.zeros(3)
-        >>> sequence_log_ratio(torch.tensor([1.0, 3.0, 5.0]), zeros, torch.tensor([0, 0, 1]))
+        >>> sequence_log_ratio(torch.tensor([1.0, 3.0, 5.0]), torch.zeros(3), torch.tensor([0, 0, 1]))
         tensor([2., 2., 5.])
     """
+    # The value is the sequence's mean, the gradient that of the token's own log-prob: with the mean over each sequence
+    # that is GSPO's (equation 10).
     difference = (log_probs - old_log_probs).detach()
     return sequence_totals(difference, sequence_index, is_mean=True) + (log_probs - log_probs.detach())
 
 
 def sequence_totals(values: torch.Tensor, sequence_index: torch.Tensor, *, is_mean: bool = False) -> torch.Tensor:
-    """Return the sum, or mean, of each token's sequence, one entry per token; differentiable.
-
-    Example:
-        >>> sequence_totals(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2]))
-        tensor([4., 4., 5.])
-    """
+    """Return the sum, or mean, of each token's sequence, `[num_tokens]`; differentiable."""
     if not values.numel():
         return values
     _, index, counts = sequence_index.unique(return_inverse=True, return_counts=True)
@@ -154,10 +135,7 @@ def importance_weights(
 ) -> torch.Tensor:
     """Return `pi_old / pi_sampler` of each token, bounded as `ImportanceBound` says; no gradient flows through it.
 
-    Args:
-        old_log_probs, sampler_log_probs: `[num_tokens]`.
-        sequence_index: `[num_tokens]` int64; for the levels above `token` all tokens of a sequence must be here.
-        cap, floor, level, mode: see `ImportanceBound`.
+    All tensors are `[num_tokens]`; for the levels above `token` all tokens of a sequence must be here.
 
     Example:
         >>> old, sampler = torch.zeros(3), torch.tensor([-1.0, 1.0, 0.0])

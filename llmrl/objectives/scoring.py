@@ -14,13 +14,7 @@ from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
 def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options: object) -> list[torch.Tensor]:
     """Score a batch of rows or turns; one `[num_tokens]` tensor per row. The batch stays as it is.
 
-    Args:
-        policy: reads its `in_keys` and writes the log-probs as the first of its `out_keys`, as `TransformersWrapper`.
-        batch: batch of any shape, ragged or padded.
-        options: further arguments of the policy, such as `process_group`.
-
-    Raises:
-        KeyError, ValueError: when the batch lacks what the policy reads.
+    The policy writes them as the first of its `out_keys`, as `TransformersWrapper`; `options` are its other arguments.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

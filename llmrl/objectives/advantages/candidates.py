@@ -18,12 +18,7 @@ SelectionStrategy = Literal["first", "uniform", "balanced", "max_variance"]
 
 
 def is_within(returns: Sequence[float], bounds: tuple[float, float] | None) -> bool:
-    """Return whether the mean of returns is strictly within bounds; without bounds it always is.
-
-    Example:
-        >>> is_within([0.0, 1.0], (0.1, 0.9)), is_within([1.0, 1.0], (0.0, 1.0)), is_within([1.0], None)
-        (True, False, True)
-    """
+    """Return whether the mean of returns is strictly within bounds; without bounds it always is."""
     return bounds is None or bounds[0] < sum(returns) / len(returns) < bounds[1]
 
 
@@ -43,7 +38,7 @@ class MCAdvantageSelector(KnownArguments):
         in_keys: entries that `select` is given, of `return` and `trajectories`, the candidates' rows; for subclasses.
 
     Raises:
-        ValueError: for an unknown strategy, or no subset or entry.
+        ValueError: if the strategy is unknown, or there is no subset or entry.
 
     Example:
         >>> MCAdvantageSelector("max_variance").select([0.5, 0.0, 0.6, 1.0], group_size=2)
@@ -79,11 +74,11 @@ class MCAdvantageSelector(KnownArguments):
         Args:
             candidates: their returns, or a TensorDict with one element each; the first of `in_keys` holds them.
             group_size: how many are chosen.
-            keep_return_bounds: None is returned where no choice has a mean strictly within: the group has nothing to
-                teach (dynamic sampling, DAPO, arXiv:2503.14476, equation 11).
+            keep_return_bounds: None is returned if the choice has no mean strictly within (dynamic sampling, DAPO,
+                arXiv:2503.14476, equation 11).
 
         Raises:
-            ValueError: when a candidate has more than one return.
+            ValueError: if a candidate has more than one return.
         """
         returns = candidates
         if isinstance(candidates, TensorDictBase):

@@ -46,7 +46,7 @@ class GroupKeys:
         """Return the rows of a batch; turns, which name no rollout, are of the trajectories that their ends make.
 
         Raises:
-            RuntimeError: when a trajectory does not end.
+            RuntimeError: if a trajectory does not end.
         """
         rows = list(flat_batch(tensordict).unbind(0)) if tensordict.batch_size.numel() else []
         turns = [row for row in rows if not has_entry(row, self.rollout) and has_entry(row, self.done)]
@@ -107,8 +107,8 @@ class GroupKeys:
             turns: how the numbers of turns make that of their trajectory.
 
         Raises:
-            KeyError: when a row has no such entry.
-            ValueError: for a value that is not finite, or when rows of one rollout disagree.
+            KeyError: if a row has no such entry.
+            ValueError: if a value is not finite, or rows of one rollout disagree.
         """
         values: dict[Hashable, float] = {}
         numbers: dict[Hashable, list[torch.Tensor]] = {}

@@ -24,7 +24,7 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
     But for `none`, a group with all rewards equal, or of one rollout, has no signal: zeros.
 
     Raises:
-        ValueError: for an unknown normalization, or a negative reward with `relative`.
+        ValueError: if the normalization is unknown, or a reward negative with `relative`.
 
     Example:
         >>> group_advantages([0.0, 1.0], "mean"), group_advantages([0.0, 0.0, 1.0], "leave_one_out")

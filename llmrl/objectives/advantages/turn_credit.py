@@ -34,12 +34,7 @@ def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def turns_of(returns: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the returns of each turn, of those rollouts that have it.
-
-    Example:
-        >>> turns_of([[1.0, 2.0], [3.0]])
-        [[1.0, 3.0], [2.0]]
-    """
+    """Return the returns of each turn, of those rollouts that have it: of `[[1, 2], [3]]` that is `[[1, 3], [2]]`."""
     num_turns = max(map(len, returns), default=0)
     return [[one[place] for one in returns if place < len(one)] for place in range(num_turns)]
 
@@ -48,8 +43,6 @@ def turn_advantages(
     returns: Mapping[Hashable, Sequence[float]], normalization: Normalization
 ) -> dict[Hashable, list[float]]:
     """Return the advantage of each turn of a group's rollouts: its return-to-go against that of the others' same turn.
-
-    A turn that no other rollout has come to has nothing to be compared with: 0, but for `none`.
 
     Example:
         >>> turn_advantages({"a": [2.0, 1.0], "b": [0.0]}, "mean")
@@ -81,11 +74,7 @@ def turn_scales(returns: Mapping[Hashable, Sequence[float]], normalization: Norm
 
 
 def turn_rewards(row: TensorDictBase) -> list[float]:
-    """Return the rewards of the turns of a row's rollout, `[num_turns]`.
-
-    Raises:
-        KeyError: for a row that does not say them.
-    """
+    """Return the rewards of the turns of a row's rollout, `[num_turns]`; raises KeyError if the row has none."""
     check_entry(row, REWARD_KEY, owner="A row")
     rewards: list[float] = row.get(REWARD_KEY).double().tolist()
     return rewards

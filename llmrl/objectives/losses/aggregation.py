@@ -42,7 +42,7 @@ def aggregation_weights(
         group_of_sequence: `[num_sequences]` int64, for `group_mean`; default: each is its own.
 
     Raises:
-        ValueError: for an unknown aggregation, or `fixed_length` without a length.
+        ValueError: if the aggregation is unknown, or `fixed_length` is needed and not given.
 
     Example:
         >>> aggregation_weights(torch.tensor([0, 0, 1]), 2, "sequence_mean")

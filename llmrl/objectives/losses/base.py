@@ -216,13 +216,10 @@ class LLMLoss(LossModule):
         return losses.sum() if self.is_scalar else losses
 
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
-        """Return the loss of a batch of training rows, and measurements.
-
-        The graph of the whole batch is held; `train_step` holds one micro-batch's at a time.
+        """Return the loss of a batch of training rows, and measurements; the whole batch's graph is held.
 
         Raises:
-            KeyError: when an entry is missing.
-            ValueError: for misaligned columns, or a batch without rows.
+            KeyError, ValueError: if an entry is missing or misaligned, or the batch has no row.
         """
         if not tensordict.batch_size.numel():
             raise ValueError("The batch has no row: there is nothing to compute a loss of.")

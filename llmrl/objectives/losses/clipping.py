@@ -17,15 +17,7 @@ _SMALLEST = 1e-12
 
 
 def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """Return `(epsilon_low, epsilon_high)`, from one number or two.
-
-    Raises:
-        ValueError: when the low one is outside [0, 1] or the high one is negative.
-
-    Example:
-        >>> clip_bounds(0.2), clip_bounds((0.2, 0.28))
-        ((0.2, 0.2), (0.2, 0.28))
-    """
+    """Return `(epsilon_low, epsilon_high)`, from one number or two; raises ValueError if they are out of range."""
     low, high = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
     if not 0 <= low <= 1 or not high >= 0:
         raise ValueError(
@@ -49,9 +41,8 @@ def clipped_surrogate(
 ) -> torch.Tensor:
     """Return `-min(r A, clip(r) A)` of each token.
 
-    PPO (arXiv:1707.06347, equation 7), as in GRPO (arXiv:2402.03300, equation 3); with two bounds DAPO's Clip-Higher
-    (arXiv:2503.14476, equation 10). With `dual_clip`, a number `c > 1`, what is minimized is bounded for negative
-    advantages too, `-max(min(r A, clip(r) A), c A)`: dual-clip PPO (arXiv:1912.09729, equation 5).
+    GRPO (arXiv:2402.03300, equation 3); with two bounds Clip-Higher (DAPO, arXiv:2503.14476, equation 10). Where the
+    advantage is negative, `dual_clip` bounds it by `c A` (dual-clip PPO, arXiv:1912.09729, equation 5).
 
     Example:
         >>> clipped_surrogate(torch.tensor([0.0, 1.0]), torch.ones(2), 0.2, 0.2)
@@ -76,7 +67,6 @@ def is_within_trust_region(
     The divergence of both distributions is bounded from below by that of "this token or another"; its probabilities
     `mu` and `pi` are known: `|mu - pi|` (`tv`), or `mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))` (`kl`). Beyond
     the bound a token is left out where its advantage would move it further away, and kept where it brings it back.
-    A ratio bounds rare tokens too tightly, as their probabilities hardly change, and likely ones too loosely.
 
     Args:
         log_probs, old_log_probs: `[num_tokens]` of the policy, and of the one that sampled.

@@ -30,10 +30,7 @@ class GivesDivergence(Protocol):
 
     @property
     def packed_divergence(self) -> Callable[..., torch.Tensor]:
-        """Of a student, a micro-batch and a direction: the divergence at each scored token, `[num_scored]`.
-
-        What follows are the entries of the scored tokens, `[num_scored, ...]` each.
-        """
+        """Function of a student, a micro-batch, a direction and entries of scored tokens to `[num_scored]` numbers."""
         ...
 
 
@@ -64,8 +61,8 @@ class DistillationLoss(SequenceLoss):
         tokenizer, tokenizer_kwargs: how to encode conversations without tokens, see `SequenceLoss`.
 
     Raises:
-        TypeError: for an unknown keyword, naming the nearest.
-        ValueError: for a value out of range.
+        TypeError: if a keyword is unknown, naming the nearest.
+        ValueError: if a value is out of range.
     """
 
     @dataclass
@@ -139,7 +136,7 @@ class DistillationLoss(SequenceLoss):
         """Read a whole batch and give every trained token its share of the loss.
 
         Raises:
-            TypeError: for a policy that does not pack rows, which has no distributions to compare with a teacher's.
+            TypeError: if the policy does not pack rows, and has no distributions to compare with a teacher's.
         """
         if self.teacher is not None and not hasattr(self.actor_network, "packed_head"):
             raise TypeError(

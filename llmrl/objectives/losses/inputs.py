@@ -112,10 +112,10 @@ def read_inputs(
         device: where the flat columns go.
 
     Raises:
-        KeyError: when an entry is missing.
-        ValueError: when a column has not one entry per token, or was scored on the loss mask's tokens alone while
+        KeyError: if an entry is missing.
+        ValueError: if a column has not one entry per token, or was scored on the loss mask's tokens alone while
             others are trained on.
-        NonFiniteColumnError: when a column is not finite at a trained token.
+        NonFiniteColumnError: if a column is not finite at a trained token.
     """
     batch = flat_batch(tensordict)
     token_ids = ragged_column(batch, tokens_key)
@@ -155,17 +155,7 @@ def has_column(tensordict: TensorDictBase, key: NestedKey) -> bool:
     """Return whether the rows of a batch have an entry that they may do without.
 
     Raises:
-        ValueError: when some rows have it and others do not, naming the latter.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> rows = [TensorDict({"a": torch.ones(1)}), TensorDict({})]
-        >>> has_column(lazy_stack(rows[:1]), "a"), has_column(lazy_stack(rows[1:]), "a")
-        (True, False)
-        >>> has_column(lazy_stack(rows), "a")
-        Traceback (most recent call last):
-        ...
-        ValueError: some rows of the batch have 'a', and rows 1 do not: write it into all rows, or into none.
+        ValueError: if some rows have it and others do not, naming the latter.
     """
     if has_entry(tensordict, key):
         return True
@@ -183,8 +173,8 @@ def read_vectors(tensordict: TensorDictBase, key: NestedKey, inputs: LossInputs)
     """Return an entry that has several numbers for each token, `[num_row_tokens, ...]`.
 
     Raises:
-        KeyError: when it is missing.
-        ValueError: when it has not one vector per token, or vectors of several lengths.
+        KeyError: if it is missing.
+        ValueError: if it has not one vector per token, or vectors of several lengths.
     """
     rows = ragged_column(flat_batch(tensordict), key)
     shapes = [tuple(row.shape) for row in rows]
@@ -222,12 +212,7 @@ def with_tokens(
 
 
 def at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    """Return values in float32 or wider: exponentials of log-ratios overflow in float16, and round in bfloat16.
-
-    Example:
-        >>> at_least_float32(torch.ones(1, dtype=torch.float16)).dtype
-        torch.float32
-    """
+    """Return values in float32 or wider: exponentials of log-ratios overflow in float16, and round in bfloat16."""
     return values.float() if values.dtype.itemsize < 4 and values.is_floating_point() else values
 
 

@@ -28,7 +28,7 @@ class SequenceLoss(LLMLoss):
             default the policy's, and options of `History.apply_chat_template`, by default the policy's template.
 
     Raises:
-        ValueError: for a value out of range.
+        ValueError: if a value is out of range.
     """
 
     def __init__(

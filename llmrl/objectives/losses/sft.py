@@ -44,8 +44,8 @@ class SFTLoss(SequenceLoss):
         tokenizer, tokenizer_kwargs: how to encode conversations without tokens, see `SequenceLoss`.
 
     Raises:
-        TypeError: for an unknown keyword, naming the nearest.
-        ValueError: for a value out of range, or `kl_to_ref_coeff` or `token_mean` with `minor_sft`.
+        TypeError: if a keyword is unknown, naming the nearest.
+        ValueError: if a value is out of range, or `kl_to_ref_coeff` or `token_mean` is given with `minor_sft`.
     """
 
     @dataclass

@@ -22,22 +22,13 @@ _MASK: NestedKey = ("masks", "all_assistant_mask")
 
 
 def trained_tokens(row: TensorDictBase) -> torch.Tensor:
-    """Return 1 at the tokens of the loss mask, `[num_tokens]` float32.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> row = TensorDict({"masks": {"all_assistant_mask": torch.tensor([False, True, False, True])}})
-        >>> trained_tokens(row), observed_tokens(row)
-        (tensor([0., 1., 0., 1.]), tensor([0., 0., 1., 0.]))
-    """
+    """Return 1 at the tokens of the loss mask, `[num_tokens]` float32."""
     return row.get(_MASK).float()
 
 
 def observed_tokens(row: TensorDictBase) -> torch.Tensor:
-    """Return 1 at what the environment said after the first answer, `[num_tokens]` float32.
-
-    That is every token outside the loss mask behind the first one within, so the template's words around messages, too.
-    """
+    """Return 1 at all tokens outside the loss mask behind the first one within, `[num_tokens]` float32."""
+    # What the environment said after the first answer, and the template's words around it.
     mask = row.get(_MASK).bool()
     return (~mask & (mask.cumsum(0) > 0)).float()
 
@@ -50,7 +41,7 @@ def write_loss_weights(batch: TensorDictBase, **streams: Callable[[TensorDictBas
         streams: for each stream a function from a row to `[num_tokens]`.
 
     Raises:
-        ValueError: for weights that are not one finite number per token.
+        ValueError: if weights are not one finite number per token.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -136,8 +127,8 @@ class StreamsLoss(LLMLoss):
         coeffs: what a stream's loss is multiplied by, 1 unless given.
 
     Raises:
-        ValueError: for no stream, one that has a policy, trains on other tokens, is left per token or sequence, or
-            compares whole distributions; or a coefficient of no stream.
+        ValueError: if there is no stream, or one that has a policy, trains on other tokens, is left per token or
+            sequence, or compares whole distributions; or if a coefficient names no stream.
 
     Example:
         >>> from llmrl.objectives import GRPOLoss, SFTLoss

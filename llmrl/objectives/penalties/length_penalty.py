@@ -26,14 +26,7 @@ def soft_overlong(
 
     0 up to `max_length - cache_length` tokens, then falling to -1 at `max_length`, and -1 beyond.
 
-    Args:
-        lengths: lengths of answers, in sampled tokens.
-        rewards: without effect.
-        max_length: from which on the punishment is whole.
-        cache_length: over how many tokens it grows.
-
-    Raises:
-        ValueError: unless `0 < cache_length <= max_length`.
+    Lengths are in sampled tokens; rewards have no effect. Raises ValueError unless `0 < cache_length <= max_length`.
 
     Example:
         >>> soft_overlong([10, 15, 30], max_length=20, cache_length=10)
@@ -47,13 +40,8 @@ def soft_overlong(
 def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, right_from: float = 1.0) -> list[float]:
     """Return Kimi k1.5's length reward of a group's answers (arXiv:2501.12599, section 2.3.3).
 
-    From 0.5 for the shortest to -0.5 for the longest; a wrong answer earns nothing by being short. 0 where all are of
-    one length.
-
-    Args:
-        lengths: lengths of a group's answers, in sampled tokens.
-        rewards: theirs.
-        right_from: the reward from which on an answer is right.
+    From 0.5 for the shortest to -0.5 for the longest, in sampled tokens; 0 where all are of one length. An answer with
+    a reward below `right_from` is wrong and earns nothing by being short.
 
     Example:
         >>> group_relative_length([10, 20, 30, 10], [1.0, 1.0, 1.0, 0.0])
