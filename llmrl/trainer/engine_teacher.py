@@ -46,8 +46,8 @@ class EngineTeacher:
         tokenizer: the student's.
 
     Raises:
-        TypeError: for an engine that does not score given tokens.
-        ValueError: when the student's temperature is not 1, or the engine's tokenizer is another, naming the first
+        TypeError: if the engine does not score given tokens.
+        ValueError: if the student's temperature is not 1, or the engine's tokenizer is another, naming the first
             entry that differs.
 
     Example:
@@ -86,8 +86,8 @@ class EngineTeacher:
             assistant_only: score trained tokens alone.
 
         Raises:
-            ValueError: for rows from truncated distributions, or longer than the engine takes.
-            EngineError: when the engine cannot, here or on another rank.
+            ValueError: if rows are from truncated distributions, or longer than the engine takes.
+            EngineError: if the engine cannot, here or on another rank.
         """
         rows = flat_batch(batch)
         token_ids = [ids.cpu() for ids in ragged_column(rows, _TOKENS)]
@@ -126,7 +126,7 @@ def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) ->
     """Refuse a teacher to which the student's ids are other texts.
 
     Raises:
-        ValueError: naming the first entry of the vocabularies that differs.
+        ValueError: if the vocabularies differ, naming the first entry.
     """
     entries = {*ours.get_vocab().items()} ^ {*theirs.get_vocab().items()}
     if differing := sorted(entries, key=lambda entry: entry[1]):

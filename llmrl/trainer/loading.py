@@ -33,7 +33,7 @@ class LoRAConfig:
     Without dropout: the trainer's distribution is to be the sampler's.
 
     Raises:
-        ValueError: for a rank or an alpha below 1.
+        ValueError: if rank or alpha is below 1.
     """
 
     rank: int = 16
@@ -66,8 +66,8 @@ def load_model(
         lora: adapters; only these are trained then.
 
     Raises:
-        MissingExtraError: for adapters without peft, naming the extra.
-        ValueError: when `lora.target_modules` names no layer of the model.
+        MissingExtraError: if adapters are asked for and peft is not installed.
+        ValueError: if `lora.target_modules` names no layer of the model.
 
     Example:
         >>> import tempfile
@@ -97,18 +97,9 @@ def load_model(
 def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[TensorDictBase], TensorDictBase]:
     """Return what writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
 
-    The reference is the model that the policy was before training. A policy with adapters is that itself, while they
-    are off, at no memory; of any other the model at `path` is loaded a second time, frozen, and sharded where the
-    policy's is (shard that before). Call it on a batch before
-    that is trained on with `kl_to_ref_coeff`, and not while the policy is being trained in another thread.
-
-    Args:
-        policy: that is trained; the reference computes as it does.
-        path: folder or hub name that the policy's model was loaded from.
-
-    Example:
-        >>> reference = make_reference(policy, "Qwen/Qwen2.5-0.5B-Instruct")    # doctest: +SKIP
-        >>> train_step(loss, reference(batch), optimizer)                       # doctest: +SKIP
+    The reference is the model that the policy was before training: with adapters the policy itself while they are off,
+    and else the model at `path`, loaded a second time, frozen, and sharded as the policy's is (shard that before). Call
+    it before a batch is trained on with `kl_to_ref_coeff`, and not while another thread trains the policy.
     """
     if hasattr(policy.model, "disable_adapter"):
         return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)
@@ -118,17 +109,7 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
 def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: Tokenizer) -> TransformersWrapper:
     """Load a teacher, frozen and computed as the policy is: `write_log_probs` scores the policy's tokens with it.
 
-    Args:
-        policy: the student; where it is sharded, so is the teacher.
-        path: folder or hub name of the teacher's model.
-        tokenizer: the student's.
-
-    Raises:
-        ValueError: if the teacher has another tokenizer: its ids mean other texts.
-
-    Example:
-        >>> teacher = load_teacher(policy, "Qwen/Qwen2.5-7B-Instruct", tokenizer=tokenizer)         # doctest: +SKIP
-        >>> write_log_probs(teacher, batch, ("next", "teacher_log_probs", "full"))                  # doctest: +SKIP
+    It is sharded where the student is. Raises ValueError if its tokenizer is not the student's, `tokenizer`.
     """
     from transformers import AutoTokenizer
 

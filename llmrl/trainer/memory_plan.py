@@ -30,7 +30,7 @@ class ModelShape:
         """Read a model's shape from `config.json` of a folder.
 
         Raises:
-            ValueError: for a model of another kind, such as one with experts.
+            ValueError: if the model is of another kind, such as one with experts.
         """
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
         config = config.get("text_config") or config

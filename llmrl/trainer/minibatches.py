@@ -24,21 +24,19 @@ def minibatches(
     """Yield the batches of `num_epochs * num_minibatches` updates on one batch; for one update, the batch itself.
 
     Before the first of several updates the policy's own log-probs are written into the batch, once, where the loss
-    reads them (`old_log_prob`), so that its ratio is to the policy before these updates and its clip bounds all of
-    them together (PPO, arXiv:1707.06347, algorithm 1). A loss that knows no old policy (`SFTLoss`) has no such entry.
-
-    All rows of a rollout are in one mini-batch. Each epoch has an order of its own, in which groups stay together as
-    far as mini-batches of equally many rollouts allow: rows of a group share their prompt's computation.
+    reads them (`old_log_prob`): its clip then bounds all updates together (PPO, arXiv:1707.06347, algorithm 1). All
+    rows of a rollout are in one mini-batch; each epoch has an order of its own, in which groups stay together as far as
+    mini-batches of equally many rollouts allow.
 
     Args:
         batch: training rows with advantages; changed in place.
         loss_module: that the updates are on; its `actor_network` is the policy.
         num_epochs: how often each rollout is learned from.
         num_minibatches: updates an epoch; fewer where there are fewer rollouts.
-        seed: seed of the order; the same seed gives the same mini-batches, whatever other random numbers were drawn.
+        seed: seed of the order; the same seed gives the same mini-batches.
 
     Raises:
-        ValueError: for a number below 1.
+        ValueError: if a number is below 1.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

@@ -35,7 +35,7 @@ def make_optimizer(
         num_steps: batches of the whole training, the warm-up among them; needed for a decay.
 
     Raises:
-        ValueError: for an unknown schedule, numbers that do not fit, or a model without trained parameters.
+        ValueError: if the schedule is unknown, numbers do not fit, or the model has no trained parameter.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -114,8 +114,7 @@ class WarmupSchedule(LRScheduler):
         """Go on to the next step, also where the optimizer skipped this one.
 
         Raises:
-            ValueError: for an `epoch`, which a schedule by steps has none of, or after the end of a decay, where
-                training would go on without learning anything.
+            ValueError: if an `epoch` is given, or the decay is over and training would go on without learning.
         """
         if epoch is not None:
             raise ValueError(f"the schedule counts steps itself: call step() without epoch={epoch!r}.")

@@ -42,7 +42,7 @@ def write_log_probs(
     disable_adapter: bool = False,
     assistant_only: bool = True,
 ) -> TensorDictBase:
-    """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 per row, without gradient.
+    """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 per row; returns the batch.
 
     Where its model is sharded, every rank calls this with the same batch, computes its share and has all.
 
@@ -52,18 +52,15 @@ def write_log_probs(
     - `("next", "teacher_log_probs", "full")`: a teacher's.
 
     Args:
-        policy: model that scores; or an `EngineTeacher`: its engine scores.
+        policy: model that scores, or an `EngineTeacher`.
         batch: training rows, ragged; changed in place.
-        key: entry written.
+        key: entry written, without gradient.
         disable_adapter: score with the adapters of a peft model disabled.
         assistant_only: score trained tokens; False scores all, as losses with `masking_strategy="generic"` need.
 
-    Returns:
-        The batch.
-
     Raises:
-        TypeError: for `disable_adapter` with a model that has no adapters.
-        EngineError: when a teacher's engine cannot.
+        TypeError: if `disable_adapter` is given for a model without adapters.
+        EngineError: if a teacher's engine cannot.
     """
     if isinstance(policy, EngineTeacher):
         if disable_adapter:
@@ -84,8 +81,7 @@ def write_top_k(
 ) -> TensorDictBase:
     """Write a teacher's likeliest ids in the place of each trained token, and their log-probs, for `TeacherTopK`.
 
-    Where the teacher's or the student's model is sharded, every rank calls this with the same batch, computes its share
-    and has all.
+    Where a model is sharded, every rank calls this with the same batch, computes its share and has all.
 
     Args:
         teacher: a model, or what an engine serves.
@@ -94,12 +90,9 @@ def write_top_k(
         key: entries written: `token_ids` int64 and `log_probs` float32 below it, `[num_tokens, top_k]` per row, -1
             and 0 outside the mask.
 
-    Returns:
-        The batch.
-
     Raises:
-        ValueError: for a `top_k` below 1, or rows that were sampled from truncated distributions.
-        EngineError: when the teacher's engine cannot.
+        ValueError: if `top_k` is below 1, or rows were sampled from truncated distributions.
+        EngineError: if the teacher's engine cannot.
     """
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}.")
@@ -165,7 +158,7 @@ def write_hinted_log_probs(
         render: messages to the ids of their prompt: `partial(renderer.render, add_generation_prompt=True)`.
 
     Raises:
-        ValueError: for a row that does not begin with what its conversation begins with, as where history was
+        ValueError: if a row does not begin with what its conversation begins with, as where history was
             rewritten, or where prompts show tools.
     """
     rows = flat_batch(batch).unbind(0)
@@ -212,7 +205,7 @@ def adapters_off(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """A peft model as it was before its adapters.
 
     Raises:
-        TypeError: when the model has no adapters.
+        TypeError: if the model has no adapters.
     """
     if not hasattr(model, "disable_adapter"):
         raise TypeError(

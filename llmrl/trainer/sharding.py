@@ -36,7 +36,7 @@ def shard_model(
         The model.
 
     Raises:
-        TypeError: when the model's decoder has no list of layers.
+        TypeError: if the model's decoder has no list of layers.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = base.base_model

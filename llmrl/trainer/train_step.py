@@ -43,14 +43,7 @@ class TrainStepReport:
     everywhere after a loss of whole distributions, which makes none (`DistillationLoss(teacher=)`)."""
 
     def to_metrics(self) -> dict[str, float]:
-        """Return all numbers, flat; those that are not finite, such as the loss of a skipped step, are left out.
-
-        `num_skipped` is 1 for a skipped update: of the several updates of a step, that many were.
-
-        Example:
-            >>> TrainStepReport(num_rows=3).to_metrics()["num_rows"]
-            3.0
-        """
+        """Return all numbers, flat; those that are not finite, such as the loss of a skipped step, are left out."""
         left_out = ("skip_reason", "measurements", "log_probs")
         named = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out}
         named["num_skipped"] = int(self.is_skipped)
@@ -83,7 +76,7 @@ def train_step(
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
 
     Raises:
-        ValueError: when the loss is left per token or per sequence, so that there is no scalar to train on, or for a
+        ValueError: if the loss is left per token or per sequence, so that there is no scalar to train on, or for a
             `max_grad_norm` that is not positive.
     """
     if not loss_module.is_scalar:

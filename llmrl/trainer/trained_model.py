@@ -80,14 +80,7 @@ _known: WeakKeyDictionary[torch.nn.Module, TrainedModel] = WeakKeyDictionary()
 
 
 def trained_model(model: torch.nn.Module) -> TrainedModel:
-    """Return the record of a model, one for a peft model and its base.
-
-    Example:
-        >>> model = torch.nn.Linear(1, 1)
-        >>> trained_model(model).num_updates += 1
-        >>> trained_model(model).num_updates
-        1
-    """
+    """Return the record of a model, one for a peft model and its base."""
     get_base: Callable[[], torch.nn.Module] = getattr(model, "get_base_model", lambda: model)  # of peft
     return _known.setdefault(get_base(), TrainedModel())
 

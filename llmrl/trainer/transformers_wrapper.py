@@ -71,9 +71,9 @@ class TransformersWrapper(LLMWrapperBase):
             the same distribution; `pad_output` pads on the left.
 
     Raises:
-        ValueError: for an unknown kernel, a temperature of 0 when scoring, offloading without checkpointing, or a batch
-            that has nothing to score; see `LLMWrapperBase`.
-        TypeError: when the model's head or mask is of a kind that is not known (see `CausalModel`).
+        ValueError: if the kernel is unknown, the temperature is 0 when scoring, activations are offloaded without
+            checkpointing, or a batch has nothing to score; see `LLMWrapperBase`.
+        TypeError: if the model's head or mask is of a kind that is not known (see `CausalModel`).
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -272,14 +272,8 @@ class TransformersWrapper(LLMWrapperBase):
     ) -> LLMMaskedCategorical:
         """Return the distribution of each token, `[num_rows, num_tokens, vocab_size]`, for callers that need it whole.
 
-        Rows are padded on the left, as TorchRL's losses pad what they compare with. A row's first token is predicted by
-        nothing: its distribution is uniform. What is kept in memory grows with the vocabulary: our losses use
-        `packed_log_probs`.
-
-        Args:
-            tensordict: the batch.
-            mask_key: entry of `[num_tokens]` that says which tokens count; None for all but padding.
-            logits_key: TorchRL's; nothing is written.
+        Rows are padded on the left, as TorchRL's losses pad. A row's first token has a uniform distribution. `mask_key`
+        says which tokens count, None all but padding; `logits_key` is TorchRL's, and nothing is written.
         """
         self._check_scores("get_dist")
         batch = flat_batch(tensordict.copy())

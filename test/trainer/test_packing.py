@@ -40,6 +40,16 @@ def _paths(packed: PackedRows) -> dict[int, list[int]]:
     )
 
 
+def test_three_rows_are_laid_out_as_the_module_shows():
+    rows = [torch.tensor(ids) for ids in ([1, 2, 3, 7], [1, 2, 4, 5, 8], [6, 9])]
+    masks = [torch.tensor(mask) for mask in ([0, 0, 0, 1], [0, 0, 0, 1, 1], [0, 1])]
+    (packed,) = pack_rows(rows, [mask.bool() for mask in masks])
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 2, 3, 0]]
+    assert packed.subtree_end.tolist() == [[5, 5, 3, 5, 5, 6]]
+    assert (packed.predictors.tolist(), packed.targets.tolist()) == ([2, 3, 4, 5], [7, 5, 8, 9])
+
+
 @settings(max_examples=150)
 @given(_batches())
 def test_unpacking_gives_back_every_row_that_has_a_scored_token(batch: tuple) -> None:

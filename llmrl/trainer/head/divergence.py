@@ -70,16 +70,13 @@ def chunked_divergence(
         chunk_size: number of positions with logits in memory at once; see `default_chunk_size`.
 
     Raises:
-        ValueError: for an unknown divergence, a beta that is not between 0 and 1, other numbers of positions, or a
-            teacher with likeliest ids that are none, the whole vocabulary, or beyond the student's.
+        ValueError: if the divergence is unknown, beta is not between 0 and 1, the numbers of positions differ, or a
+            teacher's likeliest ids are none, the whole vocabulary, or beyond the student's.
 
     Example:
         >>> same = Head(torch.eye(3), torch.eye(3))
         >>> chunked_divergence(same, same, "reverse")
         tensor([0., 0., 0.])
-        >>> likeliest = TopK(torch.tensor([[2], [2], [2]]), torch.full((3, 1), -0.5514))
-        >>> chunked_divergence(same, likeliest, "forward")[:2]
-        tensor([0.3133, 0.3133])
     """
     if divergence not in ("reverse", "forward", "js"):
         raise ValueError(f"divergence must be 'reverse', 'forward' or 'js', got {divergence!r}.")
@@ -323,7 +320,7 @@ class TeacherTopK:
         """Return the divergence at each scored token of a micro-batch, `[num_scored]`; of it is `[num_scored, top_k]`.
 
         Raises:
-            ValueError: for tokens that were sampled from truncated distributions, or that the teacher did not score.
+            ValueError: if tokens were sampled from truncated distributions, or the teacher did not score them.
         """
         _check_whole(packed)
         if not packed.num_scored:

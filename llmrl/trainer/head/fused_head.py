@@ -9,12 +9,7 @@ from llmrl.trainer.head.log_probs import LogitTransform
 
 
 def check_fused_head(transform: LogitTransform) -> None:
-    """Raise when liger-kernel is missing or cannot express what the model does to its logits.
-
-    Raises:
-        ImportError: when it is not installed, naming the extra.
-        ValueError: for a soft cap, which its kernel cannot follow by a temperature.
-    """
+    """Raise ImportError if liger-kernel is not installed, and ValueError if logits are capped, which it cannot do."""
     require("liger_kernel", extra="gpu")
     if transform.soft_cap is not None:
         raise ValueError("head_kernel='liger' is for models without a soft cap on logits; use head_kernel='torch'.")

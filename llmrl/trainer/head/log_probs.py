@@ -19,16 +19,12 @@ MIN_LOG_PROB = -1e4
 
 
 def default_chunk_size(vocab_size: int, *, is_gpu: bool) -> int:
-    """Return the number of positions with logits in memory at once.
-
-    On a CPU 32 MiB of them, which its caches bear. On a GPU the head is read and its gradient is added to for each
-    chunk, so that a chunk is thousands of positions: 2 GiB of logits, for vocabularies beyond 262,144 ids more.
-
-    Example:
-        >>> default_chunk_size(151_936, is_gpu=False), default_chunk_size(151_936, is_gpu=True)
-        (64, 3533)
-    """
-    return min(4096, max(2048, (1 << 29) // vocab_size)) if is_gpu else max(64, (1 << 23) // vocab_size)
+    """Return the number of positions with logits in memory at once."""
+    if is_gpu:
+        # The head is read, and its gradient added to, for each chunk: 2 GiB of logits, beyond 262,144 ids more.
+        return min(4096, max(2048, (1 << 29) // vocab_size))
+    # 32 MiB of logits, which the caches bear.
+    return max(64, (1 << 23) // vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +216,7 @@ def chunked_log_probs(
         hidden: `[num_positions, hidden_size]`.
         weight: `[vocab_size, hidden_size]` of the output head, tied or not.
         targets: `[num_scored]` ids.
-        positions: `[num_scored]` ascending indices into `hidden`; one position may score several targets.
-            Default: target `i` at position `i`.
+        positions: `[num_scored]` ascending indices into `hidden`, which may repeat; by default `i` for target `i`.
         bias: `[vocab_size]` of the output head, if it has one.
         transform: scale, soft cap and temperature; none by default.
         chunk_size: number of positions with logits in memory at once; see `default_chunk_size`.
@@ -231,7 +226,7 @@ def chunked_log_probs(
         `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not fit.
+        ValueError: if shapes do not fit.
 
     Example:
         >>> hidden, weight = torch.eye(3), torch.eye(3)

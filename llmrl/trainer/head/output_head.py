@@ -15,7 +15,7 @@ class OutputHead:
         head: the model's output embeddings.
 
     Raises:
-        TypeError: when the head is none of these.
+        TypeError: if the head is none of these.
 
     Example:
         >>> OutputHead(torch.nn.Linear(4, 9, bias=False)).weight().shape

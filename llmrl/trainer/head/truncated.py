@@ -44,7 +44,7 @@ def truncated_log_probs(
         options: see `chunked_log_probs`.
 
     Raises:
-        ValueError: when a target is not among the ids that were kept, or is there twice.
+        ValueError: if a target is not among the ids that were kept, or is there twice.
 
     Example:
         >>> hidden, weight = torch.zeros(1, 3), torch.eye(3)

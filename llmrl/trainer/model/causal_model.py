@@ -46,10 +46,10 @@ class CausalModel:
         temperature: see `LogitTransform`.
 
     Raises:
-        TypeError: when the output head is not linear, the logits made from the parts are not the model's own, peft
+        TypeError: if the output head is not linear, the logits made from the parts are not the model's own, peft
             computes more than the model that it adapts (prompt and prefix tuning), or there is no exact way of
             computing rows.
-        ValueError: when the model is sharded already.
+        ValueError: if the model is sharded already.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
@@ -90,7 +90,7 @@ class CausalModel:
         """Keep what gradient checkpointing keeps of layers in the host's memory, or not.
 
         Raises:
-            ValueError: without gradient checkpointing.
+            ValueError: if gradient checkpointing is off.
         """
         if offload and not self.is_checkpointing:
             raise ValueError(
@@ -103,7 +103,7 @@ class CausalModel:
         """Compile each layer of the decoder in place, once for rows of all lengths.
 
         Raises:
-            TypeError: when the decoder has no list of layers.
+            TypeError: if the decoder has no list of layers.
         """
         layers = getattr(self.decoder, "layers", None)
         if layers is None:
@@ -125,7 +125,7 @@ class CausalModel:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.
 
         Raises:
-            ValueError: when a row is longer than the positions after which the model's rotary embedding changes with
+            ValueError: if a row is longer than the positions after which the model's rotary embedding changes with
                 the length of what it is given, or when experts are given to compiled layers.
         """
         if packed.routed_experts is not None and self._is_compiled:
@@ -181,7 +181,7 @@ class CausalModel:
         """Take the first way of computing rows that is exact, and say what it costs where it is not the first choice.
 
         Raises:
-            TypeError: when there is none.
+            TypeError: if there is none.
         """
         name = type(self.model).__name__
         chosen = self.config._attn_implementation

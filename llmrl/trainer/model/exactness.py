@@ -49,7 +49,7 @@ class ExactnessProbe:
         head: its output head.
 
     Raises:
-        TypeError: when the logits made from decoder, head and transform are not the model's, or the model changes its
+        TypeError: if the logits made from decoder, head and transform are not the model's, or the model changes its
             weights when it is called.
     """
 
@@ -98,7 +98,7 @@ class ExactnessProbe:
         """Compare a model of peft with the model that it adapts, which is the one that is trained and sent to engines.
 
         Raises:
-            TypeError: when they differ: prompt and prefix tuning put tokens of their own before each row.
+            TypeError: if they differ: prompt and prefix tuning put tokens of their own before each row.
         """
         row = self.rows[0]
         logits = [one.eval()(input_ids=row[None], use_cache=False).logits[0].float() for one in (adapted, self.model)]

@@ -47,7 +47,7 @@ def packed_attention(
         position_bias: is added to scores; without a soft cap and without a `PackedMask`.
 
     Raises:
-        TypeError: for sinks, biases and dropout where they are not known.
+        TypeError: if the model has sinks, biases or dropout where they are not known.
     """
     if isinstance(attention_mask, PackedMask):
         if dropout or position_bias is not None:

@@ -37,14 +37,8 @@ Mask: TypeAlias = torch.Tensor | PackedMask
 def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, window: int | None = None) -> Mask:
     """Return the mask of packed rows in the form that an attention implementation takes.
 
-    Args:
-        packed: the rows.
-        implementation: its name, as in `model.config._attn_implementation`.
-        dtype: dtype of the computation, for masks that are added to scores.
-        window: see `PackedRows.attention_mask`.
-
-    Returns:
-        A `PackedMask` for `IMPLEMENTATION` on `FUSED_DEVICES`; else `[num_bins, 1, length, length]`, bool or additive.
+    That is a `PackedMask` for `IMPLEMENTATION` on `FUSED_DEVICES`, else `[num_bins, 1, length, length]`: bool, or of
+    `dtype` where it is added to scores. For `window` see `PackedRows.attention_mask`.
     """
     length = packed.input_ids.shape[1]
     device_type = packed.input_ids.device.type

@@ -4,6 +4,22 @@ Rows that begin with the same tokens (samples of one prompt, branches of one con
 computation: a causal decoder gives a token the same hidden state in every row that has the same tokens before it.
 So rows are laid out as token tries. Nodes are numbered in preorder, which makes the attention mask two comparisons:
 node `i` sees node `j` exactly when `j <= i < subtree_end[j]`, that is when `j` is on the path from the root to `i`.
+
+Three rows, of which the tokens in brackets are scored, make two tries in one bin:
+
+    rows            1 2 3 [7]     1 2 4 [5] [8]     6 [9]
+
+    tries           1 - 2 - 3             6
+                        |
+                        4 - 5
+
+    node            0  1  2  3  4  5
+    input_ids       1  2  3  4  5  6      7, 8 and 9 predict nothing and are not computed
+    position_ids    0  1  2  2  3  0      depth, so that 4 stands where it would stand in its own row
+    subtree_end     5  5  3  5  5  6      node 3 sees 0, 1 and itself; not 2, whose subtree ended at 3
+
+    predictors      2  3  4  5            the last node of what comes before each scored token
+    targets         7  5  8  9
 """
 
 from __future__ import annotations
@@ -138,7 +154,7 @@ def pack_rows(
         routed_experts: `[num_tokens, num_layers, top_k]` int16 each: tokens of other experts are not shared.
 
     Raises:
-        ValueError: when the two lists differ in length, a row is empty, or a budget is not positive.
+        ValueError: if the two lists differ in length, a row is empty, or a budget is not positive.
 
     Example:
         >>> a, b = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
@@ -175,6 +191,8 @@ def pack_rows(
     alike = rows if experts is None else _numbered(rows, experts)
     # Any total order of tokens groups shared prefixes; that of the raw bytes is the cheapest to sort by.
     order.sort(key=[row.tobytes() for row in alike].__getitem__)
+    # Sorted, a row shares the most with its neighbour: one number for each row describes all tries.
+    #     1 2 3   1 2 4 5   6    ->   shared = [0, 2, 0]
     shared = [0] * len(order)
     if share_prefixes:
         for place in range(1, len(order)):
@@ -246,6 +264,10 @@ def _lay_out(
     device: torch.device,
 ) -> PackedRows:
     """Number the nodes of one micro-batch and write its tensors."""
+    # Rows come in sorted order, so that a trie is written depth first without building it: `path` holds the nodes of
+    # the current row. Of the next row the first `num_shared` nodes are those of `path`; the others leave the trie's
+    # current branch, which ends here.
+    #     path of 1 2 3: [0, 1, 2];   1 2 4 5 shares 2:   subtree_end[2] = 3,   path: [0, 1, 3, 4]
     length = bins[0].num_nodes
     size = len(bins) * length
     input_ids = np.zeros(size, dtype=np.int64)
@@ -263,7 +285,6 @@ def _lay_out(
                 index = order[place]
                 row = rows[index]
                 num_shared = 0 if place == piece.start else shared[place]
-                # The branch that is left ends here.
                 subtree_end[path[num_shared:]] = node - base
                 num_new = len(row) - num_shared
                 input_ids[node : node + num_new] = row[num_shared:]
@@ -298,6 +319,9 @@ def _with_scored_tokens(
     device: torch.device,
 ) -> PackedRows:
     """Find, for every token to score, the position that predicts it."""
+    # A shared node predicts for each row that passes through it, so predictors may repeat: `row_index` and
+    # `token_index` say for which token of which row each one is. All arrays run over the rows' computed tokens, row
+    # after row, until `places` picks those that predict; sorting by position makes the head read states in order.
     lengths = np.asarray([len(path) for path in paths])
     positions = np.concatenate(paths)
     starts = np.cumsum(lengths) - lengths
