@@ -127,7 +127,8 @@ def _top_k_of(
         if not is_repeated:
             found = chunked_top_k(head, top_k, chunk_size=teacher.chunk_size)
             flat = starts[packed.row_index] + packed.token_index
-            ids[flat], log_probs[flat] = found.token_ids[positions], found.log_probs[positions].float()
+            ids[flat] = found.token_ids[positions]
+            log_probs[flat] = found.log_probs[positions].float()
     if group is not None:
         for column in (ids, log_probs):
             torch.distributed.all_reduce(column, group=group)

@@ -76,8 +76,8 @@ def train_step(
         max_grad_norm: gradients are scaled down to this norm; None leaves them.
 
     Raises:
-        ValueError: if the loss is left per token or per sequence, so that there is no scalar to train on, or for a
-            `max_grad_norm` that is not positive.
+        ValueError: if the loss is left per token or per sequence, so that there is no scalar to train on, or
+            `max_grad_norm` is not positive.
     """
     if not loss_module.is_scalar:
         raise ValueError("train_step needs one number; the loss has aggregation or reduction 'none'.")

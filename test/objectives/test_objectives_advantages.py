@@ -14,6 +14,10 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from llmrl.objectives import MCAdvantage, MCAdvantageSelector, group_advantages
+from llmrl.objectives.advantages.candidates import CandidateChoice
+from llmrl.objectives.advantages.group_queue import GroupQueue
+from llmrl.objectives.advantages.grouping import GroupKeys
+from llmrl.objectives.advantages.normalization import Baseline
 
 
 def _row(group: str, rollout: int, reward: float, *, num_tokens: int = 3, is_scored: bool = True) -> TensorDict:
@@ -269,6 +273,35 @@ def test_groups_are_shared_by_the_processes_that_write() -> None:
     assert transform.inv(trajectory([1.0]))["advantage"].flatten().tolist() == [-1.0, 1.0, 0.0]
     assert (transform.written_groups, transform.queued_groups) == (1, 0)
     assert pickle.loads(pickle.dumps(transform)).completed_trajectories == 3
+
+
+def test_a_baseline_normalizes_each_column_and_adds_what_is_weighted() -> None:
+    baseline = Baseline("std", weights=(1.0, 3.0))
+    columns = [[0.0, 2.0], [70.0, 10.0]]
+    root = 0.5**0.5
+    assert baseline.advantages(columns) == pytest.approx([-root + 3 * root, root - 3 * root])
+    assert not baseline.is_constant(columns) and not baseline.is_constant([[1.0, 1.0], [0.0, 1.0]])
+    assert baseline.is_constant([[1.0, 1.0], [0.0, 0.0]])
+    assert not Baseline("none").is_constant([[1.0, 1.0]])
+
+
+def test_a_choice_of_candidates_says_what_is_sampled_and_waited_for() -> None:
+    sizes = [CandidateChoice(), CandidateChoice(2), CandidateChoice(2, 8), CandidateChoice(2, 8, 4)]
+    assert [one.sampled_size for one in sizes] == [None, 2, 8, 8]
+    assert [one.waited_size for one in sizes] == [None, 2, 2, 4]
+    assert list(CandidateChoice(2).choose([1.0, 2.0, 3.0]) or ()) == [0, 1, 2]
+    assert CandidateChoice(bounds=(0.1, 0.9)).choose([0.0, 0.0]) is None
+    assert CandidateChoice(2, 4, bounds=(0.1, 0.9)).choose([0.0, 0.0, 1.0, 0.0]) is not None
+
+
+def test_a_queue_hands_out_a_group_when_as_many_rollouts_came_as_its_rows_say() -> None:
+    queue = GroupQueue(GroupKeys(), 4)
+    rows = [_row("g", index, 0.0) for index in (0, 0, 1)]
+    for row in rows:
+        row["rollout", "num_in_group"] = torch.tensor(2)
+    assert queue.push(rows[:2]) == [] and len(queue.rollouts()["g"]) == 1
+    assert len(queue.push(rows[2:])) == 3 and not queue.waiting
+    assert queue.push([_row("h", index, 0.0) for index in range(3)]) == []  # of these, four are waited for
 
 
 def test_bad_arguments_are_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -13,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
 from llmrl.objectives.kl import kl_term
 from llmrl.objectives.losses.base import MicroLoss, PackedTokens
@@ -34,7 +33,7 @@ class GivesDivergence(Protocol):
         ...
 
 
-class DistillationLoss(SequenceLoss):
+class DistillationLoss(KnownArguments, SequenceLoss):
     """The KL between student and teacher on the trained tokens (arXiv:2306.13649, section 3), estimated from samples.
 
     The teacher's log-probs of the same tokens are in the batch: `write_log_probs(teacher, batch,
@@ -86,10 +85,7 @@ class DistillationLoss(SequenceLoss):
         masking_strategy: MaskingStrategy = "rlhf",
         tokenizer: Tokenizer | None = None,
         tokenizer_kwargs: Mapping[str, object] | None = None,
-        **unknown: object,
     ) -> None:
-        known = set(inspect.signature(DistillationLoss.__init__).parameters) - {"self", "unknown"}
-        refuse_unknown("DistillationLoss", unknown, known)
         super().__init__(
             reduction=reduction,
             normalize_by_seq_length=normalize_by_seq_length,

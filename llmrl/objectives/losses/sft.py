@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
 from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.base import MicroLoss
@@ -23,7 +22,7 @@ from llmrl.objectives.losses.sequence_loss import Reduction, SequenceLoss
 from llmrl.objectives.ratios import sequence_totals
 
 
-class SFTLoss(SequenceLoss):
+class SFTLoss(KnownArguments, SequenceLoss):
     """The negative log-likelihood of the trained tokens; optionally with a KL to a reference.
 
     Names, keys and defaults are TorchRL's. Two differences: the KL is the mean over trained tokens (TorchRL's mean
@@ -70,10 +69,7 @@ class SFTLoss(SequenceLoss):
         masking_strategy: MaskingStrategy = "rlhf",
         tokenizer: Tokenizer | None = None,
         tokenizer_kwargs: Mapping[str, object] | None = None,
-        **unknown: object,
     ) -> None:
-        known = set(inspect.signature(SFTLoss.__init__).parameters) - {"self", "unknown"}
-        refuse_unknown("SFTLoss", unknown, known)
         super().__init__(
             reduction=reduction,
             normalize_by_seq_length=normalize_by_seq_length,
