@@ -137,50 +137,86 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         >>> plan.lasting["optimizer"] == 8 * small.num_parameters // 2
         True
     """
+    parameters = model.num_parameters
+    trained = parameters
+    weights = parameters
+    if training.lora_rank is not None:
+        trained = model.adapter_parameters(training.lora_rank)
+        weights = parameters + trained
     ranks = training.num_ranks
-    size = 2 if training.is_bfloat16 else 4
-    tokens = max(training.token_budget, training.longest_row)
-    trained = model.num_parameters if training.lora_rank is None else model.adapter_parameters(training.lora_rank)
-    lasting = {
-        "weights": 4 * (model.num_parameters + (0 if training.lora_rank is None else trained)) // ranks,
-        "gradients": 4 * trained // ranks,
-        "optimizer": 8 * trained // ranks,
+    # float32: 4 bytes a weight and its gradient, 8 of Adam's two moments; each rank has its share.
+    lasting = {"weights": 4 * weights // ranks, "gradients": 4 * trained // ranks, "optimizer": 8 * trained // ranks}
+    loading = 4 * parameters
+    if training.has_reference and training.lora_rank is None:  # with adapters it is the model without them
+        lasting["reference"] = 4 * parameters // ranks
+        if ranks > 1:  # it is loaded whole when the policy is there already
+            loading += lasting["weights"]
+    passing = {
+        "activations": _activations(model, training),
+        "gathered": _gathered(model, training),
+        "head": _head(model, training),
+        "mask": 0,  # on a GPU blocks of it, or none
     }
-    if training.has_reference and training.lora_rank is None:
-        lasting["reference"] = 4 * model.num_parameters // ranks
+    if not training.is_gpu:
+        passing["mask"] = _num_tokens(training) * training.bin_length
+    return MemoryPlan(lasting, passing, loading)
+
+
+def _num_tokens(training: TrainingShape) -> int:
+    """Return the tokens of the largest micro-batch: it holds one row at least."""
+    return max(training.token_budget, training.longest_row)
+
+
+def _activations(model: ModelShape, training: TrainingShape) -> int:
+    """Return the bytes that autograd keeps of a micro-batch."""
+    tokens = _num_tokens(training)
     hidden = model.hidden_size
     queries = model.query_size
     keys = model.key_size
     wide = model.intermediate_size
-    layer = tokens * (
-        30 * hidden + 11 * queries + 9 * keys + 10 * wide
-        if training.is_bfloat16
-        else 4 * (8 * hidden + 5.5 * queries + 4.5 * keys + 5 * wide)
-    )
+    layer = tokens * 4 * (8 * hidden + 5.5 * queries + 4.5 * keys + 5 * wide)
+    if training.is_bfloat16:
+        layer = tokens * (30 * hidden + 11 * queries + 9 * keys + 10 * wide)
     ends = 16 * tokens * hidden  # embedding, last norm, what the head reads
-    if training.gradient_checkpointing:  # each layer's input, and one layer as it is computed again
-        num_held = 2 if training.offload_activations else model.num_layers  # one is fetched while one is used
-        activations = 4 * tokens * hidden * num_held + layer + ends
-    else:
-        activations = layer * model.num_layers + ends
-    if ranks > 1:  # a layer, the next one that is fetched meanwhile, and the gradient before it is scattered
-        gathered = model.layer_parameters * (2 * size + 4)
-    elif training.is_bfloat16:  # copies that the backward pass needs
-        gathered = 2 * model.layer_parameters * (1 if training.gradient_checkpointing else model.num_layers)
-    else:
-        gathered = 0
-    weight = size if ranks > 1 or training.is_bfloat16 else 0
-    head = model.head_parameters * (weight + (4 if training.lora_rank is None else 0))
-    chunk_size = default_chunk_size(model.vocab_size, is_gpu=training.is_gpu)
-    chunk = 4 * model.vocab_size * (min(tokens, chunk_size) if training.is_gpu else chunk_size)
-    passing = {
-        "activations": int(activations),
-        "gathered": gathered,
-        "head": head + 2 * chunk,
-        "mask": 0 if training.is_gpu else tokens * training.bin_length,  # blocks of it, or none
-    }
-    loading = 4 * model.num_parameters + (lasting["weights"] if "reference" in lasting and ranks > 1 else 0)
-    return MemoryPlan(lasting, passing, loading)
+    if not training.gradient_checkpointing:
+        return int(layer * model.num_layers + ends)
+    # Each layer's input, and one layer as it is computed again.
+    num_inputs = model.num_layers
+    if training.offload_activations:
+        num_inputs = 2  # one is fetched while one is used
+    return int(4 * tokens * hidden * num_inputs + layer + ends)
+
+
+def _gathered(model: ModelShape, training: TrainingShape) -> int:
+    """Return the bytes of layers' weights besides the ones that last: cast, or those of other ranks."""
+    layer = model.layer_parameters
+    if training.num_ranks > 1:
+        # A layer, the next one that is fetched meanwhile, and the gradient before it is scattered.
+        return layer * (2 * _weight_size(training) + 4)
+    if not training.is_bfloat16:
+        return 0
+    # Copies that the backward pass needs: with checkpointing of the layer that is computed again.
+    if training.gradient_checkpointing:
+        return 2 * layer
+    return 2 * layer * model.num_layers
+
+
+def _head(model: ModelShape, training: TrainingShape) -> int:
+    """Return the bytes of the output head beside its weights: a copy, its gradient, and a chunk of logits, twice."""
+    num_bytes = 0
+    if training.num_ranks > 1 or training.is_bfloat16:
+        num_bytes += _weight_size(training) * model.head_parameters
+    if training.lora_rank is None:
+        num_bytes += 4 * model.head_parameters
+    positions = default_chunk_size(model.vocab_size, is_gpu=training.is_gpu)
+    if training.is_gpu:
+        positions = min(positions, _num_tokens(training))
+    return num_bytes + 2 * 4 * model.vocab_size * positions
+
+
+def _weight_size(training: TrainingShape) -> int:
+    """Return the bytes of a weight as it is computed with."""
+    return 2 if training.is_bfloat16 else 4
 
 
 def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> list[str]:

@@ -93,7 +93,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
             tokenizer=tokenizer,
             tokenizer_kwargs=tokenizer_kwargs,
         )
-        if kl_direction not in ("reverse", "forward", *(["js"] if teacher is not None else [])):
+        if kl_direction not in ("reverse", "forward", "js") or (kl_direction == "js" and teacher is None):
             raise ValueError(
                 f"kl_direction must be 'reverse' or 'forward', or 'js' with teacher=, got {kl_direction!r}."
             )
@@ -111,10 +111,16 @@ class DistillationLoss(KnownArguments, SequenceLoss):
     def in_keys(self) -> list[NestedKey]:
         """Entries read from a batch."""
         keys = self.tensor_keys
-        read = [keys.action, *([keys.teacher_log_prob] if self.teacher is None else self.teacher.in_keys)]
+        read = [keys.action]
+        if self.teacher is None:
+            read.append(keys.teacher_log_prob)
+        else:
+            read += self.teacher.in_keys
         if self.masking_strategy == "rlhf":
             read.append(keys.assistant_mask)
-        return [*read, ("tokens", "prompt")] if self.masking_strategy == "sft" else read
+        if self.masking_strategy == "sft":
+            read.append(("tokens", "prompt"))
+        return read
 
     @property
     def out_keys(self) -> list[str]:
@@ -122,7 +128,9 @@ class DistillationLoss(KnownArguments, SequenceLoss):
         if self.teacher is not None:
             return ["loss_distill", "kl_to_teacher"]
         keys = ["loss_distill", "kl_to_teacher", "num_clamped_tokens"]
-        return [*keys, "entropy"] if self.measures_entropy else keys
+        if self.measures_entropy:
+            keys.append("entropy")
+        return keys
 
     @property
     def _log_probs_key(self) -> NestedKey:
@@ -142,16 +150,20 @@ class DistillationLoss(KnownArguments, SequenceLoss):
             )
         keys = self.tensor_keys
         batch = self._with_tokens(tensordict)
+        token_columns = {}
+        if self.teacher is None:
+            token_columns["teacher_log_probs"] = keys.teacher_log_prob
         inputs = read_inputs(
             batch,
             tokens_key=keys.action,
             masking_strategy=self.masking_strategy,
             mask_key=keys.assistant_mask,
-            token_columns={"teacher_log_probs": keys.teacher_log_prob} if self.teacher is None else {},
+            token_columns=token_columns,
             device=self._device(),
         )
-        for key in self.teacher.in_keys if self.teacher is not None else ():
-            inputs.columns[str(key)] = read_vectors(batch, key, inputs).to(self._device())
+        if self.teacher is not None:
+            for key in self.teacher.in_keys:
+                inputs.columns[str(key)] = read_vectors(batch, key, inputs).to(self._device())
         return self._weighted(inputs)
 
     def packed_loss(self, inputs: LossInputs, packed: PackedTokens) -> MicroLoss:

@@ -136,7 +136,10 @@ class GRPOLoss(LLMLoss):
         self.max_staleness = max_staleness
         self.aggregation = aggregation
         self.fixed_length = fixed_length
-        self.entropy_bonus = self.needs_entropy = entropy_coeff is not None if entropy_bonus is None else entropy_bonus
+        if entropy_bonus is None:
+            entropy_bonus = entropy_coeff is not None
+        self.entropy_bonus = entropy_bonus
+        self.needs_entropy = entropy_bonus
         self.entropy_coeff = 0.01 if entropy_coeff is None else entropy_coeff
         self.kl_to_ref_coeff = kl_to_ref_coeff or None
         self.kl_to_inference_coeff = kl_to_inference_coeff
@@ -162,7 +165,9 @@ class GRPOLoss(LLMLoss):
             read.append(("tokens", "prompt"))
         if self.max_staleness is not None:
             read.append(keys.policy_version)
-        return [*read, keys.ref_log_probs] if self.kl_to_ref_coeff is not None else read
+        if self.kl_to_ref_coeff is not None:
+            read.append(keys.ref_log_probs)
+        return read
 
     @property
     def out_keys(self) -> list[str]:
@@ -181,7 +186,9 @@ class GRPOLoss(LLMLoss):
             keys += ["importance_weight", "importance_clip_fraction"]
         if self.max_staleness is not None:
             keys.append("staleness")
-        return [*keys, "masked_fraction"] if self._leaves_tokens_out else keys
+        if self._leaves_tokens_out:
+            keys.append("masked_fraction")
+        return keys
 
     @property
     def _log_probs_key(self) -> NestedKey:
@@ -208,7 +215,9 @@ class GRPOLoss(LLMLoss):
         )
         if self.max_staleness is not None:
             versions = inputs.columns.pop("policy_versions")
-            newest = self.policy_version if self.policy_version is not None else versions.max()
+            newest: int | torch.Tensor = versions.max()
+            if self.policy_version is not None:
+                newest = self.policy_version
             inputs.columns["staleness"] = (newest - versions).float()
         return self._weighted(inputs)
 

@@ -113,7 +113,9 @@ class SFTLoss(KnownArguments, SequenceLoss):
             read.append(keys.assistant_mask)
         if self.masking_strategy == "sft":
             read.append(("tokens", "prompt"))
-        return [*read, keys.ref_log_prob] if self._has_reference else read
+        if self._has_reference:
+            read.append(keys.ref_log_prob)
+        return read
 
     @property
     def out_keys(self) -> list[str]:
@@ -123,7 +125,9 @@ class SFTLoss(KnownArguments, SequenceLoss):
             keys.append("loss_kl_to_ref")
         if self._has_reference:
             keys += ["kl_to_ref", "num_clamped_tokens"]
-        return [*keys, "entropy"] if self.measures_entropy else keys
+        if self.measures_entropy:
+            keys.append("entropy")
+        return keys
 
     @property
     def _log_probs_key(self) -> NestedKey:
@@ -132,12 +136,15 @@ class SFTLoss(KnownArguments, SequenceLoss):
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch and give every trained token its share of the loss."""
         keys = self.tensor_keys
+        token_columns = {}
+        if self._has_reference:
+            token_columns["ref_log_probs"] = keys.ref_log_prob
         inputs = read_inputs(
             self._with_tokens(tensordict),
             tokens_key=keys.action,
             masking_strategy=self.masking_strategy,
             mask_key=keys.assistant_mask,
-            token_columns={"ref_log_probs": keys.ref_log_prob} if self._has_reference else {},
+            token_columns=token_columns,
             device=self._device(),
         )
         share = 1.0 / max(1, inputs.num_scored)
