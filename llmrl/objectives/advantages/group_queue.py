@@ -17,7 +17,7 @@ class PickledRows(MutableMapping[Hashable, list[TensorDictBase]]):
     Example:
         >>> from tensordict import TensorDict
         >>> rows = PickledRows({})
-        >>> rows["g"] = [TensorDict(a=torch.ones(2))]
+        >>> rows["g"] = [TensorDict(a=[1.0, 2.0])]
         >>> len(rows), rows["g"][0]["a"].shape
         (1, torch.Size([2]))
     """
