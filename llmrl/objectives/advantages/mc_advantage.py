@@ -31,7 +31,7 @@ from llmrl.objectives.penalties.kl_penalty import KLPenalty
 
 LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 Settled = tuple[dict[Hashable, float], set[Hashable]]
-"""The advantages of a group's rollouts, where each has one, and the rollouts whose rows stay."""
+"""The advantages of a group's rollouts, where each has one, and the rollouts that stay in the batch."""
 
 
 class MCAdvantage(KnownArguments, GroupCounters):

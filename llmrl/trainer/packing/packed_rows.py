@@ -16,7 +16,7 @@ Three rows, of which the tokens in brackets are scored, make two tries in one bi
     node            0  1  2  3  4  5
     input_ids       1  2  3  4  5  6      7, 8 and 9 predict nothing and are not computed
     position_ids    0  1  2  2  3  0      depth, so that 4 stands where it would stand in its own row
-    subtree_end     5  5  3  5  5  6      node 3 sees 0, 1 and itself; not 2, whose subtree ended at 3
+    subtree_end     5  5  3  5  5  6      node 3 sees 0, 1 and itself, not 2: its subtree ended at 3
 
     predictors      2  3  4  5            the last node of what comes before each scored token
     targets         7  5  8  9
