@@ -45,9 +45,15 @@ def right_answers(rollouts: Sequence[Rollout]) -> list[bool] | None:
 
 
 def rollout_records(rollouts: Sequence[Rollout]) -> list[dict[str, JSON]]:
-    """Return the records of rollouts (`Rollout.to_record`), each with `is_right`; None where that is not known."""
+    """Return the records of rollouts (`Rollout.to_record`), each with `is_right`.
+
+    It is None where that is not known, and for a rollout that was not scored.
+    """
     rights: Sequence[bool | None] = right_answers(rollouts) or [None] * len(rollouts)
-    return [{**rollout.to_record(), "is_right": right} for rollout, right in zip(rollouts, rights, strict=True)]
+    return [
+        {**rollout.to_record(), "is_right": right if rollout.is_scored else None}
+        for rollout, right in zip(rollouts, rights, strict=True)
+    ]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

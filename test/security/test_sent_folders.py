@@ -204,6 +204,7 @@ def test_links_that_wandb_makes_are_accepted_and_pipes_in_their_place_are_not(ru
     (path / "wandb/debug.log").symlink_to("offline-run-1/logs/debug.log")
     RunFolder(path, read_only=True)
     for name in ("latest-run", "debug.log", "offline-run-1/logs/debug-core.log"):
+        (path / "wandb" / name).unlink()
         plant(path / "wandb" / name, "pipe", outside)
         with pytest.raises(UnsafeFileError, match=Path(name).name):
             RunFolder(path, read_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from llmrl.data import Rollout, RolloutStatus
 from llmrl.runs.run_folder import RunFolder
 from llmrl.trainer import TrainStepReport
 from llmrl.watch.health import diagnose
-from llmrl.watch.rollout_metrics import rollout_metrics
+from llmrl.watch.rollout_metrics import rollout_metrics, rollout_records
 from llmrl.watch.step_metrics import StepMeter, metrics_of
 
 
@@ -137,6 +138,22 @@ def test_what_is_not_a_number_is_absent_and_trackers_see_groups(tmp_path):
     folder.close()
     assert folder.read_metrics() == [{"step": 1, "reward_mean": 0.5, "sync_seconds": 1.0, "eval/a/seconds": 2.0}]
     assert told == [(1, {"train/reward_mean": 0.5, "perf/sync_seconds": 1.0, "eval/a/seconds": 2.0})]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "said"),
+    [
+        ([rollout(reward=1.0), rollout(reward=0.5)], [True, False]),
+        ([rollout(reward=1.0), rollout(reward=2.0)], [None, None]),
+        # A truncated answer has a reward of its own and no breakdown.
+        ([rollout(reward=9.0, parts={"success": 1.0}), rollout(reward=2.0, reason="length")], [True, False]),
+        ([rollout(reward=1.0), rollout(is_scored=False)], [True, None]),  # such as a conversation to imitate
+    ],
+)
+def test_a_record_says_whether_its_answer_is_right(rollouts, said):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [record["is_right"] for record in rollout_records(rollouts)] == said
 
 
 def test_a_record_has_its_tool_calls():
