@@ -25,6 +25,7 @@ class TeacherAdvantage(Transform):
         coeff: coefficient of the teacher's part.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict, lazy_stack
         >>> row = TensorDict({"log_probs": {"full": torch.tensor([0.0, -1.0])}, "advantage": torch.ones(1, 1),
         ...     "next": {"teacher_log_probs": {"full": torch.tensor([0.0, -3.0])}},
