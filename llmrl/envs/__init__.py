@@ -1,23 +1,24 @@
 """Environments: conversations with a policy."""
 
+from typing import TYPE_CHECKING
+
+from llmrl._utils.lazy_names import handed_on
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.agent_command import CommandResult, command
 from llmrl.envs.chat import ChatEnv
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.game import Game, GameEnv
-from llmrl.envs.hashing import LLMHashingEnv
 from llmrl.envs.hubs.gymnasium import GymnasiumTextEnv
 from llmrl.envs.hubs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.hubs.openenv import OpenEnvChatEnv
 from llmrl.envs.hubs.textarena import make_textarena_env
-from llmrl.envs.llm import LLMEnv
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.mixed import EnvProgress, MixedEnv
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
 from llmrl.envs.sampler import EndOfData, PromptSampler
 from llmrl.envs.tasks.addition import AdditionEnv, addition_problems, make_addition_env
 from llmrl.envs.tasks.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
-from llmrl.envs.tasks.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
+from llmrl.envs.tasks.gsm8k import GSM8KEnv, GSM8KRewardParser, make_gsm8k_env
 from llmrl.envs.tasks.guess import GuessEnv, guess_problems, make_guess_env
 from llmrl.envs.tasks.ifeval import IFEvalEnv, IfEvalScorer, make_ifeval_env
 from llmrl.envs.tasks.math import MATHEnv, MATHRewardParser, make_math_env
@@ -28,6 +29,9 @@ from llmrl.envs.tasks.sum_of_digits import SumOfDigitsEnv, make_sum_of_digits_en
 from llmrl.envs.tasks.task import TaskEnv, TaskOptions
 from llmrl.envs.tool_env import ToolEnv
 from llmrl.rewards import IFEvalScoreData
+
+if TYPE_CHECKING:
+    from llmrl.torchrl.envs import GSM8KPrepareQuestion, LLMEnv, LLMHashingEnv
 
 __all__ = [
     "AdditionEnv",
@@ -89,3 +93,6 @@ __all__ = [
     "sum_of_digits_problems",
     "task_environments",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.envs")

@@ -48,8 +48,7 @@ class ChatEnv(KnownArguments, EnvBase):
         system_role, user_role: names of the roles.
 
     Raises:
-        ValueError: for an unknown `input_mode`, for a `system_prompt` that nothing would write, or when reset gets no
-            query.
+        ValueError: if `input_mode` is unknown, if nothing would write the `system_prompt`, or if reset gets no query.
 
     Example:
         >>> from tensordict import TensorDict

@@ -49,7 +49,7 @@ class MixedPrompts:
         weights: weights by name; None for equal ones.
 
     Raises:
-        ValueError: for weights that are no shares of these environments.
+        ValueError: if the weights are no shares of these environments.
 
     Example:
         >>> samplers = {name: PromptSampler([{"query": name}]) for name in ("a", "b")}
@@ -178,8 +178,8 @@ class MixedEnv:
             `EnvProgress` of each before a group is drawn. Equal ones by default.
 
     Raises:
-        ValueError: for no environment, one without a dataset, names or `repeats` that do not fit, or weights that are
-            no shares.
+        ValueError: if there is no environment, if one has no dataset, if names or `repeats` do not fit, or if the
+            weights are no shares.
 
     Example:
         >>> from llmrl.envs import DatasetChatEnv

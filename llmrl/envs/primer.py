@@ -99,7 +99,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         """Return the next rows, all of them or none.
 
         Raises:
-            EndOfData: when there are fewer.
+            EndOfData: if there are fewer.
         """
         return self.prompts.draw_many(count)
 

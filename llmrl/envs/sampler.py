@@ -63,7 +63,7 @@ class PromptSampler:
         name: prefix of group ids; two samplers of a run need two names.
 
     Raises:
-        ValueError: for an empty dataset, a number below 1, or `shuffle` of rows that are read as they are drawn.
+        ValueError: if the dataset is empty, a number is below 1, or rows that are read as they are drawn are shuffled.
 
     Example:
         >>> sampler = PromptSampler([{"query": "a"}], num_samples=2)
@@ -141,7 +141,7 @@ class PromptSampler:
         """Return the next `count` draws, all of them or none.
 
         Raises:
-            EndOfData: when there are fewer.
+            EndOfData: if there are fewer.
         """
         positions = self.upcoming(count)
         if len(positions) < count:
@@ -196,7 +196,7 @@ class PromptSampler:
         """Continue at the beginning of the next epoch, and count `num_epochs` from there.
 
         Raises:
-            ValueError: for rows of a loader without a length, before its end.
+            ValueError: if the rows are those of a loader without a length, before its end.
 
         Example:
             >>> sampler = PromptSampler([{"query": "a"}], num_epochs=1)
@@ -234,7 +234,7 @@ class PromptSampler:
         """Continue from a saved position.
 
         Raises:
-            ValueError: when it was saved with other prompts or samples, order, seed or name, with which its positions
+            ValueError: if it was saved with other prompts or samples, order, seed or name, with which its positions
                 would be other draws.
         """
         saved = state.get("order", {})
@@ -267,7 +267,7 @@ def with_columns(item: Row, columns: Sequence[str]) -> Row:
     """Return a row with all columns, None for those it lacks: stacked conversations keep only what all have.
 
     Raises:
-        ValueError: for a row with a further column.
+        ValueError: if a row has a further column.
 
     Example:
         >>> with_columns({"query": "a"}, ["query", "answer"])

@@ -19,7 +19,7 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
     """Return the exact value of an expression of whole numbers, `+ - * /` and parentheses, and the numbers it uses.
 
     Raises:
-        ValueError: for anything else, and for a division by zero.
+        ValueError: if it is anything else, or divides by zero.
 
     Example:
         >>> evaluate_expression("(1 + 2) / 2")

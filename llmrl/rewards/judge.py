@@ -68,8 +68,8 @@ class Judge:
         options: further arguments of a request, such as `{"temperature": 0}`.
 
     Raises:
-        ValueError: for a prompt that reads nothing or something without a name, a scale without an extent, or a number
-            that is not positive.
+        ValueError: if the prompt reads nothing or something without a name, if the scale has no extent, or if a
+            number is not positive.
 
     Example:
         >>> judge = Judge("a-model", "Rate the answer to {query} from 0 to 10: {completion}", api_key="-")

@@ -56,8 +56,8 @@ class MathVerifier:
         """Return whether two LaTeX or plain expressions are equal in value; unparsable or endless ones are not.
 
         Raises:
-            MissingExtraError: without math-verify.
-            RuntimeError: when the process does not start, or ends under the same question twice: nothing is known then.
+            MissingExtraError: if math-verify is not installed.
+            RuntimeError: if the process does not start, or ends under the same question twice.
         """
         if _stripped(reference) == _stripped(given):
             return True

@@ -63,7 +63,7 @@ class RewardFn:
         weight: non-negative; a rubric normalises weights by their sum.
 
     Raises:
-        TypeError: for a function with a parameter that has no name to its caller.
+        TypeError: if the function has a parameter that is given by position only.
         ValueError: if the weight is negative or infinite, or if the function has no name.
 
     Example:
@@ -118,7 +118,7 @@ class RewardFn:
         """Return the raw score of one rollout.
 
         Raises:
-            UnknownRewardInput: when the function reads something that neither the rollout nor the dataset has.
+            UnknownRewardInput: if the function reads something that neither the rollout nor the dataset has.
             TypeError, ValueError: if the result is not a finite number.
         """
         available = rollout.arguments()

@@ -56,8 +56,8 @@ class Rubric:
         timeout_seconds: limit of one rollout's scoring; a judge that takes longer has failed.
 
     Raises:
-        ValueError: without reward functions, with two of one name, when the weights sum to nothing, or for a fixed
-            reward that is not finite.
+        ValueError: if there are no reward functions, if two have one name, if the weights sum to nothing, or if a fixed
+            reward is not finite.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
@@ -164,7 +164,7 @@ class JointRubric(Rubric):
         rubrics: one or more.
 
     Raises:
-        ValueError: when two reward functions have one name, in which the breakdown could not tell them apart.
+        ValueError: if two reward functions have one name, in which the breakdown could not tell them apart.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync

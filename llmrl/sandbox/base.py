@@ -47,7 +47,7 @@ class Sandbox(Protocol):
         """Return a file.
 
         Raises:
-            OSError: where it cannot be read; a `FileNotFoundError` where there is none.
+            OSError: if it cannot be read; a `FileNotFoundError` if it does not exist.
         """
         ...
 

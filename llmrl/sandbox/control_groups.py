@@ -31,7 +31,7 @@ class MemoryGroups:
         num_bytes: bytes of memory, in each.
 
     Raises:
-        OSError: where no group is delegated.
+        OSError: if no group is delegated.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -94,7 +94,7 @@ def delegated_group() -> tuple[Path, int]:
     """Return the control group that this program may divide, and the version of its interface.
 
     Raises:
-        OSError: where there is none.
+        OSError: if there is none.
     """
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)

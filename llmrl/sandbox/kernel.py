@@ -61,7 +61,7 @@ def unshare(flags: int) -> None:
     """Leave the namespaces of these kinds for new ones.
 
     Raises:
-        OSError: where the kernel does not allow it.
+        OSError: if the kernel does not allow it.
     """
     _check(_libc.unshare(flags), "unshare")
 
@@ -70,7 +70,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
     """Call `mount(2)`.
 
     Raises:
-        OSError: where the kernel does not allow it.
+        OSError: if the kernel does not allow it.
     """
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind)]
     data = None if options is None else options.encode()
@@ -167,7 +167,7 @@ def change_root(new_root: str, readable: Iterable[str]) -> None:
     Needs a mount namespace of its own.
 
     Raises:
-        OSError: where the kernel does not allow it.
+        OSError: if the kernel does not allow it.
     """
     os.umask(0o022)
     mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -246,7 +246,7 @@ def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
     Needs `forbid_new_privileges`.
 
     Raises:
-        OSError: without Landlock.
+        OSError: if the kernel has no Landlock.
     """
     version = landlock_version()
     rights = (1 << _NUM_FILE_RIGHTS.get(version, 16)) - 1

@@ -61,7 +61,7 @@ class PythonLimits:
     """What code may use; each is enforced by the kernel.
 
     Raises:
-        ValueError: for a limit that is not positive, naming it.
+        ValueError: if a limit is not positive.
     """
 
     memory_bytes: int = 1 << 30
@@ -108,7 +108,7 @@ class Launcher:
         limits: what code may use.
 
     Raises:
-        IsolationError: when this machine does not allow the level.
+        IsolationError: if this machine does not allow the level.
     """
 
     def __init__(self, level: Isolation, limits: PythonLimits) -> None:
@@ -180,7 +180,7 @@ class Launcher:
         """Return a new interpreter: the socket that it is served through.
 
         Raises:
-            IsolationError: when none can be started any more.
+            IsolationError: if none can be started any more.
         """
         ours, theirs = socket.socketpair()
         group = os.devnull

@@ -103,8 +103,8 @@ class PythonExecutorService:
         num_ready: interpreters started ahead.
 
     Raises:
-        IsolationError: when the required level is not available here.
-        ValueError: for an argument out of its range.
+        IsolationError: if the required level is not available here.
+        ValueError: if an argument is out of its range.
 
     Example:
         >>> service = PythonExecutorService(num_ready=1)

@@ -256,7 +256,7 @@ def filter_system_calls(*, is_user_shared: bool, is_truncation_open: bool) -> No
     Needs `forbid_new_privileges`. The arguments are those of `filter_program`.
 
     Raises:
-        OSError: where the kernel has no filters, or the architecture is not known.
+        OSError: if the kernel has no filters, or if the architecture is not known.
     """
     program = filter_program(os.uname().machine, is_user_shared=is_user_shared, is_truncation_open=is_truncation_open)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))

@@ -16,7 +16,7 @@ def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
     `sigma` is the standard deviation of the logarithm: with 0.5 one in 43 is above 2.7 times the median.
 
     Raises:
-        ValueError: when `median` is not positive or `sigma` negative.
+        ValueError: if `median` is not positive or `sigma` negative.
 
     Example:
         >>> draw = log_normal(2.0, 0.0)
@@ -38,7 +38,7 @@ def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0
     """Draw `value` about once in `one_in` calls, from `draw` otherwise.
 
     Raises:
-        ValueError: when `one_in` is below 1.
+        ValueError: if `one_in` is below 1.
 
     Example:
         >>> draw = with_stragglers(log_normal(1.0, 0.0), 20.0, one_in=1)

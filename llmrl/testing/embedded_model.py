@@ -78,7 +78,7 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
         A folder with `config.json`, `model.safetensors`, the tokenizer and its chat template.
 
     Raises:
-        EmbeddedModelError: when the package is not installed, or the cache folder cannot be written.
+        EmbeddedModelError: if the package is not installed, or if the cache folder cannot be written.
     """
     folder = model_folder(home)
     if is_intact(folder):

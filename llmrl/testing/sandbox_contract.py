@@ -18,7 +18,7 @@ async def check_sandbox(make: Callable[[], Sandbox]) -> None:
         make: makes one; two are used at once.
 
     Raises:
-        AssertionError: naming what does not hold.
+        AssertionError: if something does not hold; the message names it.
     """
     first = make()
     second = make()

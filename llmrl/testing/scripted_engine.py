@@ -169,7 +169,7 @@ class ScriptedEngine:
         """Give the next answer, cut to the budget and at the first stop token or stop string.
 
         Raises:
-            ValueError: when the prompt leaves no room, or a `request_id` is in flight.
+            ValueError: if the prompt leaves no room, or if the `request_id` is in flight.
             EngineError: after `shutdown`, or on command.
         """
         if self._is_shut_down:

@@ -50,7 +50,7 @@ def run_in_virtual_time(coroutine: Coroutine[None, None, Result]) -> Result:
     """Run a coroutine as `asyncio.run` does, on a `VirtualTimeLoop`: an hour's sleep returns at once.
 
     Raises:
-        RuntimeError: when everything waits for something else: a deadlock.
+        RuntimeError: if everything waits for something else (a deadlock).
 
     Example:
         >>> run_in_virtual_time(asyncio.sleep(3600.0, "an hour later"))

@@ -1,20 +1,14 @@
 """Tools: what a model may call, and the transforms that answer its calls."""
 
+from typing import TYPE_CHECKING
+
+from llmrl._utils.lazy_names import handed_on
 from llmrl.sandbox.base import Sandbox, SandboxResult
 from llmrl.sandbox.confined import ConfinedSandbox
 from llmrl.sandbox.launch import IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
 from llmrl.tools.browser import BrowserTransform
 from llmrl.tools.http import HttpTool, StopTool
-from llmrl.tools.in_order import (
-    ExecuteToolsInOrder,
-    JSONCallParser,
-    SimpleToolTransform,
-    ToolCall,
-    ToolRegistry,
-    ToolService,
-    XMLBlockParser,
-)
 from llmrl.tools.mcp import MCPToolTransform
 from llmrl.tools.output import FileRefPart, ImagePart, JsonPart, TextPart, ToolResult, ToolResultPart
 from llmrl.tools.python_interpreter import PythonInterpreter
@@ -24,6 +18,17 @@ from llmrl.tools.search import SearchIndex
 from llmrl.tools.session import ToolSession, outcomes_of, states_of
 from llmrl.tools.tool import InstanceTools, StopSignal, Tool, ToolError, function_tool
 from llmrl.tools.transform import ToolTransform
+
+if TYPE_CHECKING:
+    from llmrl.torchrl.tools import (
+        ExecuteToolsInOrder,
+        JSONCallParser,
+        SimpleToolTransform,
+        ToolCall,
+        ToolRegistry,
+        ToolService,
+        XMLBlockParser,
+    )
 
 __all__ = [
     "BrowserTransform",
@@ -68,3 +73,6 @@ __all__ = [
     "outcomes_of",
     "states_of",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.tools")

@@ -72,9 +72,9 @@ class BrowserTransform(ToolTransform):
         executable_path: path of the browser; by default the system's.
 
     Raises:
-        MissingExtraError: without the `tools` extra.
-        ValueError: without allowed domains, or for one that matches nothing, such as a pattern or an URL.
-        FileNotFoundError: when there is no Chromium.
+        MissingExtraError: if the `tools` extra is not installed.
+        ValueError: if no domain is allowed, or if one matches nothing, such as a pattern or a URL.
+        FileNotFoundError: if no Chromium is installed.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ def check_domains(allowed_domains: Sequence[str]) -> tuple[str, ...]:
     """Return the domains, when each can match something.
 
     Raises:
-        TypeError: for a string, which is a sequence of letters.
-        ValueError: without a domain, or for an entry that is none: an address with a scheme or path, or a pattern.
+        TypeError: if they are a string, which is a sequence of letters.
+        ValueError: if there are none, or if one is an address with a scheme or path, or a pattern.
 
     Example:
         >>> check_domains(["python.org", "127.0.0.1:8000"])

@@ -35,8 +35,8 @@ def HttpTool(
         name: name of the tool.
 
     Raises:
-        ValueError: without a host.
-        MissingExtraError: when aiohttp is not installed, naming the extra.
+        ValueError: if no host is named.
+        MissingExtraError: if aiohttp is not installed.
 
     Example:
         >>> HttpTool(allowed_hosts=["api.example.org"]).name

@@ -44,9 +44,9 @@ class MCPToolTransform(ToolTransform):
         connect_timeout: seconds that a server may take to start and list its tools.
 
     Raises:
-        MissingExtraError: without the `tools` extra.
-        ValueError: for a server that is described wrongly, or has tools with too long a name or description.
-        ConnectionError: when a server cannot be reached, or lists too many tools, naming it.
+        MissingExtraError: if the `tools` extra is not installed.
+        ValueError: if a server is described wrongly, or has a tool with too long a name or description.
+        ConnectionError: if a server cannot be reached or lists too many tools.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _Connection:
         """Connect, and return the server's tools.
 
         Raises:
-            ConnectionError: when it cannot be reached.
+            ConnectionError: if it cannot be reached.
         """
         ready: asyncio.Future[list[mcp_types.Tool]] = asyncio.get_running_loop().create_future()
         self._leave = asyncio.Event()

@@ -16,7 +16,7 @@ def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
     r"""Return the text, or what fits of it with a mark where the rest was: at its start, in its middle, or at its end.
 
     Raises:
-        ValueError: for an unknown side, or a limit below one.
+        ValueError: if the side is unknown or the limit below one.
 
     Example:
         >>> truncate("abcdefghij", 4, "end"), truncate("abcdefghij", 4, "middle")
@@ -94,7 +94,7 @@ class ToolResult:
         """What the model reads.
 
         Raises:
-            TypeError: for an image.
+            TypeError: if it is an image.
         """
         return "\n".join(map(_text_of_part, self.parts))
 
@@ -115,7 +115,7 @@ def as_text(value: object) -> str:
     """Return text as it is, nothing as nothing, a result's parts, anything else as JSON, or else as Python prints it.
 
     Raises:
-        TypeError: for an object, or one within, that Python prints as its place in memory.
+        TypeError: if it is, or contains, an object that Python prints as its place in memory.
 
     Example:
         >>> as_text({"celsius": 9}), as_text(None), as_text({1, 1})

@@ -16,7 +16,7 @@ class RateLimiter:
         burst: calls that may begin at once after a pause; by default those of a second, one at least.
 
     Raises:
-        ValueError: for a limit that is not positive, or a burst below one.
+        ValueError: if a limit is not positive, or the burst below one.
 
     Example:
         >>> limiter = RateLimiter(rate_per_second=100, burst=1)

@@ -74,8 +74,8 @@ def function_tool(function: Callable[..., object], *, name: str | None = None) -
     thread of its own: one that never returns costs its thread, and nothing else waits for it.
 
     Raises:
-        TypeError: when a parameter has no type hint, or there is no docstring, naming it.
-        MissingExtraError: without the `tools` extra.
+        TypeError: if a parameter has no type hint, or if there is no docstring.
+        MissingExtraError: if the `tools` extra is not installed.
 
     Example:
         >>> def add(a: int, b: int = 1) -> int:
@@ -112,7 +112,7 @@ class InstanceTools:
         make: makes an instance, where that takes arguments.
 
     Raises:
-        TypeError: when the class has no public method, or one that is no tool.
+        TypeError: if the class has no public method, or one that is no tool.
 
     Example:
         >>> class Notes:
@@ -184,8 +184,8 @@ def collect_tools(tools: Iterable[object]) -> list[Tool]:
     """Make tools from tools, functions and classes.
 
     Raises:
-        TypeError: for anything else.
-        ValueError: when two have one name.
+        TypeError: if one is anything else.
+        ValueError: if two have one name.
     """
     collected: list[Tool] = []
     for tool in tools:
@@ -208,7 +208,7 @@ class Signature:
     """A function's parameters as a schema that validates, and what its docstring says.
 
     Raises:
-        TypeError: when a parameter has no type hint, or there is no docstring, naming it.
+        TypeError: if a parameter has no type hint, or if there is no docstring.
     """
 
     def __init__(self, function: Callable[..., object], *, is_method: bool = False) -> None:

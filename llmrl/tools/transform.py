@@ -62,7 +62,7 @@ class ToolTransform(KnownArguments, Transform):
         rate_limits: by a tool's name, what its calls wait for; the time of a call begins after that.
 
     Raises:
-        TypeError, ValueError: for what is no tool, or an argument out of its range.
+        TypeError, ValueError: if something is no tool, or if an argument is out of its range.
 
     Example:
         >>> from tensordict import TensorDict

@@ -1,20 +1,16 @@
 """Transforms that extend a `ChatEnv`."""
 
+from typing import TYPE_CHECKING
+
+from llmrl._utils.lazy_names import handed_on
 from llmrl.data.tensordicts import dataset_columns
 from llmrl.tools import (
     BrowserTransform,
-    ExecuteToolsInOrder,
-    JSONCallParser,
     MCPToolTransform,
     PythonExecutorService,
     PythonInterpreter,
     SearchIndex,
-    SimpleToolTransform,
-    ToolCall,
-    ToolRegistry,
-    ToolService,
     ToolTransform,
-    XMLBlockParser,
     outcomes_of,
     states_of,
 )
@@ -23,9 +19,18 @@ from llmrl.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, Re
 from llmrl.transforms.parts import environment_parts, is_ours, reads_turns
 from llmrl.transforms.policy_version import PolicyVersion
 from llmrl.transforms.reward import RubricReward, find_rubric_rewards, joint_rubric, write_score
-from llmrl.transforms.template import TemplateTransform
-from llmrl.transforms.thinking import AddThinkingPrompt
-from llmrl.transforms.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmrl.torchrl.tools import (
+        ExecuteToolsInOrder,
+        JSONCallParser,
+        SimpleToolTransform,
+        ToolCall,
+        ToolRegistry,
+        ToolService,
+        XMLBlockParser,
+    )
+    from llmrl.torchrl.transforms import AddThinkingPrompt, TemplateTransform, Tokenizer
 
 __all__ = [
     "AddThinkingPrompt",
@@ -61,3 +66,6 @@ __all__ = [
     "states_of",
     "write_score",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.tools", "llmrl.torchrl.transforms")

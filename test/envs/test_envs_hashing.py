@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs import check_env_specs
 
-from llmrl.envs.hashing import LLMHashingEnv
+from llmrl.envs import LLMHashingEnv
 
 
 def chain(env, tokens, actions):

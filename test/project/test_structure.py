@@ -21,7 +21,7 @@ MAX_LINES = 500
 MAX_ANY = {
     "_utils": 3, "cli": 1, "collectors": 3, "config": 5, "data": 6, "endpoint": 0, "engines": 4,
     "envs": 3, "objectives": 3, "policies": 4, "rendering": 2, "rewards": 1, "runs": 5,
-    "sandbox": 3, "testing": 1, "tools": 3, "trainer": 3, "transforms": 1, "viewer": 5, "watch": 5,
+    "sandbox": 3, "testing": 1, "tools": 3, "torchrl": 2, "trainer": 3, "transforms": 1, "viewer": 5, "watch": 5,
     "weight_sync": 2,
 }  # fmt: skip
 # What every room may use: it knows nothing of ours.
@@ -103,7 +103,10 @@ def test_imports_point_up_the_rooms_table():
     for path in SOURCES:
         if (room := room_of(path)) == "*.py":
             continue
-        for name, line in imported_names(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        # A package may hand on names from below, which type checkers see and which it imports when asked for.
+        names = imported_at_load(tree.body) if path.name == "__init__.py" else imported_names(tree)
+        for name, line in names:
             where = f"{path.relative_to(ROOT)}:{line}"
             if name.startswith("."):
                 broken.append(f"{where} imports {name} relatively; write the whole name")

@@ -50,8 +50,8 @@ class OpenEnvChatEnv(MessageChatEnv):
         **draws: see `MessageChatEnv`.
 
     Raises:
-        ValueError: for a time-out that is not positive.
-        MissingExtraError: when aiohttp is not installed, naming the extra.
+        ValueError: if `timeout` is not positive.
+        MissingExtraError: if aiohttp is not installed.
 
     Example:
         >>> env = OpenEnvChatEnv("http://127.0.0.1:8000", [{"seed": 1}], repeats=8)

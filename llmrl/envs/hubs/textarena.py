@@ -115,8 +115,8 @@ def make_textarena_env(
         system_prompt, repeats, **order: see `GameEnv`.
 
     Raises:
-        MissingExtraError: without TextArena.
-        ValueError: for a game that there is not, or not for so many, and see `GameEnv`.
+        MissingExtraError: if TextArena is not installed.
+        ValueError: if there is no such game for so many players; see also `GameEnv`.
 
     Example:
         >>> make_textarena_env("TicTacToe-v0", opponents={"black": max})

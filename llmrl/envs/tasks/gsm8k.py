@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Unpack
 
-from tensordict import TensorDictBase
-from torchrl.envs import Transform
-
-from llmrl._utils.arguments import KnownArguments, keywords_of, refuse_unknown
-from llmrl.data.tensordicts import batch_elements, non_tensor, plain
+from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl.envs.tasks.answer_reward import AnswerReward
-from llmrl.envs.tasks.task import REASONING_PROMPT, Dataset, DeclaredTaskEnv, Split, Task, TaskOptions, named_task
+from llmrl.envs.tasks.task import Dataset, DeclaredTaskEnv, Split, Task, TaskOptions, named_task
 from llmrl.rewards import has_gsm8k_answer, is_gsm8k_right
 
 
@@ -66,34 +61,3 @@ def make_gsm8k_env(
     """
     refuse_unknown("make_gsm8k_env", options, keywords_of(make_gsm8k_env) or ())
     return GSM8KEnv(data, split=split, reasoning=reasoning, **{"max_steps": 1, **options})
-
-
-class GSM8KPrepareQuestion(KnownArguments, Transform):
-    """Writes DeepSeek-R1's prompt around a question when an environment of plain text is reset.
-
-    Args:
-        in_keys, out_keys: where the question is and where the prompt goes; `["text"]` unless given.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> GSM8KPrepareQuestion().prepare(TensorDict({"text": "1 + 1 ="}))["text"][-42:]
-        'answer>. User: 1 + 1 =. Assistant: <think>'
-    """
-
-    def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None) -> None:
-        in_keys = ["text"] if in_keys is None else list(in_keys)
-        super().__init__(in_keys, in_keys if out_keys is None else list(out_keys))
-
-    def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the prompts of a tensordict of any batch shape."""
-        for element in batch_elements(tensordict):
-            for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
-                prompt = f"{REASONING_PROMPT} User: {plain(element.get(in_key))}. Assistant: <think>"
-                element.set(out_key, non_tensor(prompt))
-        return tensordict
-
-    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.prepare(tensordict)
-
-    def _apply_transform(self, value: object) -> object:
-        return value

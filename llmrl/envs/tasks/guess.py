@@ -24,7 +24,7 @@ def guess_problems(highest: int = 10, *, seed: int = 0) -> list[dict[str, object
     """Return the games, one for each number from 1 to `highest`, shuffled once.
 
     Raises:
-        ValueError: for fewer than two numbers.
+        ValueError: if there are fewer than two numbers.
 
     Example:
         >>> guess_problems(2)[0].keys()
@@ -110,7 +110,7 @@ class GuessEnv(TaskEnv):
         **options: see `GSM8KEnv`; `seed` orders the numbers, and `train` is shuffled unless `shuffle` is given.
 
     Raises:
-        ValueError: for an unknown split, or fewer than two numbers.
+        ValueError: if the split is unknown, or if there are fewer than two numbers.
 
     Example:
         >>> GuessEnv(repeats=4).reset()[0]["history"].prompt.content[-1]

@@ -37,7 +37,7 @@ class IfEvalScorer(RubricReward):
         reasoning: whether the answer stands inside `<answer>` tags.
 
     Raises:
-        ValueError: unless there are four weights, and without an aggregation.
+        ValueError: unless there are four weights and an aggregation.
 
     Example:
         >>> IfEvalScorer().rubric.names[0]

@@ -36,8 +36,8 @@ class ReasoningGymProblems:
         config: arguments of reasoning-gym's configuration, by task.
 
     Raises:
-        ValueError: for an unknown task, weights without a sum, a curriculum that a task does not have, or a
-            configuration that it refuses.
+        ValueError: if a task is unknown, lacks a curriculum or refuses its configuration, or if the weights have no
+            positive sum.
         TypeError: if a task's configuration does not have a name; the message has the nearest one.
 
     Example:
@@ -216,7 +216,7 @@ class ReasoningGymEnv(TaskEnv):
         reasoning, **options: see `GSM8KEnv`.
 
     Raises:
-        ValueError: for an unknown task, weights without a sum, or a curriculum that a task does not have.
+        ValueError: see `ReasoningGymProblems`.
 
     Example:
         >>> env = ReasoningGymEnv({"chain_sum": 2.0, "spell_backward": 1.0}, num_problems=8)

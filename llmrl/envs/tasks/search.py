@@ -44,7 +44,7 @@ def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], li
     """Return documents about people that do not exist, and questions that they answer, each with its `answer`.
 
     Raises:
-        ValueError: for fewer than two people, or more than there are names.
+        ValueError: if there are fewer than two people, or more than names.
 
     Example:
         >>> documents, questions = search_corpus(num_people=2)
@@ -125,8 +125,8 @@ class SearchEnv(TaskEnv):
         **options: see `GSM8KEnv`; `seed` draws the corpus too, and `train` is shuffled unless `shuffle` is given.
 
     Raises:
-        ValueError: for an unknown split, an empty dataset or a missing column.
-        MissingExtraError: without the `tools` extra.
+        ValueError: if the split is unknown, the dataset empty or a column missing.
+        MissingExtraError: if the `tools` extra is not installed.
 
     Example:
         >>> data = SearchEnv(show_example=False).reset()[0]

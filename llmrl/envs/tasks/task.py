@@ -259,7 +259,7 @@ def is_in_split(problem: str, split: Split) -> bool:
     """Return whether a generated problem belongs to a split: a tenth of all, by their text, are for testing.
 
     Raises:
-        ValueError: for an unknown split.
+        ValueError: if the split is unknown.
 
     Example:
         >>> is_in_split("1 + 1 =", "train") != is_in_split("1 + 1 =", "test")
@@ -272,7 +272,7 @@ def check_split(split: str) -> str:
     """Return a split's name, or an error.
 
     Raises:
-        ValueError: when it is neither `train` nor `test`.
+        ValueError: if it is neither `train` nor `test`.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}.")

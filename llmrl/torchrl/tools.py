@@ -62,7 +62,7 @@ class ToolRegistry:
         """Return a tool.
 
         Raises:
-            KeyError: for an unknown name.
+            KeyError: if the name is unknown.
         """
         if name not in self._services:
             raise KeyError(f"Unknown tool: {name}")

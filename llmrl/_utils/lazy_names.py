@@ -1,0 +1,24 @@
+"""Names that a package hands on from modules that import the package itself."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection
+
+
+def handed_on(package: str, names: Collection[str], *modules: str) -> Callable[[str], object]:
+    """Return the `__getattr__` of a package that takes what it lacks of its names from modules, when asked for it.
+
+    Example:
+        >>> handed_on("package", ["pi"], "math")("pi") > 3
+        True
+    """
+
+    def get(name: str) -> object:
+        if name in names:
+            for module in map(importlib.import_module, modules):
+                if hasattr(module, name):
+                    return getattr(module, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get

@@ -1,0 +1,244 @@
+"""`torchrl.envs.llm`: environments of text, tokens and hashes, without messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import Categorical, Composite, NonTensor, SipHash, TensorSpec, Unbounded
+from torchrl.envs import EnvBase, Transform, TransformedEnv
+
+from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.types import Tokenizer
+from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
+from llmrl.envs.primer import DataLoadingPrimer
+from llmrl.envs.sources import Source
+from llmrl.envs.tasks.task import REASONING_PROMPT
+
+
+class LLMEnv(KnownArguments, EnvBase):
+    """Appends the policy's output to the prompt: plain text, or token ids.
+
+    For conversations use `ChatEnv`, which keeps the exact tokens of several turns; this is for scripts and search that
+    think in one string. It takes any batch shape. Nothing but `eos_token_id` ends it: append a transform that does.
+
+    Args:
+        str_key, token_key: where text, or tokens `[num_tokens]`, are.
+        action_key: where the policy's part is; `text_response`, or `tokens_response`.
+        from_text: whether it is text.
+        eos_token_id: token of a response that ends the episode, where it is tokens.
+
+    Raises:
+        ValueError: if `eos_token_id` is given with text, or if reset gets no prompt.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> env = LLMEnv()
+        >>> data = env.reset(TensorDict(text="7 + 8 ="))
+        >>> data["text_response"] = " 15"
+        >>> env.step(data)["next", "text"]
+        '7 + 8 = 15'
+    """
+
+    reads_turns = True
+
+    def __init__(
+        self,
+        *,
+        str_key: str = "text",
+        token_key: str = "tokens",
+        action_key: str | None = None,
+        from_text: bool = True,
+        eos_token_id: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if from_text and eos_token_id is not None:
+            raise ValueError(
+                "eos_token_id ends an episode of tokens; with from_text=True append a transform that does."
+            )
+        super().__init__(batch_size=(), device=device, allow_done_after_reset=True)
+        self._batch_locked = False
+        self.from_text = from_text
+        self.eos_token_id = eos_token_id
+        self.prompt_key = str_key if from_text else token_key
+        # Not `action_key`: that is EnvBase's, read off the specs below.
+        self._response_key = action_key or ("text_response" if from_text else "tokens_response")
+        spec = NonTensor(shape=(), example_data="") if from_text else Unbounded((-1,), dtype=torch.int64)
+        self.observation_spec = Composite({self.prompt_key: spec})
+        self.state_spec = Composite({self.prompt_key: spec.clone()})
+        self.action_spec = Composite({self._response_key: spec.clone()})
+        self.reward_spec = Unbounded((1, 1), dtype=torch.float32)
+
+    @classmethod
+    def from_dataloader(cls, dataloader: Source, *, repeats: int = 1, **options: Any) -> TransformedEnv:
+        """Return an environment that draws the next row of a `DataLoader` at reset; one column is named `str_key`.
+
+        Args:
+            dataloader: see `DataLoadingPrimer`.
+            repeats: episodes a row.
+            options: see the class.
+
+        Example:
+            >>> LLMEnv.from_dataloader([{"text": "7 + 8 =", "answer": "15"}]).reset()["text"]
+            '7 + 8 ='
+        """
+        return TransformedEnv(cls(**options), DataLoadingPrimer(dataloader, repeats=repeats))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
+        if tensordict is None or self.prompt_key not in tensordict:
+            raise ValueError(
+                f"reset needs a tensordict with {self.prompt_key!r}; pass one, or use LLMEnv.from_dataloader."
+            )
+        flags = {key: torch.zeros(*tensordict.shape, 1, dtype=torch.bool) for key in ("done", "terminated")}
+        # Selected, not read: rows of tokens of several lengths cannot be stacked.
+        return tensordict.select(self.prompt_key).update(flags)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if tensordict.batch_size:
+            return lazy_stack([self._step(element) for element in tensordict.unbind(0)], 0)
+        prompt, response = (tensordict.get(key, None) for key in (self.prompt_key, self._response_key))
+        if response is None:
+            raise ValueError(f"step needs {self._response_key!r}, which a policy writes.")
+        is_done = self.eos_token_id is not None and bool((response == self.eos_token_id).any())
+        grown = non_tensor(plain(prompt) + plain(response)) if self.from_text else torch.cat([prompt, response], -1)
+        flags = {key: torch.full((1,), is_done) for key in ("done", "terminated")}
+        return tensordict_of({self.prompt_key: grown, "reward": torch.zeros(1, 1), **flags})
+
+    def _set_seed(self, seed: int | None) -> None:
+        # Nothing is drawn here.
+        return None
+
+
+class LLMHashingEnv(KnownArguments, EnvBase):
+    """Appends one token per step, and names each chain of tokens by a hash: nodes of a search tree, say.
+
+    The hash of a chain is that of its beginning's hash and its last token, so that a step costs the same however long
+    the chain is.
+
+    Args:
+        vocab_size: number of token ids; by default the tokenizer's.
+        hashing_module: hash function from int64 `[*batch, n]` to int64 `[*batch]`.
+        observation_key, text_key: keys of the tokens and their text.
+        text_output: whether the text is written, which needs a tokenizer.
+        tokenizer: tokenizer of the tokens.
+
+    Raises:
+        TypeError: if both `vocab_size` and tokenizer are missing, or if there is text and no tokenizer.
+        ValueError: if reset gets no tokens.
+
+    Example:
+        >>> env = LLMHashingEnv(100, text_output=False)
+        >>> data = env.reset(TensorDict(observation=torch.tensor([[1, 2]]), batch_size=[1]))
+        >>> data["action"] = torch.tensor([[3]])
+        >>> step = env.step(data)["next"]
+        >>> step["observation"].tolist(), step["hashing"].shape
+        ([[1, 2, 3]], torch.Size([1, 1]))
+    """
+
+    reads_turns = True
+
+    def __init__(
+        self,
+        vocab_size: int | None = None,
+        *,
+        hashing_module: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        observation_key: str = "observation",
+        text_output: bool = True,
+        tokenizer: Tokenizer | None = None,
+        text_key: str = "text",
+    ) -> None:
+        super().__init__(batch_size=())
+        self._batch_locked = False
+        if tokenizer is None and (vocab_size is None or text_output):
+            raise TypeError(
+                "tokenizer is needed for vocab_size and for text; or give vocab_size and text_output=False."
+            )
+        self.vocab_size: int = len(tokenizer) if tokenizer is not None and vocab_size is None else vocab_size  # type: ignore[assignment]
+        self.observation_key = observation_key
+        self.text_key = text_key
+        self.text_output = text_output
+        self._hash = hashing_module or SipHash()
+        self._tokenizer = tokenizer
+        observations: dict[str, TensorSpec] = {
+            observation_key: Categorical(self.vocab_size, shape=(-1,), dtype=torch.int64),
+            "hashing": Unbounded((1,), dtype=torch.int64),
+        }
+        if text_output:
+            observations[text_key] = NonTensor(shape=(), example_data="")
+        self.observation_spec = Composite(observations)
+        self.action_spec = Composite(action=Categorical(self.vocab_size, shape=(1,), dtype=torch.int64))
+        self.reward_spec = Unbounded((1,))
+
+    def make_tensordict(self, input: str | list[str]) -> TensorDictBase:
+        """Reset on texts, which must have the same number of tokens."""
+        if self._tokenizer is None:
+            raise TypeError("make_tensordict needs a tokenizer; give LLMHashingEnv one.")
+        texts = [input] if isinstance(input, str) else input
+        rows = torch.tensor([self._tokenizer.encode(one) for one in texts], dtype=torch.int64)
+        tokens = rows[0] if isinstance(input, str) else rows
+        return self.reset(TensorDict({self.observation_key: tokens}, batch_size=tokens.shape[:-1]))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
+        tokens = None if tensordict is None else tensordict.get(self.observation_key, None)
+        if tokens is None:
+            raise ValueError(f"reset needs a tensordict with tokens in {self.observation_key!r}; see make_tensordict.")
+        return self._observed(tokens, self._hashed(tokens))
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        action = tensordict.get("action")
+        tokens = torch.cat([tensordict.get(self.observation_key), action], -1)
+        step = self._observed(tokens, self._hashed(torch.cat([tensordict.get("hashing"), action], -1)))
+        return step.set("reward", torch.zeros(*tokens.shape[:-1], 1))
+
+    def _hashed(self, values: torch.Tensor) -> torch.Tensor:
+        hashed = self._hash(values if values.ndim > 1 else values.unsqueeze(0)).reshape(values.shape[:-1])
+        return hashed.unsqueeze(-1)
+
+    def _observed(self, tokens: torch.Tensor, hashed: torch.Tensor) -> TensorDict:
+        shape = tokens.shape[:-1]
+        observed = TensorDict({self.observation_key: tokens, "hashing": hashed}, batch_size=shape)
+        for key in ("done", "terminated"):
+            observed.set(key, torch.zeros(*shape, 1, dtype=torch.bool))
+        if self.text_output:
+            assert self._tokenizer is not None
+            texts = [self._tokenizer.decode(row) for row in tokens.reshape(-1, tokens.shape[-1]).tolist()]
+            stacked = NonTensorStack(*texts).reshape(shape) if shape else NonTensorData(texts[0])
+            observed.set(self.text_key, stacked)
+        return observed
+
+    def _set_seed(self, seed: int | None) -> None:
+        # Nothing is drawn here.
+        return None
+
+
+class GSM8KPrepareQuestion(KnownArguments, Transform):
+    """Writes DeepSeek-R1's prompt around a question when an environment of plain text is reset.
+
+    Args:
+        in_keys, out_keys: where the question is and where the prompt goes; `["text"]` unless given.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> GSM8KPrepareQuestion().prepare(TensorDict({"text": "1 + 1 ="}))["text"][-42:]
+        'answer>. User: 1 + 1 =. Assistant: <think>'
+    """
+
+    def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None) -> None:
+        in_keys = ["text"] if in_keys is None else list(in_keys)
+        super().__init__(in_keys, in_keys if out_keys is None else list(out_keys))
+
+    def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the prompts of a tensordict of any batch shape."""
+        for element in batch_elements(tensordict):
+            for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+                prompt = f"{REASONING_PROMPT} User: {plain(element.get(in_key))}. Assistant: <think>"
+                element.set(out_key, non_tensor(prompt))
+        return tensordict
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.prepare(tensordict)
+
+    def _apply_transform(self, value: object) -> object:
+        return value

@@ -1,0 +1,358 @@
+"""`torchrl.envs.llm.transforms`: a second thought, and conversations as text or tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.data import Bounded, Composite, NonTensor, TensorSpec
+from torchrl.envs import Transform
+
+from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.types import Tokenizer as PretrainedTokenizer
+from llmrl.data import History, Message, Text, text_of
+from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked
+from llmrl.rendering import TemplateRenderer
+
+_AS_ASSISTANT = (
+    "But wait, let me think about this more carefully...",
+    "Let me check this once more, step by step.",
+    "Something may be wrong here; let me go through it again.",
+)
+_AS_USER = (
+    "Think about it more carefully, and answer again.",
+    "Are you sure? Check it step by step.",
+    "Go through your reasoning again, and correct what is wrong.",
+)
+
+
+class AddThinkingPrompt(KnownArguments, Transform):
+    """Asks for another attempt after an answer that meets a condition, and lets the conversation go on.
+
+    Append it after what gives the reward, since the condition usually reads it. The prompt comes within the answer, in
+    place of its last `<answer>`, or at its end; without `edit_last_turn` it is a message of its own. What is left of
+    the answer stays as it was sampled, and what follows is context; where more than half of it goes, the answer stays
+    whole in a row of its own (see `Conversation`).
+
+    Args:
+        cond: told the element of one conversation's `next`; true asks again.
+        prompt: what is said; one of its own by default.
+        random_prompt: choose among several of its own.
+        role: `assistant` for a prompt in the first person, or `user`.
+        edit_last_turn: whether the prompt is written into the last answer, in place of a new message.
+        zero_reward: take back the reward of the answer that is asked again; by default that of one that is edited.
+        undo_done: let the conversation go on although it was over.
+        seed: seed of the random choice.
+
+    Raises:
+        ValueError: if the role is unknown, if a user's prompt would stand in the assistant's answer, or if `prompt` and
+            `random_prompt` are both given.
+
+    Example:
+        >>> from llmrl.data import ChatHistory
+        >>> from llmrl.envs import ChatEnv
+        >>> from tensordict import TensorDict
+        >>> env = ChatEnv().append_transform(AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Wait."))
+        >>> data = env.reset(TensorDict({"query": "7 + 8 ="}))
+        >>> full = data["history"].prompt.append({"role": "assistant", "content": "14"})
+        >>> data["history"] = ChatHistory(full=full, batch_size=())
+        >>> env.step(data)["next", "history"].prompt.content
+        ['7 + 8 =', '14 Wait.']
+    """
+
+    def __init__(
+        self,
+        cond: Callable[[TensorDictBase], bool | torch.Tensor],
+        prompt: str | None = None,
+        *,
+        random_prompt: bool = False,
+        role: Literal["user", "assistant"] = "assistant",
+        edit_last_turn: bool = True,
+        zero_reward: bool | None = None,
+        undo_done: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if role not in ("user", "assistant"):
+            raise ValueError(f"role must be 'user' or 'assistant', got {role!r}.")
+        if edit_last_turn and role != "assistant":
+            raise ValueError(
+                "edit_last_turn=True, the default, needs role='assistant': the prompt becomes a part of its answer."
+            )
+        if prompt is not None and random_prompt:
+            raise ValueError("prompt and random_prompt exclude each other; give one of them.")
+        own = _AS_USER if role == "user" else _AS_ASSISTANT
+        self.cond = cond
+        self.role = role
+        self.edit_last_turn = edit_last_turn
+        self.prompts = (prompt,) if prompt is not None else own if random_prompt else own[:1]
+        self.zero_reward = edit_last_turn if zero_reward is None else zero_reward
+        self.undo_done = undo_done
+        self._random = random.Random(seed)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        elements = batch_elements(next_tensordict)
+        for element in elements:
+            if bool(self.cond(element)):
+                self._ask_again(element)
+        return restacked(elements, next_tensordict.batch_size)
+
+    def _ask_again(self, element: TensorDictBase) -> None:
+        history = element.get(("history", "prompt"))
+        prompt = self._random.choice(self.prompts)
+        if self.edit_last_turn and history.chats:  # of random actions, as of a check of specs, there may be none
+            *earlier, last = history.chats
+            before, tag, after = text_of(last.get("content")).rpartition("<answer>")
+            edited: Message = {**last, "content": f"{before if tag else after} {prompt}".lstrip()}
+            history = History.from_chats((*earlier, edited))
+        else:
+            history = history.append({"role": self.role, "content": prompt})
+        element.set(("history", "prompt"), history)
+        if self.zero_reward:
+            element.set("reward", torch.zeros_like(element.get("reward")))
+        if self.undo_done:
+            for key in ("done", "terminated"):
+                element.set(key, torch.zeros_like(element.get(key)))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
+
+class Tokenizer(KnownArguments, Transform):
+    """Tokenizes entries of plain text, `[num_tokens]` each, and reads a policy's tokens as text.
+
+    For text that is not a conversation, as `LLMEnv` has, or a column. The messages of a `ChatEnv` are rendered by the
+    policy, or by `IncrementalTokenizer`, which keep tokens as they were sampled; text that is tokenized again may not.
+
+    Args:
+        in_keys, out_keys: text of the environment's output, and where its token ids go.
+        in_keys_inv, out_keys_inv: text that the environment reads, and the token ids that a policy writes for it.
+        tokenizer: a Hugging Face tokenizer, or its name.
+        skip_special_tokens: whether the policy's special tokens are left out of its text.
+        add_special_tokens: whether the tokenizer adds its own to the text.
+        return_attention_mask: whether `"attention_mask"`, ones of the same length, is written beside the token ids.
+        call_before_reset: tokenize what a reset is given rather than what comes out; a primer's rows too, where this
+            is inserted before the primer.
+
+    Raises:
+        ValueError: if keys come without their counterparts.
+        KeyError: if an entry is missing.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> class Bytes:
+        ...     def encode(self, text, add_special_tokens):
+        ...         return list(text.encode())
+        >>> transform = Tokenizer(["text"], ["tokens"], tokenizer=Bytes())
+        >>> transform(TensorDict({"text": "Hi"}))["tokens"]
+        tensor([ 72, 105])
+    """
+
+    reads_turns = True
+
+    def __init__(
+        self,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        in_keys_inv: Sequence[NestedKey] | None = None,
+        out_keys_inv: Sequence[NestedKey] | None = None,
+        *,
+        tokenizer: PretrainedTokenizer | str,
+        skip_special_tokens: bool = True,
+        add_special_tokens: bool = False,
+        return_attention_mask: bool = True,
+        call_before_reset: bool = False,
+    ) -> None:
+        pairs = {"in_keys": (in_keys, out_keys), "in_keys_inv": (in_keys_inv, out_keys_inv)}
+        for name, (left, right) in pairs.items():
+            if len(left or ()) != len(right or ()):
+                raise ValueError(f"{name} and its out_keys must be as many, got {left} and {right}.")
+        super().__init__(*(list(keys or ()) for keys in (in_keys, out_keys, in_keys_inv, out_keys_inv)))
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            self.tokenizer: PretrainedTokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        else:
+            self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
+        self.add_special_tokens = add_special_tokens
+        self.return_attention_mask = return_attention_mask
+        self.call_before_reset = call_before_reset
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Tokenize the texts of a batch of any shape."""
+        return self._each(tensordict, self._tokenize)
+
+    def _tokenize(self, element: TensorDictBase) -> None:
+        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+            text = plain(_entry(element, in_key))
+            token_ids = self.tokenizer.encode(text, add_special_tokens=self.add_special_tokens)
+            written = torch.tensor(token_ids, dtype=torch.int64, device=element.device)
+            element.set(out_key, written)
+            if self.return_attention_mask:
+                element.set(_mask_key(out_key), torch.ones_like(written))
+
+    def _decode(self, element: TensorDictBase) -> None:
+        for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+            token_ids = _entry(element, out_key).tolist()
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
+            element.set(in_key, non_tensor(text))
+
+    @staticmethod
+    def _each(tensordict: TensorDictBase, write: Callable[[TensorDictBase], None]) -> TensorDictBase:
+        elements = batch_elements(tensordict)
+        for element in elements:
+            write(element)
+        return restacked(elements, tensordict.batch_size)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return next_tensordict if self.call_before_reset else self._each(next_tensordict, self._tokenize)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._call(tensordict_reset)
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        # Without a tensordict the environment draws by itself, or says what it misses.
+        if tensordict is None or not self.call_before_reset:
+            return tensordict
+        return self._each(tensordict, self._tokenize)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._each(tensordict, self._decode) if self.in_keys_inv else tensordict
+
+    def _spec(self, shape: torch.Size) -> Bounded:
+        return Bounded(0, len(self.tokenizer) - 1, shape=(*shape, -1), dtype=torch.int64)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: tokens."""
+        shape = observation_spec.shape
+        for out_key in [] if self.call_before_reset else self.out_keys:
+            observation_spec[out_key] = self._spec(shape)
+            if self.return_attention_mask:
+                observation_spec[_mask_key(out_key)] = Bounded(1, 1, shape=(*shape, -1), dtype=torch.int64)
+        return observation_spec
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Read tokens where the environment reads text."""
+        for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+            _replace_input(input_spec, in_key, out_key, self._spec(input_spec.shape))
+        return input_spec
+
+
+def _mask_key(out_key: NestedKey) -> NestedKey:
+    return "attention_mask" if isinstance(out_key, str) else (*out_key[:-1], "attention_mask")
+
+
+def _entry(element: TensorDictBase, key: NestedKey) -> torch.Tensor | NonTensorData:
+    value = element.get(key, None)
+    if value is None:
+        raise KeyError(f"there is no {key!r} to read, only {sorted(map(str, element.keys()))}.")
+    return value
+
+
+class TemplateTransform(Transform):
+    r"""Writes `("text", "prompt")`, the conversation up to where the assistant is to speak, and reads its answer.
+
+    A policy writes `("text", "response")`; on the way into the environment it is parsed (reasoning, tool calls) and
+    appended as the assistant's message, `("history", "full")`. Append it last. Each prompt is rendered and tokenized
+    afresh: for tokens that stay as they were sampled, and in collectors, let the policy read the history, which needs
+    no transform.
+
+    Args:
+        tokenizer: the model's tokenizer, which has the chat template; or pass a `renderer`.
+        chat_template: Jinja text; the tokenizer's own by default.
+        renderer: messages to text and back.
+
+    Raises:
+        ValueError: unless exactly one of tokenizer and renderer is given.
+        RenderingError: if the template cannot be read back, see `TemplateRenderer`; in a step, if a message has a
+            special token, which a policy of text could not tell from the template's own.
+
+    Example:
+        >>> from llmrl.testing.embedded_model import ensure_embedded_model
+        >>> from llmrl.envs import DatasetChatEnv
+        >>> renderer = TemplateRenderer.from_pretrained(str(ensure_embedded_model()))
+        >>> env = DatasetChatEnv(["Hi"]).append_transform(TemplateTransform(renderer=renderer))
+        >>> data = env.reset()
+        >>> data["text"].prompt[-52:]
+        '<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n'
+        >>> data["text", "response"] = "Hello.<|im_end|>"
+        >>> env.step(data)["next", "history"].prompt.content[-1]
+        'Hello.'
+    """
+
+    def __init__(
+        self,
+        tokenizer: PretrainedTokenizer | None = None,
+        chat_template: str | None = None,
+        *,
+        renderer: TemplateRenderer | None = None,
+    ) -> None:
+        super().__init__()
+        if tokenizer is not None and renderer is None:
+            renderer = TemplateRenderer(tokenizer, chat_template=chat_template)
+        elif renderer is None or tokenizer is not None or chat_template is not None:
+            raise ValueError("either a tokenizer (and its chat_template) or a renderer is needed.")
+        self.renderer = renderer
+
+    def _render(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        elements = batch_elements(next_tensordict)
+        for root, element in zip(batch_elements(tensordict), elements, strict=True):
+            messages = element.get(("history", "prompt")).chats
+            tools = plain(root.get("tools", None))
+            text = ""
+            if messages:  # a history drawn from the spec has none
+                self.renderer.content_marks.refuse(messages, tools)
+                text = self.renderer.render_text(messages, tools=tools, add_generation_prompt=True)
+            element.set("text", container_of(Text, {"prompt": non_tensor(text)}))
+        return restacked(elements, next_tensordict.batch_size)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self._render(tensordict, next_tensordict)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._render(tensordict_reset, tensordict_reset)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        elements = batch_elements(tensordict)
+        for element in elements:
+            response = plain(element.get(("text", "response"), None))
+            if response is None:
+                raise KeyError("there is no ('text', 'response'), which a policy writes; make it one of text.")
+            parsed = self.renderer.parse(self.renderer.encode(response), tools=plain(element.get("tools", None)))
+            messages = (*element.get(("history", "prompt")).chats, parsed.message)
+            element.set(("history", "full"), History.from_chats(messages, check=False))
+        return restacked(elements, tensordict.batch_size)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add what it writes: the prompt's text."""
+        observation_spec["text"] = Text.default_spec(observation_spec.shape, ("prompt",))
+        return observation_spec
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Read text where the environment reads a history."""
+        shape = input_spec.shape
+        response = NonTensor(shape=tuple(shape), example_data="")
+        _replace_input(input_spec, ("history", "full"), ("text", "response"), response)
+        return input_spec
+
+
+def _replace_input(input_spec: Composite, inner: NestedKey, outer: NestedKey, spec: TensorSpec) -> None:
+    """Let what a policy writes to `outer` stand for the entry `inner`, which the environment reads, in place.
+
+    Raises KeyError if the environment reads no such entry.
+    """
+    parts = [input_spec[name] for name in ("full_action_spec", "full_state_spec") if name in input_spec]
+    for part in parts:
+        if inner in part.keys(True):
+            del part[inner]
+            if not isinstance(inner, str) and len(inner) > 1 and part[inner[:-1]].is_empty():
+                del part[inner[:-1]]
+            part[outer] = spec
+            return
+    known = sorted(str(key) for part in parts for key in part.keys(True, True))
+    raise KeyError(f"the environment reads no {inner!r}, only {known}; name one of them in in_keys_inv.")
