@@ -79,11 +79,7 @@ class AgentEnv(DatasetChatEnv):
             play.check_columns(self.columns)
 
     async def run_agent(self, row: Row, model: AgentModel) -> AgentScore:
-        """Run the agent; cancelling this cancels it.
-
-        Raises:
-            Exception: whatever it raised, as by `as_exception`.
-        """
+        """Run the agent, and raise what it raised, as by `as_exception`; cancelling this cancels it."""
         is_async = any(map(inspect.iscoroutinefunction, (self.play, type(self.play).__call__)))
         if is_async:
             return AgentScore.of(await self._loops.wait(self._returned(row, model)), self.play)

@@ -95,12 +95,7 @@ class ChatEnv(KnownArguments, EnvBase):
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Tokenizer, **kwargs: object) -> TransformedEnv:
-        """Return an environment with an `IncrementalTokenizer`, which adds the prompts as tokens.
-
-        Args:
-            tokenizer: tokenizer of the model.
-            kwargs: arguments of the class.
-        """
+        """Return an environment of this class with an `IncrementalTokenizer`, which adds the prompts as tokens."""
         env = cls(tokenizer=tokenizer, **kwargs)  # type: ignore[arg-type]
         return TransformedEnv(env, IncrementalTokenizer(tokenizer))
 

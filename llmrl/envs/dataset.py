@@ -102,11 +102,8 @@ class DatasetChatEnv(ChatEnv):
     def from_dataloader(cls, dataloader: Iterable[object], **kwargs: Any) -> DatasetChatEnv:
         """Return an environment over everything that a `DataLoader` yields in one pass, in its order.
 
-        A loader without a length may be endless: its batches are read when they are drawn.
-
-        Args:
-            dataloader: its batches are columns of equal length, rows, or TensorDicts.
-            kwargs: see the class.
+        Its batches are columns of equal length, rows or TensorDicts. A loader without a length may be endless: its
+        batches are read when they are drawn.
 
         Example:
             >>> from torch.utils.data import DataLoader

@@ -96,11 +96,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         self.columns = columns_of(self.prompts.items)
 
     def draw(self, count: int) -> list[Drawn]:
-        """Return the next rows, all of them or none.
-
-        Raises:
-            EndOfData: if there are fewer.
-        """
+        """Return the next rows; raise `EndOfData`, and draw none, if there are fewer."""
         return self.prompts.draw_many(count)
 
     def reset_dataloader(self) -> None:

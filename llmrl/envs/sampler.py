@@ -130,11 +130,7 @@ class PromptSampler:
         return (self._first_epoch + self.num_epochs) * len(self.items) * self.num_samples - self._position
 
     def draw(self) -> Drawn:
-        """Return the next item, its group id and its index in the group.
-
-        Raises:
-            EndOfData: after the last epoch.
-        """
+        """Return the next item, its group id and its index in the group; raise `EndOfData` after the last epoch."""
         return self.draw_many(1)[0]
 
     def draw_many(self, count: int) -> list[Drawn]:
@@ -176,10 +172,7 @@ class PromptSampler:
         return self.items[int(group_id.rpartition("/")[2])]
 
     def skip_to_group(self) -> None:
-        """Skip the rest of partly drawn groups, so that the next draw is the first of its group.
-
-        Call it before drawing groups: a single draw in between (a reset by hand, a check of specs) costs the rest of
-        its group, and moves no other.
+        """Skip the rest of partly drawn groups: a single draw (a reset by hand, a check of specs) moves no other group.
 
         Example:
             >>> sampler = PromptSampler([{"query": "a"}, {"query": "b"}], num_samples=2)
@@ -217,10 +210,7 @@ class PromptSampler:
         self._again = deque(positions)
 
     def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
-        """Return the position in samples drawn, the positions to be drawn again first, and what positions mean.
-
-        `unfinished` are drawn positions of rollouts that will not outlive this process.
-        """
+        """Return the position; `unfinished` are drawn positions of rollouts that will not outlive this process."""
         state = {"position": self._position, "again": [*unfinished, *self._again], "order": self._meaning()}
         return {**state, "first_epoch": self._first_epoch}
 

@@ -108,11 +108,7 @@ class Rubric:
         return type(self).score_group is not Rubric.score_group
 
     def check_inputs(self, available: Collection[str]) -> None:
-        """Refuse functions that need an input which there is not.
-
-        Raises:
-            UnknownRewardInput: naming the function, what it reads and what there is.
-        """
+        """Raise UnknownRewardInput if a function needs an input that is not available."""
         for fn in self.reward_fns:
             fn.check_inputs(available)
 

@@ -44,11 +44,7 @@ class Sandbox(Protocol):
         ...
 
     async def get(self, path: str) -> bytes:
-        """Return a file.
-
-        Raises:
-            OSError: if it cannot be read; a `FileNotFoundError` if it does not exist.
-        """
+        """Return a file; raise OSError if it cannot be read, FileNotFoundError if it does not exist."""
         ...
 
     async def close(self) -> None:

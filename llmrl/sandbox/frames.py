@@ -93,7 +93,7 @@ def decode(body: bytes) -> Any:
     """Return a message from its body.
 
     Raises:
-        BrokenFrame: when it is no JSON.
+        BrokenFrame: if it is no JSON.
 
     Example:
         >>> decode(encode({"code": "1"})[HEADER.size :])

@@ -58,20 +58,12 @@ def _check(result: int, what: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces of these kinds for new ones.
-
-    Raises:
-        OSError: if the kernel does not allow it.
-    """
+    """Leave the namespaces of these kinds for new ones; raise OSError if the kernel does not allow it."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Call `mount(2)`.
-
-    Raises:
-        OSError: if the kernel does not allow it.
-    """
+    """Call `mount(2)`; raise OSError if the kernel does not allow it."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind)]
     data = None if options is None else options.encode()
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data), f"mount on {target}")
@@ -98,10 +90,8 @@ def set_parent_death_signal(number: int) -> None:
 
 
 def be_killed_first() -> None:
-    """Have the kernel end this process, and what comes from it, before others when memory runs out.
-
-    Limits bound each process and not their sum. Where `/proc` can be written later on, this can be taken back.
-    """
+    """Have the kernel end this process, and what comes from it, before others when memory runs out."""
+    # Limits bound each process and not their sum. Where `/proc` can be written later on, this can be taken back.
     with contextlib.suppress(OSError):  # where there is no /proc
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -231,12 +221,7 @@ LANDLOCK_OF_TRUNCATION = 3
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock; 0 where it has none.
-
-    Example:
-        >>> landlock_version() >= 0
-        True
-    """
+    """Return the version of the kernel's Landlock; 0 where it has none."""
     return max(0, _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 

@@ -144,11 +144,6 @@ def _supervise(
 
 
 def is_python_hidden(prefixes: list[str]) -> bool:
-    """Return whether users other than root cannot read Python's own files.
-
-    Example:
-        >>> is_python_hidden(["/usr"])
-        False
-    """
+    """Return whether users other than root cannot read Python's own files."""
     folders = {folder for prefix in prefixes for folder in (Path(prefix), *Path(prefix).parents)}
     return any(not folder.stat().st_mode & 0o001 for folder in folders if folder.exists())

@@ -41,12 +41,7 @@ class EmbeddedModelError(RuntimeError):
 
 
 def default_home() -> Path:
-    """Return the folder for what llmrl keeps between runs: `$LLMRL_HOME`, or `llmrl` in the user's cache directory.
-
-    Example:
-        >>> default_home().is_absolute()
-        True
-    """
+    """Return the folder for what llmrl keeps between runs: `$LLMRL_HOME`, or `llmrl` in the user's cache directory."""
     chosen = os.environ.get("LLMRL_HOME")
     if chosen:
         return Path(chosen).expanduser().absolute()

@@ -91,11 +91,7 @@ class ToolResult:
 
     @property
     def text(self) -> str:
-        """What the model reads.
-
-        Raises:
-            TypeError: if it is an image.
-        """
+        """What the model reads; TypeError if it is an image."""
         return "\n".join(map(_text_of_part, self.parts))
 
 

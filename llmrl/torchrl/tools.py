@@ -59,11 +59,7 @@ class ToolRegistry:
         self._services[service.name] = service
 
     def get(self, name: str) -> Callable[..., object]:
-        """Return a tool.
-
-        Raises:
-            KeyError: if the name is unknown.
-        """
+        """Return a tool; raise KeyError if the name is unknown."""
         if name not in self._services:
             raise KeyError(f"Unknown tool: {name}")
         return self._services[name]

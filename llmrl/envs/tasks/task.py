@@ -242,10 +242,7 @@ def named_task(name: str, about: str) -> Callable[[Maker], Maker]:
 def task_rows(
     dataset: Dataset, *, split: str | None, query: str, columns: Sequence[str] = (), subset: str | None = None
 ) -> Rows:
-    """Return the rows of a task's dataset that have all columns, with the column `query` under that name.
-
-    Raises:
-        FileNotFoundError, ValueError: see `load_rows`.
+    """Return the rows of a task's dataset (see `load_rows`), with the column that is asked as `query`, too.
 
     Example:
         >>> task_rows([{"problem": "1 + 1 ="}], split=None, query="problem")
@@ -256,24 +253,12 @@ def task_rows(
 
 
 def is_in_split(problem: str, split: Split) -> bool:
-    """Return whether a generated problem belongs to a split: a tenth of all, by their text, are for testing.
-
-    Raises:
-        ValueError: if the split is unknown.
-
-    Example:
-        >>> is_in_split("1 + 1 =", "train") != is_in_split("1 + 1 =", "test")
-        True
-    """
+    """Return whether a generated problem belongs to a split: a tenth of all, by their text, are for testing."""
     return (zlib.crc32(problem.encode()) % 10 == 0) == (check_split(split) == "test")
 
 
 def check_split(split: str) -> str:
-    """Return a split's name, or an error.
-
-    Raises:
-        ValueError: if it is neither `train` nor `test`.
-    """
+    """Return a split's name; raise ValueError if it is neither `train` nor `test`."""
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}.")
     return split
