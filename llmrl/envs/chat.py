@@ -80,7 +80,8 @@ class ChatEnv(KnownArguments, EnvBase):
             raise ValueError(
                 f"system_prompt has no effect with input_mode={input_mode!r} unless it is written: pass tokenizer=."
             )
-        shape = torch.Size(() if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size)
+        sizes = [batch_size] if isinstance(batch_size, int) else batch_size
+        shape = torch.Size(sizes or ())
         super().__init__(batch_size=shape, device=device, allow_done_after_reset=True)
         self._batch_locked = batch_size is not None
         self.input_mode = input_mode

@@ -149,7 +149,7 @@ class DatasetChatEnv(ChatEnv):
         """Open a conversation for each draw; without a draw, return a placeholder for one in progress."""
         placeholder = (self.prompts.items[0], "", 0)
         return [
-            self._opened(*(placeholder if one is None else one), query="" if one is None else self._query(one[0]))
+            self._opened(*placeholder, query="") if one is None else self._opened(*one, query=self._query(one[0]))
             for one in drawn
         ]
 

@@ -348,8 +348,11 @@ class ToolTransform(KnownArguments, Transform):
     def count(self, outcome: str, session: ToolSession) -> None:
         """Count a call, see `OUTCOMES`."""
         session.outcomes[outcome] += 1
-        kinds = () if outcome == "answered" else ("failures",) if outcome == "failed" else ("failures", outcome)
-        self.counts.update(("calls", *kinds))
+        self.counts["calls"] += 1
+        if outcome != "answered":
+            self.counts["failures"] += 1
+        if outcome not in ("answered", "failed"):
+            self.counts[outcome] += 1
 
     def tool_message(self, text: str, *, name: str | None = None, tool_call_id: str | None = None) -> Message:
         """Return an answer as a message: bounded, and such that any tokenizer takes it."""

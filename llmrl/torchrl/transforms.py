@@ -85,11 +85,15 @@ class AddThinkingPrompt(KnownArguments, Transform):
             )
         if prompt is not None and random_prompt:
             raise ValueError("prompt and random_prompt exclude each other; give one of them.")
-        own = _AS_USER if role == "user" else _AS_ASSISTANT
+        prompts: tuple[str, ...] = _AS_USER if role == "user" else _AS_ASSISTANT
+        if prompt is not None:
+            prompts = (prompt,)
+        elif not random_prompt:
+            prompts = prompts[:1]
         self.cond = cond
         self.role = role
         self.edit_last_turn = edit_last_turn
-        self.prompts = (prompt,) if prompt is not None else own if random_prompt else own[:1]
+        self.prompts = prompts
         self.zero_reward = edit_last_turn if zero_reward is None else zero_reward
         self.undo_done = undo_done
         self._random = random.Random(seed)

@@ -62,8 +62,9 @@ def hint(guessed: Sequence[int | None], answer: int, highest: int) -> str | None
     low = max([1, *(number + 1 for number in wrong if number < answer)])
     high = min([highest, *(number - 1 for number in wrong if number > answer)])
     last = guessed[-1]
-    said = "That is not one number." if last is None else "Higher." if last < answer else "Lower."
-    return f"{said} {_range(low, high)}"
+    if last is None:
+        return f"That is not one number. {_range(low, high)}"
+    return f"{'Higher' if last < answer else 'Lower'}. {_range(low, high)}"
 
 
 def few_guesses(messages: Sequence[Message], answer: int) -> float:
