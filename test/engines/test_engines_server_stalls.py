@@ -170,7 +170,7 @@ def update_at_random(chance, servers, sender, weights, value, sent):
         elif chance.random() < 0.2:
             one.fails_at = chance.choice([*ROUTES, *FILE_ROUTES])
         elif chance.random() < 0.15:
-            one.label, one.weights, one.is_updating, one.is_paused = "default", {}, False, False
+            one.restart()
     with contextlib.suppress(EngineError):
         sent[str(sender.update_weights())] = value
     for one in servers:

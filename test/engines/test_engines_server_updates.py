@@ -205,7 +205,7 @@ def test_an_unnoticed_restart_is_recognised_by_the_label_of_the_tokens(servers):
     with EngineReplicas([ServerEngine(server.url, weight_sync=True)], num_retries=0) as engines:
         sender = make_sender(VLLMWeightSyncScheme(), model_of(1), engines)
         sender.update_weights()
-        server.label, server.weights = "default", {}
+        server.restart()
         with pytest.raises(EngineError, match="started again"):
             ask(engines)
         wait_until(lambda: engines.serving == {0})
@@ -220,7 +220,7 @@ def test_a_single_server_that_lost_its_weights_refuses_until_the_next_update(ser
     with ServerEngine(server.url, weight_sync=True) as engine:
         sender = make_sender(VLLMWeightSyncScheme(), model_of(1), engine)
         sender.update_weights()
-        server.label, server.weights, server.is_updating = "default", {}, False
+        server.restart()
         with pytest.raises(EngineError, match="started again"):
             ask(engine)
         wait_until(lambda: engine.is_alive)

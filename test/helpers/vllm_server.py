@@ -21,11 +21,17 @@ class VLLMServer:
         self.is_stalled = False
         self.is_held = False
         self.calls, self.bodies, self.served, self.aborted = [], [], [], set()
-        self.label, self.is_paused, self.is_updating = "default", False, False
-        self.taken, self.weights = None, {}
+        self.num_restarts = -1
+        self.restart()
         self._background = BackgroundLoop("vllm-server")
         self.port = self._background.run(self._start(port))
         self.url = f"http://127.0.0.1:{self.port}"
+
+    def restart(self):
+        """Forget what the process before held: its weights, their label, an update, and requests that it stalled."""
+        self.num_restarts += 1
+        self.label, self.is_paused, self.is_updating = "default", False, False
+        self.taken, self.weights = None, {}
 
     async def _start(self, port):
         from aiohttp import web
@@ -72,9 +78,12 @@ class VLLMServer:
         return self._control(path, body, request.query)
 
     async def _answer_late(self, path, body, query):
-        """Do what was asked when the engine goes on, also after the client hung up."""
+        """Do what was asked when the engine goes on, also after the client hung up, unless its process ended."""
+        num_restarts = self.num_restarts
         while self.is_stalled:
             await asyncio.sleep(0.01)
+        if self.num_restarts > num_restarts:
+            return self._refuse(503, "the server starts")
         return await self._generate(body) if path == "inference/v1/generate" else self._control(path, body, query)
 
     async def _generate(self, body):
