@@ -6,6 +6,8 @@ ARGS ?=
 WORKERS ?= 2
 BIN := $(abspath $(VENV))/bin
 export PYTHON
+# Where the environment asks for no bytecode, each process of hundreds would compile again what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast lint fix lock bench docs clean

