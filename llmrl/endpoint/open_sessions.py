@@ -50,11 +50,7 @@ class OpenSessions:
         return len(self._sessions)
 
     def check(self, api_key: str | None, session_id: str | None) -> None:
-        """Check a client's key, if one is required.
-
-        Raises:
-            RefusedRequest: if the key is wrong.
-        """
+        """Check a client's key, if one is required. Raises RefusedRequest if the key is wrong."""
         if self._api_key is None:
             return
         given = (api_key or "").encode(errors="surrogateescape")  # a header may hold any bytes
@@ -62,11 +58,7 @@ class OpenSessions:
             raise RefusedRequest("the key is wrong.", status=401, code="invalid_api_key")
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a request.
-
-        Raises:
-            RefusedRequest: if the key is wrong.
-        """
+        """Return the session of a request. Raises RefusedRequest if the key is wrong."""
         self.check(api_key, session_id)
         name = self._name(request) if session_id is None else f"named/{session_id}"
         if name not in self._sessions:

@@ -27,6 +27,8 @@ logger = logging.getLogger("llmrl")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_BYTES = 64 << 20
+_LARGE_BYTES = 256 << 10
+"""Size from which a body is parsed in a thread, since that takes milliseconds, in which no session is answered."""
 _READ_SECONDS = 60.0
 """Time limit for the body of a request."""
 _HEAD_SECONDS = 75.0
@@ -51,18 +53,13 @@ class Sessions(Protocol):
         ...
 
     def check(self, api_key: str | None, session_id: str | None) -> None:
-        """Check a client's key.
-
-        Raises:
-            RefusedRequest: if the client has no access.
-        """
+        """Check a client's key. Raises RefusedRequest if the client has no access."""
         ...
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
         """Return the session of a request; `session_id` is that of its path or of `X-Session-ID`.
 
-        Raises:
-            RefusedRequest: if the client has no access.
+        Raises RefusedRequest if the client has no access.
         """
         ...
 
@@ -91,8 +88,7 @@ class EndpointServer:
         sessions: sessions to answer.
         model_name: name of the model in requests; with `:aside` appended an answer is not recorded.
 
-    Raises:
-        MissingExtraError: if aiohttp is not installed; the message names the extra.
+    Raises MissingExtraError if aiohttp is not installed; the message names the extra.
     """
 
     def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:
@@ -107,11 +103,7 @@ class EndpointServer:
         """URL of the server, without a path; empty until it listens."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen, by default on a free port and for this machine only.
-
-        Raises:
-            OSError: if the port is taken.
-        """
+        """Listen, by default on a free port and for this machine only. Raises OSError if the port is taken."""
         # aiohttp keeps chunks of a body up to this size; a larger body is refused by its length.
         app = self.web.Application(client_max_size=_MAX_BYTES)
         # A client with the address that ends in /v1 may add /v1 again; a path may name the session.
@@ -191,12 +183,8 @@ class EndpointServer:
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))  # before anything is read
-        text = await self._read(request)
-        asked = dialect.read(parse_body(text))
+        asked, digest = await self._read(dialect, request)
         session = self._session(request, asked)
-        digest = hashlib.blake2b(
-            request.raw_path.encode(errors="surrogateescape") + b"\0" + text, digest_size=16
-        ).digest()
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         exchange = session.begin(asked, digest, is_repeated=is_repeated)
         try:
@@ -226,7 +214,7 @@ class EndpointServer:
 
     async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))
-        asked = dialect.read(parse_body(await self._read(request)))
+        asked, _ = await self._read(dialect, request)
         return self.web.json_response({"input_tokens": await self._session(request, asked).count_tokens(asked)})
 
     async def _wait_streaming(self, request: web.Request, exchange: Exchange) -> web.StreamResponse | None:
@@ -244,7 +232,17 @@ class EndpointServer:
         await response.prepare(request)
         return response
 
-    async def _read(self, request: web.Request) -> bytes:
+    async def _read(self, dialect: Dialect, request: web.Request) -> tuple[ModelRequest, bytes]:
+        """Return a request and its hash."""
+        text = await self._body(request)
+
+        def read() -> tuple[ModelRequest, bytes]:
+            path = request.raw_path.encode(errors="surrogateescape")
+            return dialect.read(parse_body(text)), hashlib.blake2b(path + b"\0" + text, digest_size=16).digest()
+
+        return read() if len(text) < _LARGE_BYTES else await asyncio.to_thread(read)
+
+    async def _body(self, request: web.Request) -> bytes:
         too_long = RefusedRequest(f"the request is longer than {_MAX_BYTES} bytes.", status=413)
         if (request.content_length or 0) > _MAX_BYTES:
             raise too_long

@@ -136,8 +136,7 @@ class Session:
             digest: hash of the request.
             is_repeated: whether the client marks it as a retry.
 
-        Raises:
-            RefusedRequest: if the session has ended, a budget is used up, or the request cannot be answered.
+        Raises RefusedRequest if the session has ended, a budget is used up, or the request cannot be answered.
         """
         self.check_open()
         self.last_used_s = time.monotonic()
@@ -167,8 +166,7 @@ class Session:
     async def count_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens of a prompt, which is not recorded.
 
-        Raises:
-            RefusedRequest: if the chat template refuses it, or if it is longer than any prompt.
+        Raises RefusedRequest if the chat template refuses it, or if it is longer than any prompt.
         """
         self.check_open()
         if self._check_length(request):
@@ -185,11 +183,7 @@ class Session:
         return reply_id in self._said
 
     def check_open(self) -> None:
-        """Check that the session has not ended.
-
-        Raises:
-            RefusedRequest: if it has.
-        """
+        """Check that the session has not ended. Raises RefusedRequest if it has."""
         if self.is_ended:
             raise RefusedRequest(
                 "this session has ended; its key is no longer valid.", status=403, code="session_ended"
@@ -318,8 +312,7 @@ class Session:
     def deliver(self, exchange: Exchange) -> ModelReply:
         """Record a finished exchange and return the reply for its client; a repeated request gets the same reply.
 
-        Raises:
-            RefusedRequest: if the session ended meanwhile, or if sampling failed.
+        Raises RefusedRequest if the session ended meanwhile, or if sampling failed.
         """
         self.last_used_s = time.monotonic()
         if exchange.reply is not None:

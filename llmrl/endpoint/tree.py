@@ -64,8 +64,7 @@ class TurnTree:
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Conversation, ChainKey]:
         """Return the conversation that these messages continue, prompted with them, and their key.
 
-        Raises:
-            RenderingError: when the template refuses the messages.
+        Raises RenderingError if the template refuses the messages.
         """
         messages = [self._own(message) for message in messages]
         keys = chain_keys(messages, tools)
@@ -79,8 +78,7 @@ class TurnTree:
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
         """Return the number of tokens of a prompt, rendered whole; thread-safe.
 
-        Raises:
-            RenderingError: when the template refuses the messages.
+        Raises RenderingError if the template refuses the messages.
         """
         assert self._root.renderer is not None
         messages = [self._own(message) for message in messages]

@@ -21,6 +21,7 @@ from llmrl.collectors.agents import KeyedSessions
 from llmrl.endpoint import EndpointServer
 from llmrl.endpoint import server as server_module
 from llmrl.endpoint import session as session_module
+from llmrl.endpoint.dialects.reading import parse_body
 from llmrl.engines import SamplingConfig
 
 FUNCTION = TOOLS[0]["function"]
@@ -353,6 +354,53 @@ def test_large_and_half_sent_requests_delay_no_others(renderer, monkeypatch):
         return answer.choices[0].message.content
 
     assert serve(renderer, act) == "15"
+
+
+def test_other_requests_are_answered_while_a_large_body_is_parsed(renderer, monkeypatch):
+    is_answered = threading.Event()
+    parse_body, lengths = server_module.parse_body, []
+
+    def parse(text):
+        if len(text) > server_module._LARGE_BYTES:
+            lengths.append(len(text))
+            assert is_answered.wait(30), "the event loop stood still"
+        return parse_body(text)
+
+    monkeypatch.setattr(server_module, "parse_body", parse)
+
+    async def act(served):
+        create = served.openai().chat.completions.create
+        large = [{"role": "user", "content": "x" * 1_000_000}]
+        refused = asyncio.create_task(create(model="policy", messages=large))
+        while not lengths:
+            await asyncio.sleep(0.01)
+        answer = await create(model="policy", messages=[USER])
+        is_answered.set()
+        with pytest.raises(openai.BadRequestError, match="prompt is too long"):
+            await refused
+        return answer.choices[0].message.content
+
+    assert serve(renderer, act) == "15"
+
+
+def test_other_threads_run_while_a_body_of_many_objects_is_parsed():
+    """A thread alone is not enough: a parser in C holds the interpreter's lock from beginning to end."""
+    text = json.dumps({"messages": [USER] * 100_000}).encode()
+    num_turns, is_parsed = 0, threading.Event()
+
+    def count():
+        nonlocal num_turns
+        while not is_parsed.wait(0.0001):
+            num_turns += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    before = num_turns
+    parse_body(text)
+    after = num_turns
+    is_parsed.set()
+    other.join()
+    assert after - before > 3
 
 
 def test_what_cannot_fit_is_refused_unread_or_measured_beside_the_others(renderer, monkeypatch):

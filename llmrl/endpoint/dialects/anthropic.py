@@ -38,8 +38,7 @@ _ERRORS = {
 def read(body: Body) -> ModelRequest:
     """Read a request.
 
-    Raises:
-        RefusedRequest: if the request is malformed or asks for something unsupported, which the message names.
+    Raises RefusedRequest if the request is malformed or asks for something unsupported, which the message names.
 
     Example:
         >>> body = {"model": "policy", "system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}]}

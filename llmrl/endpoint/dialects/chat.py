@@ -38,8 +38,7 @@ _MAX_ANSWERS = 128
 def read(body: Body) -> ModelRequest:
     """Read a request.
 
-    Raises:
-        RefusedRequest: if the request is malformed or asks for something unsupported, which the message names.
+    Raises RefusedRequest if the request is malformed or asks for something unsupported, which the message names.
 
     Example:
         >>> read({"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "n": 2}).num_answers

@@ -20,13 +20,10 @@ _ROLES = {"system", "user", "assistant", "tool"}
 
 
 def parse_body(text: bytes) -> Body:
-    """Return a request's JSON object.
-
-    Raises:
-        RefusedRequest: if the body is not a JSON object.
-    """
+    """Return a request's JSON object. Raises RefusedRequest if the body is not a JSON object."""
     try:
-        body = json.loads(text)
+        # The parser holds the interpreter's lock; a call of Python code at each object lets other threads run.
+        body = json.loads(text, object_hook=_unchanged)
     except (ValueError, RecursionError) as error:
         raise RefusedRequest(f"the request's body is no JSON: {error}.") from error
     if not isinstance(body, dict):
@@ -35,11 +32,14 @@ def parse_body(text: bytes) -> Body:
     return body
 
 
+def _unchanged(value: dict[str, Json]) -> dict[str, Json]:
+    return value
+
+
 def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
     """Check that a value can be written again without exceeding the recursion limit.
 
-    Raises:
-        RefusedRequest: if it is nested too deep.
+    Raises RefusedRequest if it is nested too deep.
     """
     if not left:
         raise RefusedRequest(f"the request's body is nested more than {_MAX_DEPTH} deep.")
@@ -52,8 +52,7 @@ def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
 def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Json = None) -> Json:
     """Return an entry of the expected type; None counts as missing.
 
-    Raises:
-        RefusedRequest: if it has another type; the message names the entry, its value and the type.
+    Raises RefusedRequest if it has another type; the message names the entry, its value and the type.
 
     Example:
         >>> entry_of({"n": 2}, "n", int), entry_of({}, "n", int, default=1)
@@ -73,8 +72,7 @@ def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Jso
 def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -> str:
     """Return the text of a content: a string, or a list of parts of text.
 
-    Raises:
-        RefusedRequest: if a part is of another kind: images and audio are not supported.
+    Raises RefusedRequest if a part is of another kind: images and audio are not supported.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -93,11 +91,7 @@ def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -
 
 
 def object_of(value: Json, *, where: str) -> Body:
-    """Return a JSON object.
-
-    Raises:
-        RefusedRequest: if the value is not an object.
-    """
+    """Return a JSON object. Raises RefusedRequest if the value is not an object."""
     if not isinstance(value, dict):
         raise RefusedRequest(f"{where} must be an object, got {value!r:.80}.")
     return value
@@ -106,8 +100,7 @@ def object_of(value: Json, *, where: str) -> Body:
 def arguments_of(text: Json, *, where: str) -> Json:
     """Return a call's arguments, which clients send as JSON in a string.
 
-    Raises:
-        RefusedRequest: if they are not an object.
+    Raises RefusedRequest if they are not an object.
     """
     try:
         arguments = json.loads(text or "{}") if isinstance(text, str) or text is None else text
@@ -125,8 +118,7 @@ def call_of(call_id: Json, name: Json, arguments: Json) -> ToolCall:
 def tools_of(body: Body, kind: str) -> list[Body]:
     """Return a request's tools, each of the kind that a dialect has for functions.
 
-    Raises:
-        RefusedRequest: if a tool is of another kind, which the API itself would run.
+    Raises RefusedRequest if a tool is of another kind, which the API itself would run.
     """
     tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
     if others := {str(tool.get("type") or kind) for tool in tools} - {kind}:
@@ -137,8 +129,7 @@ def tools_of(body: Body, kind: str) -> list[Body]:
 def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
     """Return a tool as templates read it; `parameters` names the entry with its schema.
 
-    Raises:
-        RefusedRequest: if the tool has no name.
+    Raises RefusedRequest if the tool has no name.
     """
     name = entry_of(body, "name", str, where=where)
     if not name:
@@ -150,11 +141,7 @@ def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
 
 
 def stops_of(value: Json, name: str) -> tuple[str, ...]:
-    """Return stop strings, given as one or as a list.
-
-    Raises:
-        RefusedRequest: if one is empty or not a string.
-    """
+    """Return stop strings, given as one or as a list. Raises RefusedRequest if one is empty or not a string."""
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise RefusedRequest(f"{name} must be a string or a list of strings, none empty, got {value!r:.80}.")
@@ -162,11 +149,7 @@ def stops_of(value: Json, name: str) -> tuple[str, ...]:
 
 
 def positive(value: int | None, name: str) -> int | None:
-    """Return a number of at least 1, or None.
-
-    Raises:
-        RefusedRequest: if it is smaller.
-    """
+    """Return a number of at least 1, or None. Raises RefusedRequest if it is smaller."""
     if value is not None and value < 1:
         raise RefusedRequest(f"{name} must be at least 1, got {value}.")
     return value
@@ -175,8 +158,7 @@ def positive(value: int | None, name: str) -> int | None:
 def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Return messages that can be rendered.
 
-    Raises:
-        RefusedRequest: if there is no message, or if one has no content or an unknown role.
+    Raises RefusedRequest if there is no message, or if one has no content or an unknown role.
     """
     try:
         found = check_messages(list(messages))
@@ -197,8 +179,7 @@ _SAMPLING = {
 def sampling_of(body: Body) -> dict[str, Json]:
     """Return a request's sampling options, as entries of a `SamplingConfig`.
 
-    Raises:
-        RefusedRequest: if one is not a number.
+    Raises RefusedRequest if one is not a number.
     """
     asked = {name: entry_of(body, name, kind) for name, kind in _SAMPLING.items()}
     if asked["top_k"] is not None:
@@ -217,10 +198,6 @@ def overridden(body: Body, *names: str) -> tuple[str, ...]:
 
 
 def check_format(wanted: Body, name: str) -> None:
-    """Check that answers are wanted as free text.
-
-    Raises:
-        RefusedRequest: if another format is wanted.
-    """
+    """Check that answers are wanted as free text. Raises RefusedRequest if another format is wanted."""
     if wanted.get("type", "text") != "text":
         raise RefusedRequest(f"{name} is not supported: answers are sampled freely. Ask for JSON in a message.")

@@ -36,8 +36,7 @@ _ID = "resp_"
 def read(body: Body) -> ModelRequest:
     """Read a request.
 
-    Raises:
-        RefusedRequest: if the request is malformed or asks for something unsupported, which the message names.
+    Raises RefusedRequest if the request is malformed or asks for something unsupported, which the message names.
 
     Example:
         >>> read({"model": "policy", "instructions": "Be brief.", "input": "Hi"}).num_instructions
