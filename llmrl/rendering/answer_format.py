@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
+from llmrl._utils.types import Tokenizer
 from llmrl.data import Message
 from llmrl.data.content_marks import RenderingError
-from llmrl.rendering.base import Ending, ProbedRenderer
+from llmrl.rendering.base import Ending
 from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, REASONING, TemplateProbe, calling
-from llmrl.rendering.reasoning import NO_MARKS, AnswerFormat, ThoughtMarks
+from llmrl.rendering.reasoning import AnswerFormat, ThoughtMarks
+from llmrl.rendering.writer import TemplateWriter
 
 _USER: Message = {"role": "user", "content": "Xq7UserMarkXq7"}
 _NEXT_USER: Message = {"role": "user", "content": "b"}
@@ -23,38 +26,40 @@ _NUM_SEARCHED = 100
 _THINKING_VARIABLE = re.compile(r"\b(?:enable_thinking|thinking_mode)\b")
 
 
-def find_answer_format(renderer: ProbedRenderer, ending: Ending, reasoning_parser: str) -> AnswerFormat:
-    """Return what stands around the answers of a renderer's template.
+def find_answer_format(writer: TemplateWriter, ending: Ending, reasoning_parser: str) -> AnswerFormat:
+    """Return what stands around the answers of a template.
 
     Args:
-        renderer: renderer of the template that is asked.
+        writer: writer of the template that is asked.
         ending: how it ends a plain answer.
         reasoning_parser: `think` takes `<think>` and `</think>` for the marks of reasoning, `none` takes nothing for
             reasoning, and `auto` takes what the template writes around it.
 
-    Raises:
-        RenderingError: when the template writes reasoning, or has a variable for it, and no marks of it are found.
+    Raises RenderingError if the template writes reasoning, or has a variable for it, and no marks of it are found.
     """
-    probe = TemplateProbe(renderer)
     field = "reasoning_content"
     thoughts = None
     if reasoning_parser == "auto":
-        field, thoughts = _find_thoughts(renderer, probe)
+        field, thoughts = _find_thoughts(writer)
     elif reasoning_parser == "think":
-        field = next(_fields(renderer, probe), (field, "", ""))[0]
+        field = next(_fields(writer), (field, "", ""))[0]
         thoughts = ThoughtMarks()
-    renderer._answer_format = AnswerFormat(thoughts, field, "", "")
-    opening, closing = _find_answer(probe, ending, thoughts)
+    opening, closing = _find_answer(_with_field(writer, field, thoughts), ending, thoughts)
     return AnswerFormat(thoughts, field, opening, closing)
 
 
-def _fields(renderer: ProbedRenderer, probe: TemplateProbe) -> Iterator[tuple[str, str, str]]:
+def _with_field(writer: TemplateWriter, field: str, thoughts: ThoughtMarks | None = None) -> TemplateProbe:
+    """Return a probe that hands reasoning to the template in that field."""
+    return TemplateProbe(replace(writer, answer_format=AnswerFormat(thoughts, field, "", "")))
+
+
+def _fields(writer: TemplateWriter) -> Iterator[tuple[str, str, str]]:
     """Yield each field of reasoning that the template writes, with the text before it and the text after it."""
     names = [*_FIELDS, *(f".{name}" for name in _PARTS)]
     for name in names:
-        if not re.search(rf"\b{name.removeprefix('.')}\b", renderer.chat_template):
+        if not re.search(rf"\b{name.removeprefix('.')}\b", writer.chat_template):
             continue
-        renderer._answer_format = AnswerFormat(None, name, "", "")
+        probe = _with_field(writer, name)
         for answer in (PLAIN_ANSWER, calling()):
             text = probe.text([_USER, {**answer, "reasoning_content": REASONING}], is_prompt=False) or ""
             before, found, after = text.partition(REASONING)
@@ -62,12 +67,13 @@ def _fields(renderer: ProbedRenderer, probe: TemplateProbe) -> Iterator[tuple[st
                 yield name, before, after
 
 
-def _find_thoughts(renderer: ProbedRenderer, probe: TemplateProbe) -> tuple[str, ThoughtMarks | None]:
+def _find_thoughts(writer: TemplateWriter) -> tuple[str, ThoughtMarks | None]:
     usual = ThoughtMarks()
-    tag = _tag_pattern(renderer)
+    tag = _tag_pattern(writer.tokenizer)
+    probe = TemplateProbe(writer)
     plain = _plain_answer(probe)
     is_written = False
-    for field, before, after in _fields(renderer, probe):
+    for field, before, after in _fields(writer):
         is_written = True
         opened = re.search(rf"({tag}[^\s<>\[\]|]*)\s*$", before[-_NUM_SEARCHED:])
         closed = re.match(rf"\s*({tag})", after)
@@ -77,12 +83,11 @@ def _find_thoughts(renderer: ProbedRenderer, probe: TemplateProbe) -> tuple[str,
         # What opens the turn of an answer without reasoning, too, is the turn's own.
         if marks.opening not in marks.without_empty(plain):
             return field, marks
-    if usual.closing in renderer.chat_template:
+    if usual.closing in writer.chat_template:
         return "reasoning_content", usual
-    renderer._answer_format = NO_MARKS
-    code = re.sub(r"\{#.*?#\}", "", renderer.chat_template, flags=re.DOTALL)
+    code = re.sub(r"\{#.*?#\}", "", writer.chat_template, flags=re.DOTALL)
     if is_written or _THINKING_VARIABLE.search(code):
-        dropped = _find_dropped(renderer, probe)
+        dropped = _find_dropped(probe)
         if dropped is not None:
             return "reasoning_content", dropped
         raise RenderingError(
@@ -94,9 +99,9 @@ def _find_thoughts(renderer: ProbedRenderer, probe: TemplateProbe) -> tuple[str,
     return "reasoning_content", None
 
 
-def _find_dropped(renderer: ProbedRenderer, probe: TemplateProbe) -> ThoughtMarks | None:
+def _find_dropped(probe: TemplateProbe) -> ThoughtMarks | None:
     """Return the marks between which the template drops what stands in an earlier answer's content."""
-    found = dict.fromkeys(re.findall(r"<\|?[a-z_:]+\|?>|\[/?[A-Z_]+\]", renderer.chat_template))
+    found = dict.fromkeys(re.findall(r"<\|?[a-z_:]+\|?>|\[/?[A-Z_]+\]", probe.writer.chat_template))
     for opening in found:
         twins = (opening.replace("<|", "<").replace(">", "|>"), opening.replace("<", "</"), opening.replace("[", "[/"))
         for closing in twins:
@@ -109,9 +114,9 @@ def _find_dropped(renderer: ProbedRenderer, probe: TemplateProbe) -> ThoughtMark
     return None
 
 
-def _tag_pattern(renderer: ProbedRenderer) -> str:
+def _tag_pattern(tokenizer: Tokenizer) -> str:
     """Return a pattern of what may be a mark: an added token, or a tag."""
-    added = sorted(renderer.tokenizer.get_added_vocab(), key=len, reverse=True)
+    added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     tokens = [re.escape(token) for token in added if token.strip()]
     return "(?:" + "|".join([*tokens, r"</?[^<>\s]{1,60}>", r"\[/?[A-Z][A-Z_ ]*\]"]) + ")"
 

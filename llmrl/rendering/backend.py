@@ -30,9 +30,8 @@ def make_renderer(
             and falls back to that package where the package knows the model.
         template_arguments: further arguments of `TemplateRenderer`.
 
-    Raises:
-        RenderingError: when no backend renders this model exactly.
-        MissingExtraError: when `renderers` is asked for and not installed.
+    Raises RenderingError if no backend renders this model exactly, and MissingExtraError if `renderers` is asked for
+    and not installed.
     """
     if backend not in ("auto", "template", "renderers"):
         raise ValueError(f"backend must be 'auto', 'template' or 'renderers', got {backend!r}.")
@@ -59,9 +58,7 @@ def make_renderer(
 class PackageRenderer:
     """The package `renderers` behind our protocol, for models that it knows by name.
 
-    Raises:
-        MissingExtraError: when the package is not installed.
-        RenderingError: when it does not know the model.
+    Raises MissingExtraError if the package is not installed, and RenderingError if it does not know the model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -87,8 +84,7 @@ class PackageRenderer:
     ) -> list[int]:
         """Return the token ids of the whole conversation, `[num_tokens]`.
 
-        Raises:
-            RenderingError: when the package refuses the messages, or one has a special token, which it would read.
+        Raises RenderingError if the package refuses the messages, or one has a special token, which it would read.
         """
         self._content_marks.refuse(messages, tools)
         try:
@@ -118,8 +114,7 @@ class PackageRenderer:
     ) -> list[int]:
         """Return what to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
 
-        Raises:
-            RenderingError: when the package cannot append these messages, or one has a special token.
+        Raises RenderingError if the package cannot append these messages, or one has a special token.
         """
         self._content_marks.refuse(new_messages, tools)
         # Only the last token can be the end of this turn; earlier ones may be ends of earlier turns.

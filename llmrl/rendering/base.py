@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from llmrl._utils.types import Tokenizer
 from llmrl.data import Message, ParsedCompletion, ToolSchema
-from llmrl.rendering.reasoning import AnswerFormat, ThoughtMarks
+from llmrl.rendering.reasoning import ThoughtMarks
 
 
 @runtime_checkable
@@ -31,8 +30,7 @@ class Renderer(Protocol):
     ) -> list[int]:
         """Return the token ids of the whole conversation, `[num_tokens]`.
 
-        Raises:
-            RenderingError: when the template refuses the messages.
+        Raises RenderingError if the template refuses the messages.
         """
         ...
 
@@ -43,8 +41,7 @@ class Renderer(Protocol):
     def check_tools(self) -> None:
         """Say before anything is sampled whether conversations with tools can be rendered.
 
-        Raises:
-            RenderingError: when they cannot, and what to do about it.
+        Raises RenderingError if they cannot, and what to do about it.
         """
         ...
 
@@ -62,8 +59,7 @@ class Renderer(Protocol):
         function (`llmrl.rendering.results.name_results`), which some templates write; one without name and id answers
         no call.
 
-        Raises:
-            RenderingError: when the template refuses the messages, or writes a name that is missing.
+        Raises RenderingError if the template refuses the messages, or writes a name that is missing.
         """
         ...
 
@@ -99,40 +95,3 @@ class Ending:
     """Characters between the mark in the assistant's message and the end-of-turn token."""
     lead_ids: tuple[int, ...]
     """Tokens that the template puts between an answer and the end-of-turn token; most have none."""
-
-
-class ProbedRenderer(Renderer, Protocol):
-    """A renderer of a chat template as probes see it: it renders, and holds what was found out so far."""
-
-    tokenizer: Tokenizer
-    chat_template: str
-    is_tool_prompt_added: bool
-    """Whether tools are shown by a prompt of ours, since the template shows none."""
-    _are_arguments_text: bool
-    _are_calls_written: bool
-    _are_parallel_calls_shown: bool
-    _answer_end_ids: tuple[int, ...]
-    _answer_format: AnswerFormat
-    _result_role: str
-
-    def render_text(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """Return the whole conversation as the template writes it.
-
-        Raises:
-            RenderingError: when the template refuses the messages.
-        """
-        ...
-
-    def encode_turns(self, text: str, mark: str = "") -> list[int]:
-        """Encode turn by turn, from a memory of turns."""
-        ...
-
-    def _ending(self, *, is_call: bool, role: str) -> Ending | None:
-        """Return how a turn ends when `role` speaks next; None where the template does not write that."""
-        ...

@@ -86,11 +86,7 @@ class Conversation:
         mode: Mode = "auto",
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> Conversation:
-        """Return an empty conversation.
-
-        Raises:
-            ValueError: for an unknown mode, or a negative threshold.
-        """
+        """Return an empty conversation. Raises ValueError for an unknown mode, or a negative threshold."""
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {_MODES}, got {mode!r}.")
         if fork_threshold_tokens < 0:
@@ -136,9 +132,8 @@ class Conversation:
         The first prompt is rendered whole; a later one costs only the messages that are new, unless earlier ones, or
         the tools, were rewritten. The same prompt again gives the same value; another one replaces it.
 
-        Raises:
-            TypeError, ValueError: when a message is malformed; without a renderer.
-            RenderingError: when the template refuses the messages.
+        Raises TypeError or ValueError if a message is malformed or there is no renderer, and RenderingError if the
+        template refuses the messages.
         """
         if self.renderer is None:
             raise ValueError("this conversation has no renderer; start it with one, or use with_prompt_ids.")
@@ -208,8 +203,7 @@ class Conversation:
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
         """Return the conversation with its next prompt as ids, `[num_prompt_tokens]`, compared with the held ones.
 
-        Raises:
-            ValueError: when the prompt is empty.
+        Raises ValueError if the prompt is empty.
         """
         prompt_ids = list(prompt_ids)
         if not prompt_ids:
@@ -267,8 +261,7 @@ class Conversation:
     ) -> Conversation:
         """Return the conversation after the engine answered its prompt, `[num_completion_tokens]` each.
 
-        Raises:
-            ValueError: without a prompt, or when log-probs or versions are missing, or a column is short.
+        Raises ValueError without a prompt, or if log-probs or versions are missing, or a column is short.
         """
         if self._before is None:
             raise ValueError("there is no prompt to complete; call with_prompt first.")
@@ -339,8 +332,7 @@ class Conversation:
     def tensor_view(self, column: Column) -> torch.Tensor:
         """Return a column of the held tokens, `[num_tokens]`: a view that costs what is new since the last one.
 
-        Raises:
-            ValueError: for an unknown column.
+        Raises ValueError for an unknown column.
         """
         return self._held.tensor_view(column, self._num_tokens)
 

@@ -34,10 +34,9 @@ def demonstrate(
         tools: that its prompts show.
         mode: see `Conversation`.
 
-    Raises:
-        TypeError, ValueError: when a message is malformed, or none is there to be trained.
-        RenderingError: when the template refuses the messages; or when what it writes for one is not what a model that
-            says it samples, or does not read back as that message.
+    Raises TypeError or ValueError if a message is malformed, or none is there to be trained, and RenderingError if the
+    template refuses the messages, or what it writes for one is not what a model that says it samples, or does not
+    read back as that message.
 
     Example:
         >>> conversation = demonstrate(renderer, [                                     # doctest: +SKIP

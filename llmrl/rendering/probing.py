@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from llmrl.data import Message, ToolSchema, text_of
 from llmrl.data.content_marks import RenderingError
 from llmrl.data.template_limit import SlowTemplateError
-from llmrl.rendering.base import Ending, ProbedRenderer
+from llmrl.rendering.base import Ending
 from llmrl.rendering.reasoning import ThoughtMarks
 from llmrl.rendering.results import TOOL_ROLES
 from llmrl.rendering.tool_calls import Arguments, ToolCallParser
+from llmrl.rendering.writer import TemplateWriter
 
 ANSWER = "Xq7AnswerMarkXq7"
 REASONING = "Xq7ReasoningMarkXq7"
-_RESULT = "Xq7ResultMarkXq7"
+RESULT = "Xq7ResultMarkXq7"
 _TEXT = "Xq7TextMarkXq7"
 _TOOL_NAME = "xq7_tool_mark"
 
 SYSTEM: Message = {"role": "system", "content": "s"}
 USER: Message = {"role": "user", "content": "a"}
-_NEXT_USER: Message = {"role": "user", "content": "b"}
+NEXT_USER: Message = {"role": "user", "content": "b"}
 PLAIN_ANSWER: Message = {"role": "assistant", "content": ANSWER}
-_TOOL_RESULT: Message = {"role": "tool", "name": _TOOL_NAME, "content": _RESULT, "tool_call_id": "call00000"}
-_ORPHAN_RESULT: Message = {"role": "tool", "content": _RESULT}
+_TOOL_RESULT: Message = {"role": "tool", "name": _TOOL_NAME, "content": RESULT, "tool_call_id": "call00000"}
+_ORPHAN_RESULT: Message = {"role": "tool", "content": RESULT}
 # What a call is to be read back with: a text that looks like a number, one that some formats escape, and the mark,
 # which comes last, also in the alphabet, by which some templates order them.
 _ARGUMENTS = {"code": "90210", "path": "C:\\new", "value": ANSWER}
-_TOOL: ToolSchema = {
+TOOL: ToolSchema = {
     "type": "function",
     "function": {
         "name": _TOOL_NAME,
@@ -83,18 +85,28 @@ def chat_features(
     return frozenset(features)
 
 
+@dataclass
 class TemplateProbe:
-    """Asks a renderer's template questions."""
+    """Asks a template questions; an answer that later ones need is given to the next probe."""
 
-    def __init__(self, renderer: ProbedRenderer) -> None:
-        self.renderer = renderer
+    writer: TemplateWriter
+    shows_parallel_calls: bool = False
+    """Whether the template writes several calls of one message."""
+    answer_ending: Ending | None = None
+    """How a plain answer ends when the user speaks next."""
+    _endings: dict[tuple[bool, str], Ending | None] = field(default_factory=dict, init=False)
+
+    @property
+    def thoughts(self) -> ThoughtMarks | None:
+        """What stands around reasoning; None where that is not known."""
+        return self.writer.answer_format.thoughts
 
     def text(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, is_prompt: bool = True
     ) -> str | None:
-        """Return what the template writes; None when it refuses."""
+        """Return what the template writes; None if it refuses."""
         try:
-            return self.renderer.render_text(messages, tools=tools, add_generation_prompt=is_prompt)
+            return self.writer.write(messages, tools=tools, is_prompt=is_prompt)
         except SlowTemplateError:
             raise
         except RenderingError:
@@ -102,15 +114,15 @@ class TemplateProbe:
 
     def are_arguments_text(self) -> bool:
         """Return whether the template wants a call's arguments as JSON text, refusing a dict."""
-        chats = [[USER, calling(), *more] for more in ([_TOOL_RESULT], [_NEXT_USER])]
-        if any(self.text(chat, tools=[_TOOL]) is not None for chat in chats):
+        chats = [[USER, calling(), *more] for more in ([_TOOL_RESULT], [NEXT_USER])]
+        if any(self.text(chat, tools=[TOOL]) is not None for chat in chats):
             return False
-        self.renderer._are_arguments_text = True
-        return any(self.text(chat, tools=[_TOOL]) is not None for chat in chats)
+        as_text = TemplateProbe(replace(self.writer, are_arguments_text=True))
+        return any(as_text.text(chat, tools=[TOOL]) is not None for chat in chats)
 
     def are_tools_shown(self) -> bool:
         """Return whether the schema of a tool reaches the prompt."""
-        text = self.text([USER], tools=[_TOOL])
+        text = self.text([USER], tools=[TOOL])
         return text is not None and _TOOL_NAME in text
 
     def is_system_known(self) -> bool:
@@ -119,7 +131,7 @@ class TemplateProbe:
 
     def are_calls_shown(self) -> bool:
         """Return whether an assistant's tool calls are rendered."""
-        texts = (self.text([USER, calling(), *more]) for more in ([_TOOL_RESULT], [_NEXT_USER]))
+        texts = (self.text([USER, calling(), *more]) for more in ([_TOOL_RESULT], [NEXT_USER]))
         return any(text is not None and ANSWER in text for text in texts)
 
     def result_role(self) -> str | None:
@@ -127,9 +139,9 @@ class TemplateProbe:
         added = self._added_tokens()
         # A template may write whatever role it is given; a role that has a token of its own is the one it was made for.
         for role in sorted(TOOL_ROLES, key=lambda role: f"<|{role}|>" not in added):
-            is_named = role == "tool" or re.search(rf"\b{role}\b", self.renderer.chat_template) is not None
-            self.renderer._result_role = role
-            if is_named and self._after_mark(calling(), _TOOL_RESULT) is not None:
+            is_named = role == "tool" or re.search(rf"\b{role}\b", self.writer.chat_template) is not None
+            probe = TemplateProbe(replace(self.writer, result_role=role))
+            if is_named and probe._after_mark(calling(), _TOOL_RESULT) is not None:
                 return role
         return None
 
@@ -157,21 +169,16 @@ class TemplateProbe:
         return after if content in after else None
 
     def generation_prompt(self) -> str:
-        """Return the end of a prompt that asks for a completion.
+        """Return a prompt; raises RenderingError if the template refuses a single user message."""
+        return self.writer.write([USER], is_prompt=True)
 
-        Raises:
-            RenderingError: when the template refuses a single user message.
-        """
-        return self.renderer.render_text([USER], add_generation_prompt=True)
-
-    def answer_ending(self) -> Ending:
+    def find_answer_ending(self) -> Ending:
         """Return how a plain answer ends when the user speaks next.
 
-        Raises:
-            RenderingError: when no token ends it, so that turns cannot be told apart exactly; or when that token also
-                stands within a turn.
+        Raises RenderingError if no token ends it, so that turns cannot be told apart exactly, or if that token also
+        stands within a turn.
         """
-        after = self.renderer.render_text([USER, PLAIN_ANSWER, _NEXT_USER], add_generation_prompt=True)
+        after = self.writer.write([USER, PLAIN_ANSWER, NEXT_USER], is_prompt=True)
         if ANSWER not in after:
             raise RenderingError("The chat template does not write an assistant's content; it cannot be bridged.")
         ending = self.ending(is_call=False, role="user")
@@ -179,24 +186,22 @@ class TemplateProbe:
             after = after[after.index(ANSWER) + len(ANSWER) :]
             raise RenderingError(
                 "The chat template does not end an assistant's turn with a special token "
-                f"(it writes {after[: after.rindex(_NEXT_USER['content'])]!r}), so turns cannot be appended token by "
+                f"(it writes {after[: after.rindex(NEXT_USER['content'])]!r}), so turns cannot be appended token by "
                 "token; pass another chat_template."
             )
-        self._check_turn_is_one_message(self.renderer.decode([ending.token_id]))
+        self._check_turn_is_one_message(self.writer.decode([ending.token_id]))
         return ending
 
     def turn_marks(self) -> set[str]:
         """Return the added tokens that begin or end turns, or a tool's result, whether called special or not."""
-        renderer = self.renderer
-        end = _NEXT_USER
-        frames = [self._after_mark(PLAIN_ANSWER, end), self._after_mark(calling(), _TOOL_RESULT)]
-        offsets = [renderer._ending(is_call=False, role="user"), renderer._ending(is_call=True, role="tool")]
+        frames = [self._after_mark(PLAIN_ANSWER, NEXT_USER), self._after_mark(calling(), _TOOL_RESULT)]
+        endings = [self.ending(is_call=False, role="user"), self.ending(is_call=True, role="tool")]
         text = "".join(
             frame[ending.offset :]
-            for frame, ending in zip(frames, offsets, strict=True)
+            for frame, ending in zip(frames, endings, strict=True)
             if frame and ending is not None
         )
-        thoughts = renderer.thought_marks
+        thoughts = self.thoughts
         is_of_thoughts = {thoughts.opening, thoughts.closing} if thoughts is not None else set()
         return {token for token in self._added_tokens() if token in text} - is_of_thoughts
 
@@ -218,15 +223,20 @@ class TemplateProbe:
     def ending(self, *, is_call: bool, role: str) -> Ending | None:
         """Return how an answer, or a message that calls functions, ends when `role` speaks next.
 
-        None when the template does not write such a conversation, or no added token ends the turn there.
+        None where the template does not write such a conversation, or no added token ends the turn there.
         """
-        renderer = self.renderer
-        following = {"user": _NEXT_USER, "tool": _TOOL_RESULT if is_call else _ORPHAN_RESULT}.get(
-            role, {"role": role, "content": _RESULT}
+        key = (is_call, "tool" if role in TOOL_ROLES else role)
+        if key not in self._endings:
+            self._endings[key] = self._find_ending(*key)
+        return self._endings[key]
+
+    def _find_ending(self, is_call: bool, role: str) -> Ending | None:
+        following = {"user": NEXT_USER, "tool": _TOOL_RESULT if is_call else _ORPHAN_RESULT}.get(
+            role, {"role": role, "content": RESULT}
         )
-        names = ("f", "g") if renderer._are_parallel_calls_shown else ("f",)
+        names = ("f", "g") if self.shows_parallel_calls else ("f",)
         answer = calling(*names) if is_call else PLAIN_ANSWER
-        if is_call and renderer._are_calls_written:
+        if is_call and self.writer.write_call is not None:
             return None
         text = self.text([USER, answer, following])
         if text is None or ANSWER not in text:
@@ -237,7 +247,7 @@ class TemplateProbe:
         # The user's content is one letter, and may stand in the text between.
         find = after.rindex if role == "user" else after.index
         between = after[: find(following["content"])]
-        tokenizer = renderer.tokenizer
+        tokenizer = self.writer.tokenizer
         special = {
             **dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)),
             **{token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special},
@@ -249,19 +259,22 @@ class TemplateProbe:
         if is_call:
             # Marks that close a call may be added tokens too: the ending is none that stands between two calls.
             within = before[before.find(ANSWER) :] if ANSWER in before else ""
-            known = {tokenizer.convert_ids_to_tokens(token_id): token_id for token_id in renderer._answer_end_ids}
+            known = {}
+            if self.answer_ending is not None:
+                end_id = self.answer_ending.token_id
+                known = {tokenizer.convert_ids_to_tokens(end_id): end_id}
             special = {token: token_id for token, token_id in special.items() if token not in within}
             candidates = [known | end_of_text, special]
         for tokens in candidates:
             found = self._first_token(between, tokens)
             if found is not None:
                 offset, token_id = found
-                lead_ids = () if is_call or not offset else tuple(renderer.encode(between[:offset]))
+                lead_ids = () if is_call or not offset else tuple(self.writer.encode(between[:offset]))
                 return Ending(token_id, offset, lead_ids)
         return None
 
     def _added_tokens(self) -> dict[str, int]:
-        tokenizer = self.renderer.tokenizer
+        tokenizer = self.writer.tokenizer
         return {
             **tokenizer.get_added_vocab(),
             **dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)),
@@ -278,20 +291,19 @@ class TemplateProbe:
 
     def rewriting_features(self) -> frozenset[frozenset[str]]:
         """Return the sets of `chat_features` with which some turn is rendered differently once others follow it."""
-        thoughts = self.renderer.thought_marks
         return frozenset(
-            chat_features([*asked, answer], tools, thoughts)
+            chat_features([*asked, answer], tools, self.thoughts)
             for tools, asked, answer, following in self._turns()
             if self._is_rewritten(tools, asked, answer, following)
         )
 
     @staticmethod
     def _turns() -> Iterator[tuple[list[ToolSchema] | None, list[Message], Message, Message]]:
-        for tools in (None, [_TOOL]):
+        for tools in (None, [TOOL]):
             for reasoning in ({}, {"reasoning_content": REASONING}):
-                yield tools, [USER], {**PLAIN_ANSWER, **reasoning}, _NEXT_USER
+                yield tools, [USER], {**PLAIN_ANSWER, **reasoning}, NEXT_USER
                 yield tools, [USER], {**calling(), **reasoning}, _TOOL_RESULT
-            yield tools, [SYSTEM, USER], PLAIN_ANSWER, _NEXT_USER
+            yield tools, [SYSTEM, USER], PLAIN_ANSWER, NEXT_USER
             yield tools, [USER], {**calling(), "content": _TEXT}, _TOOL_RESULT
 
     def _is_rewritten(
@@ -303,9 +315,9 @@ class TemplateProbe:
             return False
         as_last = as_last[: as_last.index(ANSWER)]
         said = [_TEXT] if answer["content"] == _TEXT else []
-        if self.renderer.thought_marks is not None and "reasoning_content" in answer:
+        if self.thoughts is not None and "reasoning_content" in answer:
             said.append(REASONING)
-        for later in ([following], [following, PLAIN_ANSWER, _NEXT_USER]):
+        for later in ([following], [following, PLAIN_ANSWER, NEXT_USER]):
             text = self._comparable(self.text([*asked, answer, *later], tools=tools))
             if text is None or ANSWER not in text:
                 continue
@@ -316,7 +328,7 @@ class TemplateProbe:
 
     def _comparable(self, text: str | None) -> str | None:
         """Return a rendering without empty reasoning blocks, which say nothing wherever a template writes them."""
-        thoughts = self.renderer.thought_marks
+        thoughts = self.thoughts
         return text if text is None or thoughts is None else thoughts.without_empty(text)
 
     def written_call(self, name: str, arguments: Arguments, *, num_calls: int = 1) -> str | None:
@@ -331,9 +343,9 @@ class TemplateProbe:
 
     def _written_call(self, name: str, arguments: Arguments, num_calls: int, ids: Sequence[str] | None) -> str | None:
         asked = calling(*[name] * num_calls, arguments=arguments, call_ids=ids)
-        for role, following in (("tool", _TOOL_RESULT), ("user", _NEXT_USER)):
-            ending = self.renderer._ending(is_call=True, role=role)
-            tools = None if self.renderer.is_tool_prompt_added else [_TOOL]
+        for role, following in (("tool", _TOOL_RESULT), ("user", NEXT_USER)):
+            ending = self.ending(is_call=True, role=role)
+            tools = None if self.writer.is_tool_prompt_added else [TOOL]
             prompt = self.text([USER], tools=tools)
             text = self.text([USER, asked, following], tools=tools)
             if ending is None or prompt is None or text is None or ANSWER not in text:
@@ -347,59 +359,12 @@ class TemplateProbe:
 
     def is_call_read(self, parser: ToolCallParser) -> bool:
         """Return whether a parser reads what the template writes for calls, parallel ones where it writes these."""
-        num_calls = 2 if self.renderer._are_parallel_calls_shown else 1
+        num_calls = 2 if self.shows_parallel_calls else 1
         text = self.written_call(_TOOL_NAME, _ARGUMENTS, num_calls=num_calls)
         if text is None:
             return False
-        if (thoughts := self.renderer.thought_marks) is not None:
-            _, text = thoughts.split(text)
-        parsed = parser(text, [_TOOL])
+        if self.thoughts is not None:
+            _, text = self.thoughts.split(text)
+        parsed = parser(text, [TOOL])
         expected = {"name": _TOOL_NAME, "arguments": _ARGUMENTS}
         return not parsed.malformed and [call["function"] for call in parsed.tool_calls] == [expected] * num_calls
-
-    def check_bridge(self, *, is_system_moved: bool) -> None:
-        """Compare deltas with full renderings after longer conversations than the fixed base.
-
-        Args:
-            is_system_moved: leave out conversations with a system message, since later turns move it.
-
-        Raises:
-            RenderingError: when they differ.
-        """
-        self._check_deltas(
-            [
-                [USER, {"role": "assistant", "content": "c"}],
-                *([] if is_system_moved else [[SYSTEM, USER, {"role": "assistant", "content": "c"}]]),
-                [USER, {"role": "assistant", "content": "c"}, _NEXT_USER, {"role": "assistant", "content": "d"}],
-            ],
-            [_NEXT_USER],
-        )
-
-    def check_tool_bridge(self) -> None:
-        """Compare them after conversations with tool calls.
-
-        Raises:
-            RenderingError: when they differ.
-        """
-        called = [USER, calling("f"), {"role": "tool", "name": "f", "content": "r", "tool_call_id": "call00000"}]
-        asked = [calling("g", call_ids=["call00007"])]
-        self._check_deltas([[*called, {"role": "assistant", "content": "c"}]], [_NEXT_USER])
-        result = {"role": "tool", "name": "g", "content": _RESULT, "tool_call_id": "call00007"}
-        self._check_deltas([[USER, *asked], [*called, *asked]], [result])
-
-    def _check_deltas(self, histories: Sequence[list[Message]], following: list[Message]) -> None:
-        for history in histories:
-            for tools in (None, [_TOOL]):
-                text = self.text([*history, *following], tools=tools)
-                if text is None:
-                    continue  # the template refuses such a conversation anyway
-                full = self.renderer.encode(text)
-                delta = self.renderer.bridge([], following, tools=tools)
-                if full[-len(delta) :] != delta or self.renderer.encode_turns(text) != full:
-                    roles = [message["role"] for message in history]
-                    raise RenderingError(
-                        f"The chat template writes {following[0]['role']} messages after {roles} differently than "
-                        f"after a shorter conversation ({self.renderer.decode(full[-len(delta) :])!r}, not "
-                        f"{self.renderer.decode(delta)!r}), so turns cannot be appended exactly; "
-                        "pass another chat_template."
-                    )

@@ -40,8 +40,7 @@ class _Tags:
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[ToolCall]:
         """Return the calls that a text consists of.
 
-        Raises:
-            ValueError: when something else stands in it, or an argument is written twice.
+        Raises ValueError if something else stands in it, or an argument is written twice.
         """
         calls: list[ToolCall] = []
         position = 0

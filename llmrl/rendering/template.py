@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Literal
 
 from llmrl._utils.types import StateDict, Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema, text_of
 from llmrl.data.content_marks import ContentMarks, RenderingError
-from llmrl.data.template_limit import SlowTemplateError, written_in_time
+from llmrl.data.template_limit import SlowTemplateError
 from llmrl.rendering.answer_format import find_answer_format
 from llmrl.rendering.base import Ending
-from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, USER, TemplateProbe, calling, chat_features
-from llmrl.rendering.reasoning import NO_MARKS, ThoughtMarks
-from llmrl.rendering.results import TOOL_ROLES, carry_results, name_results
+from llmrl.rendering.probing import (
+    ANSWER,
+    NEXT_USER,
+    PLAIN_ANSWER,
+    RESULT,
+    SYSTEM,
+    TOOL,
+    USER,
+    TemplateProbe,
+    calling,
+    chat_features,
+)
+from llmrl.rendering.results import TOOL_ROLES
 from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS
-from llmrl.rendering.tool_format import choose_tool_format, with_tool_prompt
+from llmrl.rendering.tool_format import choose_tool_format
+from llmrl.rendering.writer import TemplateWriter
 
 _CARRY_RESULTS = "; or carry results as the user's messages: TemplateRenderer(tokenizer, tool_results='user')."
 
@@ -77,124 +87,110 @@ class TemplateRenderer:
             raise ValueError(f"reasoning_parser must be 'auto', 'think' or 'none', got {reasoning_parser!r}.")
         self.tokenizer = tokenizer
         self.chat_template = chat_template if chat_template is not None else _own_template(tokenizer)
-        self.template_kwargs = dict(template_kwargs or {})
-        for name in self.template_kwargs:
+        template_kwargs = dict(template_kwargs or {})
+        for name in template_kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", self.chat_template):
                 raise TypeError(f"template_kwargs has {name!r}, which the chat template does not read.")
         self.content_marks = ContentMarks(tokenizer)  # splits special tokens in contents
         # Words of a message that switch reasoning on or off in all prompts that follow.
         self._switches = sorted(set(re.findall(r"(?<=['\"])/(?:no_)?think\b", self.chat_template)))
         self._turn_ids: dict[str, list[int]] = {}
-        self._endings: dict[tuple[bool, str], Ending | None] = {}
-        self.thought_marks: ThoughtMarks | None = None
-        """What stands around reasoning in its turns; None where there is none."""
-        self._answer_format = NO_MARKS
-        self._probe_messages(tool_results)
+        self._probe_messages(TemplateWriter(tokenizer, self.chat_template, template_kwargs), tool_results)
         self._probe_turns(reasoning_parser)
         self._choose_tool_format(tool_parser)
-        self.content_marks = ContentMarks(tokenizer, [ANSWER, *TemplateProbe(self).turn_marks()])
+        self.content_marks = ContentMarks(tokenizer, [ANSWER, *self._probe.turn_marks()])
 
-    def _probe_messages(self, tool_results: str) -> None:
+    def _probe_messages(self, writer: TemplateWriter, tool_results: str) -> None:
         """Find out which messages the template knows."""
-        probe = TemplateProbe(self)
-        self.tool_fault = ""
-        """Why conversations with tools cannot be rendered; empty when they can."""
-        self._tool_example = ""
-        self._are_arguments_text = self.is_tool_prompt_added = self._are_calls_written = False
-        self._is_system_known = self._are_parallel_calls_shown = False
-        self._are_results_carried = self._are_orphans_carried = False
-        self._write_call = TOOL_CALL_WRITERS["hermes"]
-        self._result_role = "tool"
-        self._are_arguments_text = probe.are_arguments_text()
-        self.is_tool_prompt_added = not probe.are_tools_shown()
-        self._is_system_known = probe.is_system_known()
-        self._are_results_carried = tool_results == "user"
-        self._are_calls_written = not probe.are_calls_shown()
-        if not self._are_results_carried:
-            result_role = probe.result_role()
+        writer = replace(writer, are_arguments_text=TemplateProbe(writer).are_arguments_text())
+        writer = replace(writer, is_tool_prompt_added=not TemplateProbe(writer).are_tools_shown())
+        probe = TemplateProbe(writer)
+        writer = replace(writer, is_system_known=probe.is_system_known(), are_results_carried=tool_results == "user")
+        if not TemplateProbe(writer).are_calls_shown():
+            writer = replace(writer, write_call=TOOL_CALL_WRITERS["hermes"])
+        if not writer.are_results_carried:
+            result_role = TemplateProbe(writer).result_role()
             if result_role is None:
-                self.tool_fault = (
+                tool_fault = (
                     "Its chat template has no role for tool results, so that only conversations without tool calls "
                     f"could go on{_CARRY_RESULTS}"
                 )
-            self._result_role = result_role or "tool"
-            self._are_orphans_carried = not probe.are_orphans_shown()
+                writer = replace(writer, tool_fault=tool_fault)
+            else:
+                writer = replace(writer, result_role=result_role)
+            writer = replace(writer, are_orphans_carried=not TemplateProbe(writer).are_orphans_shown())
+        probe = TemplateProbe(writer)
         self._are_result_names_written = probe.are_result_names_written()
-        self._are_parallel_calls_shown = probe.are_parallel_calls_shown()
+        self._probe = TemplateProbe(writer, shows_parallel_calls=probe.are_parallel_calls_shown())
 
     def _probe_turns(self, reasoning_parser: str) -> None:
         """Find out how turns end, what stands around answers, and whether deltas are exact."""
-        probe = TemplateProbe(self)
-        prompt = probe.generation_prompt()
-        self._answer_end_ids: tuple[int, ...] = ()
-        self._answer_ending: Ending = probe.answer_ending()
-        self._answer_end_ids = (self._answer_ending.token_id,)
-        self._answer_format = find_answer_format(self, self._answer_ending, reasoning_parser)
-        self.thought_marks = self._answer_format.thoughts
-        self._is_reasoning_open = self.thought_marks is not None and self.thought_marks.is_open_at_end(prompt)
-        self._end_text = self.decode(self._answer_end_ids)
-        roles = ["user"] if self._are_results_carried else ["user", "tool"]
-        self.stop_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys(
-                ending.token_id
-                for role in roles
-                for is_call in (False, True)
-                if (ending := self._ending(is_call=is_call, role=role)) is not None
-            )
+        prompt = self._probe.generation_prompt()
+        ending = self._answer_ending = self._probe.find_answer_ending()
+        answer_format = find_answer_format(self.writer, ending, reasoning_parser)
+        probe = self._probe = replace(
+            self._probe, writer=replace(self.writer, answer_format=answer_format), answer_ending=ending
         )
+        thoughts = self.thought_marks = answer_format.thoughts
+        self._is_reasoning_open = thoughts is not None and thoughts.is_open_at_end(prompt)
+        self._end_text = self.decode([ending.token_id])
+        roles = ["user"] if self.writer.are_results_carried else ["user", "tool"]
+        found = [probe.ending(is_call=is_call, role=role) for role in roles for is_call in (False, True)]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(one.token_id for one in found if one is not None))
         self._end_ids = frozenset({*self.stop_token_ids, getattr(self.tokenizer, "eos_token_id", None)} - {None})
         self._rewriting_features = probe.rewriting_features()
         self.is_history_rewritten: bool = bool(self._rewriting_features)
-        probe.check_bridge(is_system_moved=frozenset({"system"}) in self._rewriting_features)
+        self._check_bridge(is_system_moved=frozenset({"system"}) in self._rewriting_features)
 
     def _choose_tool_format(self, tool_parser: str) -> None:
         """Find out how calls are read and written, and whether deltas with tool results are exact."""
         try:
-            tool_format = choose_tool_format(self, tool_parser)
+            tool_format = choose_tool_format(self._probe, tool_parser)
         except RenderingError as error:
             if tool_parser != "auto" or isinstance(error, SlowTemplateError):
                 raise
-            self.tool_fault = str(error)
-            tool_format = choose_tool_format(self, "none")
+            self._know(tool_fault=str(error))
+            tool_format = choose_tool_format(self._probe, "none")
         self.tool_parser = tool_format.name
         self._parse_calls = tool_format.parse
-        if tool_format.write is not None:
-            self._are_calls_written = True
-            self._write_call = tool_format.write
-            self._endings.clear()  # calls end as answers do
-        probe = TemplateProbe(self)
         example = {"argument": "value"}
-        self._tool_example = self._write_call("function_name", example)
-        if not self._are_calls_written:
-            written = probe.written_call("function_name", {"argument": ANSWER}) or ""
+        if tool_format.write is not None:
+            self._know(write_call=tool_format.write, tool_example=tool_format.write("function_name", example))
+        else:
+            written = self._probe.written_call("function_name", {"argument": ANSWER}) or ""
             if self.thought_marks is not None:
                 written = written.rpartition(self.thought_marks.closing)[-1]
-            self._tool_example = written.replace(ANSWER, example["argument"]).strip()
+            self._know(tool_example=written.replace(ANSWER, example["argument"]).strip())
         if not self.tool_fault:
             try:
-                probe.check_tool_bridge()
+                self._check_tool_bridge()
             except SlowTemplateError:
                 raise
             except RenderingError as error:
-                self.tool_fault = str(error).rstrip(".") + _CARRY_RESULTS
+                self._know(tool_fault=str(error).rstrip(".") + _CARRY_RESULTS)
 
-    def _ending(self, *, is_call: bool, role: str) -> Ending | None:
-        """Return how a turn ends when `role` speaks next; None where the template does not write that."""
-        role = "tool" if role in TOOL_ROLES else role
-        key = (is_call, role)
-        if key not in self._endings:
-            self._endings[key] = TemplateProbe(self).ending(is_call=is_call, role=role)
-        return self._endings[key]
+    def _know(self, **found: Any) -> None:
+        """Note what was found out of the template; endings are probed again."""
+        self._probe = replace(self._probe, writer=replace(self.writer, **found))
+
+    @property
+    def writer(self) -> TemplateWriter:
+        """Writer of the template's text."""
+        return self._probe.writer
+
+    @property
+    def tool_fault(self) -> str:
+        """Why conversations with tools cannot be rendered; empty when they can."""
+        return self.writer.tool_fault
+
+    @property
+    def is_tool_prompt_added(self) -> bool:
+        """Whether tools are shown by a prompt of ours, since the template shows none."""
+        return self.writer.is_tool_prompt_added
 
     def check_tools(self) -> None:
-        """Say before anything is sampled whether conversations with tools can be rendered.
-
-        Raises:
-            RenderingError: when they cannot, and what to do about it.
-        """
-        if self.tool_fault:
-            name = getattr(self.tokenizer, "name_or_path", "")
-            raise RenderingError(f"{name!r} cannot be used with tools. {self.tool_fault}")
+        """Raises RenderingError if conversations with tools cannot be rendered; says what to do."""
+        self.writer.check_tools()
 
     @classmethod
     def from_pretrained(cls, path: str, **kwargs: Any) -> TemplateRenderer:
@@ -212,11 +208,10 @@ class TemplateRenderer:
     ) -> list[int]:
         """Return the token ids of the whole conversation, `[num_tokens]`.
 
-        Raises:
-            RenderingError: when the template refuses the messages.
+        Raises RenderingError if the template refuses the messages.
         """
         mark, messages, tools = self.content_marks.mark(messages, tools)
-        text = self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        text = self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
         return self.encode_turns(text, mark)
 
     def render_text(
@@ -226,39 +221,8 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the whole conversation as the template writes it.
-
-        Raises:
-            RenderingError: when the template refuses the messages.
-        """
-        if tools or any(message["role"] in TOOL_ROLES for message in messages):
-            self.check_tools()
-        carried = carry_results(
-            name_results(messages), carry_all=self._are_results_carried, carry_orphans=self._are_orphans_carried
-        )
-        chat = [self._plain(message) for message in carried]
-        if tools and self.is_tool_prompt_added:
-            chat = with_tool_prompt(chat, tools, self._tool_example, self._is_system_known)
-            tools = None
-        try:
-            return written_in_time(
-                partial(
-                    self.tokenizer.apply_chat_template,
-                    chat,
-                    tools=[dict(tool) for tool in tools] if tools else None,
-                    chat_template=self.chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    **self.template_kwargs,
-                )
-            )
-        except SlowTemplateError:
-            raise
-        except Exception as error:  # whatever a template's own code raises
-            roles = [message["role"] for message in messages]
-            raise RenderingError(
-                f"The chat template refuses messages with roles {roles}: {type(error).__name__}: {error}"
-            ) from error
+        """Return the whole conversation as text; raises RenderingError if the template refuses it."""
+        return self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
         """Return whether some turn of this conversation may be rendered differently once others follow.
@@ -289,8 +253,7 @@ class TemplateRenderer:
 
         The end-of-turn token is added where the completion was cut, the template's text between turns exactly once.
 
-        Raises:
-            RenderingError: when the template refuses the messages.
+        Raises RenderingError if the template refuses the messages.
         """
         if elsewhere := self._roles_written_elsewhere(new_messages):
             raise RenderingError(
@@ -300,7 +263,7 @@ class TemplateRenderer:
             tools = None  # they stand in the system message, which the base has not
         mark, new_messages, tools = self.content_marks.mark(new_messages, tools)
         base, ending, end_ids = self._base(new_messages)
-        text = self.render_text([*base, *new_messages], tools=tools, add_generation_prompt=True)
+        text = self.writer.write([*base, *new_messages], tools=tools, is_prompt=True)
         start = text.rindex(ANSWER) + len(ANSWER) + ending.offset
         delta = self.content_marks.encode(text[start:], mark) if mark else self.encode(text[start:])
         # The longest part of the text between turns that is already there, from an end-of-turn token on.
@@ -322,10 +285,10 @@ class TemplateRenderer:
         results = list(takewhile(lambda message: message["role"] in TOOL_ROLES, new_messages))
         # A result without name and id tells that a call could not be read: it answers none.
         answers = [result for result in results if result.get("name") or result.get("tool_call_id")]
-        is_carried = self._are_results_carried or (not answers and self._are_orphans_carried)
+        is_carried = self.writer.are_results_carried or (not answers and self.writer.are_orphans_carried)
         role = new_messages[0]["role"] if new_messages else "user"
         role = "user" if results and is_carried else role
-        endings = {is_call: self._ending(is_call=is_call, role=role) for is_call in (False, True)}
+        endings = {is_call: self._probe.ending(is_call=is_call, role=role) for is_call in (False, True)}
         end_ids = frozenset(ending.token_id for ending in endings.values() if ending is not None)
         call_ending = endings[True]
         if answers and call_ending is not None:
@@ -334,7 +297,7 @@ class TemplateRenderer:
                     "The chat template writes the name of its function with a tool's result, and a message of role "
                     f"{role!r} has no 'name'; add it, or append messages through a Conversation, which knows the calls."
                 )
-            answered = answers if self._are_parallel_calls_shown else answers[:1]
+            answered = answers if self._probe.shows_parallel_calls else answers[:1]
             call_ids = [result.get("tool_call_id") or f"call{index:05d}" for index, result in enumerate(answered)]
             names = [result.get("name") or "function" for result in answered]
             return [USER, calling(*names, call_ids=call_ids)], call_ending, end_ids
@@ -343,7 +306,7 @@ class TemplateRenderer:
     def _roles_written_elsewhere(self, messages: Iterable[Message]) -> list[str]:
         """Return the roles of messages that the template does not write after an answer (some hoist system ones)."""
         roles = {message["role"] for message in messages} - {"user", *TOOL_ROLES}
-        return sorted(role for role in roles if self._ending(is_call=False, role=role) is None)
+        return sorted(role for role in roles if self._probe.ending(is_call=False, role=role) is None)
 
     def parse(
         self,
@@ -373,7 +336,7 @@ class TemplateRenderer:
             failure = MalformedToolCall(text, f"{type(error).__name__}: {error}")
             message = {"role": "assistant", "content": text}
             return ParsedCompletion(message, is_complete, (failure,))
-        message = {"role": "assistant", "content": self._answer_format.said(calls.content)}
+        message = {"role": "assistant", "content": self.writer.answer_format.said(calls.content)}
         if reasoning is not None:
             message["reasoning_content"] = reasoning
         if calls.tool_calls:
@@ -382,7 +345,7 @@ class TemplateRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of templated text; special tokens are recognised, none is added."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.writer.encode(text)
 
     def encode_turns(self, text: str, mark: str = "") -> list[int]:
         """Encode turn by turn, since most were rendered before; `mark` is in special tokens of `ContentMarks`."""
@@ -407,25 +370,48 @@ class TemplateRenderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.writer.decode(token_ids)
 
-    def _plain(self, message: Message) -> dict[str, object]:
-        """Return the message as templates expect it: text for content, no empty lists."""
-        plain = {key: value for key, value in message.items() if value is not None}
-        plain.setdefault("content", "")
-        if plain["role"] == "tool":
-            plain["role"] = self._result_role
-        calls = plain.pop("tool_calls", None)
-        if not calls:
-            return self._answer_format.written(plain)
-        if self._are_calls_written:
-            blocks = [self._write_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-            plain["content"] = "\n".join([plain["content"], *blocks] if plain["content"] else blocks)
-            return self._answer_format.written(plain)
-        if self._are_arguments_text:
-            calls = [{**call, "function": _with_text_arguments(call["function"])} for call in calls]
-        plain["tool_calls"] = list(calls)
-        return self._answer_format.written(plain)
+    def _check_bridge(self, *, is_system_moved: bool) -> None:
+        """Compare deltas with full renderings after longer conversations than the fixed base.
+
+        Args:
+            is_system_moved: leave out conversations with a system message, since later turns move it.
+
+        Raises RenderingError if they differ.
+        """
+        self._check_deltas(
+            [
+                [USER, {"role": "assistant", "content": "c"}],
+                *([] if is_system_moved else [[SYSTEM, USER, {"role": "assistant", "content": "c"}]]),
+                [USER, {"role": "assistant", "content": "c"}, NEXT_USER, {"role": "assistant", "content": "d"}],
+            ],
+            NEXT_USER,
+        )
+
+    def _check_tool_bridge(self) -> None:
+        """Compare them after conversations with tool calls; raises RenderingError if they differ."""
+        called = [USER, calling("f"), {"role": "tool", "name": "f", "content": "r", "tool_call_id": "call00000"}]
+        asked = [calling("g", call_ids=["call00007"])]
+        self._check_deltas([[*called, {"role": "assistant", "content": "c"}]], NEXT_USER)
+        result = {"role": "tool", "name": "g", "content": RESULT, "tool_call_id": "call00007"}
+        self._check_deltas([[USER, *asked], [*called, *asked]], result)
+
+    def _check_deltas(self, histories: Sequence[list[Message]], following: Message) -> None:
+        for history in histories:
+            for tools in (None, [TOOL]):
+                text = self._probe.text([*history, following], tools=tools)
+                if text is None:
+                    continue  # the template refuses such a conversation anyway
+                full = self.encode(text)
+                delta = self.bridge([], [following], tools=tools)
+                if full[-len(delta) :] != delta or self.encode_turns(text) != full:
+                    roles = [message["role"] for message in history]
+                    raise RenderingError(
+                        f"The chat template writes {following['role']} messages after {roles} differently than after "
+                        f"a shorter conversation ({self.decode(full[-len(delta) :])!r}, not {self.decode(delta)!r}), "
+                        "so turns cannot be appended exactly; pass another chat_template."
+                    )
 
 
 def _own_template(tokenizer: Tokenizer) -> str:
@@ -438,8 +424,3 @@ def _own_template(tokenizer: Tokenizer) -> str:
             "pass chat_template=..., the Jinja text that the model was trained with."
         )
     return template
-
-
-def _with_text_arguments(function: Mapping[str, object]) -> dict[str, object]:
-    arguments = function.get("arguments", {})
-    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}

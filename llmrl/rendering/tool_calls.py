@@ -59,8 +59,7 @@ def register_tool_call_parser(
 ) -> Callable[[ToolCallParser], ToolCallParser]:
     """Make a parser known, as a decorator, under `name`, with the writer of its format where there is one.
 
-    Raises:
-        ValueError: when the name is taken.
+    Raises ValueError if the name is taken.
     """
 
     def register(parser: ToolCallParser) -> ToolCallParser:
@@ -75,11 +74,7 @@ def register_tool_call_parser(
 
 
 def find_tool_call_parser(name: str) -> ToolCallParser:
-    """Return the parser of that name.
-
-    Raises:
-        ValueError: when there is none, naming those there are.
-    """
+    """Return the parser of that name. Raises ValueError if there is none, naming those there are."""
     if name not in TOOL_CALL_PARSERS:
         raise ValueError(f"tool_parser must be one of {sorted(TOOL_CALL_PARSERS)}, got {name!r}.")
     return TOOL_CALL_PARSERS[name]
@@ -88,8 +83,7 @@ def find_tool_call_parser(name: str) -> ToolCallParser:
 def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = None) -> ToolCall:
     """Return a tool call in the chat-template convention, lone surrogates in its texts replaced: JSON may escape them.
 
-    Raises:
-        ValueError: when an argument is no JSON value: not a number, infinite, bytes or a set.
+    Raises ValueError if an argument is no JSON value: not a number, infinite, bytes or a set.
 
     Example:
         >>> make_tool_call("add", {"a": 1, "b": (2, 3)})
@@ -106,11 +100,7 @@ def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = Non
 
 
 def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
-    """Check a call that was written as JSON, and return it.
-
-    Raises:
-        ValueError: when it is none, saying what is missing.
-    """
+    """Check a call that was written as JSON, and return it. Raises ValueError if it is none, saying what is missing."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):

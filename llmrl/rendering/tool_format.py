@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmrl.data import ToolSchema
 from llmrl.data.content_marks import RenderingError
-from llmrl.rendering.base import ProbedRenderer
 from llmrl.rendering.probing import ANSWER, TemplateProbe
 from llmrl.rendering.tool_calls import (
     TOOL_CALL_PARSERS,
@@ -17,14 +13,6 @@ from llmrl.rendering.tool_calls import (
     ToolCallWriter,
     find_tool_call_parser,
 )
-
-_TOOL_PROMPT = """You may call functions to help the user. These are their signatures, as JSON, within <tools></tools>:
-<tools>
-{schemas}
-</tools>
-
-Write each call like this one, with the function's name and arguments:
-{example}"""
 
 # Marks of families with templates that show tools but leave it to the caller to write calls.
 _MARKS_OF_UNWRITTEN = {
@@ -49,68 +37,53 @@ class ToolFormat:
     """Writes a call into a message's content; None where the template writes calls."""
 
 
-def choose_tool_format(renderer: ProbedRenderer, tool_parser: str) -> ToolFormat:
-    """Return the format of that name, or for `auto` the one in which the renderer's template writes calls.
+def choose_tool_format(probe: TemplateProbe, tool_parser: str) -> ToolFormat:
+    """Return the format of that name, or for `auto` the one in which the template writes calls.
 
     Where it writes none, or shows no tools and writes calls in a format that nothing reads, calls are written in a
     format of ours, which the prompt then shows.
 
-    Raises:
-        RenderingError: when the template shows tools, and what it writes for a call is not read.
-        ValueError: for an unknown parser, or one without a writer where calls have to be written.
+    Raises RenderingError if the template shows tools and what it writes for a call is not read, and ValueError for an
+    unknown parser, or one without a writer where calls have to be written.
     """
-    probe = TemplateProbe(renderer)
-    template = renderer.chat_template
-    is_written_by_us = renderer._are_calls_written
+    writer = probe.writer
+    is_tool_prompt_added = writer.is_tool_prompt_added
+    is_written_by_us = writer.write_call is not None
     name = tool_parser
     if name == "auto" and is_written_by_us:
-        marked = (each for mark, each in _MARKS_OF_UNWRITTEN.items() if mark in template)
-        name = next(marked, "hermes" if renderer.is_tool_prompt_added else name)
+        marked = (each for mark, each in _MARKS_OF_UNWRITTEN.items() if mark in writer.chat_template)
+        name = next(marked, "hermes" if is_tool_prompt_added else name)
     elif name == "auto":
         readable = (each for each, parse in TOOL_CALL_PARSERS.items() if probe.is_call_read(parse))
         name = next(readable, name)
-        if name == "auto" and renderer.is_tool_prompt_added:
+        if name == "auto" and is_tool_prompt_added:
             name = "hermes"
             is_written_by_us = True
     elif name != "none" and not is_written_by_us and not probe.is_call_read(find_tool_call_parser(name)):
-        if not renderer.is_tool_prompt_added:
-            raise _unread(renderer, name)
+        if not is_tool_prompt_added:
+            raise _unread(probe, name)
         is_written_by_us = True
     if name == "auto":
-        raise _unread(renderer, name)
+        raise _unread(probe, name)
     parse = find_tool_call_parser(name)
     if not is_written_by_us:
         return ToolFormat(name, parse, None)
-    writer = "hermes" if name == "none" else name
-    if writer not in TOOL_CALL_WRITERS:
+    written = "hermes" if name == "none" else name
+    if written not in TOOL_CALL_WRITERS:
         raise ValueError(
             f"tool_parser={name!r} has no writer, which this chat template needs, since it writes no calls in that "
             f"format; take one of {sorted(TOOL_CALL_WRITERS)}, or register yours with write=."
         )
-    return ToolFormat(name, parse, TOOL_CALL_WRITERS[writer])
+    return ToolFormat(name, parse, TOOL_CALL_WRITERS[written])
 
 
-def _unread(renderer: ProbedRenderer, tool_parser: str) -> RenderingError:
-    model = getattr(renderer.tokenizer, "name_or_path", "")
-    written = TemplateProbe(renderer).written_call("f", {"value": ANSWER})
+def _unread(probe: TemplateProbe, tool_parser: str) -> RenderingError:
+    written = probe.written_call("f", {"value": ANSWER})
     shown = f"writes a call as {written!r}" if written else "does not write calls"
     reader = "no parser" if tool_parser == "auto" else f"tool_parser={tool_parser!r}"
     return RenderingError(
-        f"The chat template of {model!r} shows tools and {shown}, which {reader} reads, so that calls would be taken "
-        f"for answers. tool_parser is one of {sorted(TOOL_CALL_PARSERS)}; register another "
+        f"The chat template of {probe.writer.model_name!r} shows tools and {shown}, which {reader} reads, so that "
+        f"calls would be taken for answers. tool_parser is one of {sorted(TOOL_CALL_PARSERS)}; register another "
         "(llmrl.rendering.register_tool_call_parser), take backend='renderers' where that package knows the model, or "
         "say tool_parser='none' where no tools are used."
     )
-
-
-def with_tool_prompt(
-    chat: list[dict[str, object]], tools: Sequence[ToolSchema], example: str, is_system_known: bool
-) -> list[dict[str, object]]:
-    """Return the chat with tools and an example of a call in its system message, or its first where it has none."""
-    schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
-    prompt = _TOOL_PROMPT.format(schemas=schemas, example=example)
-    if chat and chat[0]["role"] == "system":
-        return [{**chat[0], "content": f"{chat[0]['content']}\n\n{prompt}"}, *chat[1:]]
-    if is_system_known or not chat:
-        return [{"role": "system", "content": prompt}, *chat]
-    return [{**chat[0], "content": f"{prompt}\n\n{chat[0]['content']}"}, *chat[1:]]

@@ -35,8 +35,7 @@ class TokenBuffer:
     def tensor_view(self, column: Column, length: int) -> torch.Tensor:
         """Return the first `length` entries of a column, `[length]`, sharing memory with views of other lengths.
 
-        Raises:
-            ValueError: for an unknown column.
+        Raises ValueError for an unknown column.
         """
         import torch
 
@@ -65,9 +64,8 @@ class TurnNode:
     Its prompt is the first `num_kept_tokens` of its parent's tokens, then `context_ids`. Branches are nodes with the
     same parent: best-of-n from the middle, sub-agents, compaction (which keeps little), siblings of one prompt.
 
-    Raises:
-        ValueError: when log-probs or versions are missing or not one a completion token, or when more tokens are
-            kept than the parent has.
+    Raises ValueError if log-probs or versions are missing or not one a completion token, or if more tokens are kept
+    than the parent has.
 
     Example:
         >>> root = TurnNode(None, 0, [1, 2], [3], [-0.1], [0])
