@@ -29,9 +29,8 @@ class AdapterWeights(ModelWeights):
 
     What the product is multiplied by (`alpha / rank`, or peft's other rules) is in B.
 
-    Raises:
-        TypeError: at each use, for a model without adapters, one that trains anything beside them, and adapters that an
-            engine cannot run beside its base model: of embeddings and output heads, DoRA, biases, several at once.
+    Raises TypeError at each use, for a model without adapters, one that trains anything beside them, and adapters that
+    an engine cannot run beside its base model: of embeddings and output heads, DoRA, biases, several at once.
     """
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -117,11 +116,7 @@ class AdapterChannel(Channel):
         return version
 
     def staged(self) -> TransferInfo:
-        """Return the adapters.
-
-        Raises:
-            RuntimeError: before the first `stage`, or when it failed.
-        """
+        """Return the adapters. Raises RuntimeError before the first `stage`, or if it failed."""
         if not self._staged:
             raise RuntimeError("no adapters are staged.")
         return self._staged

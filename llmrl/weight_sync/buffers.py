@@ -25,57 +25,40 @@ UNREACHABLE = "the worker cannot open the trainer's memory"
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where each tensor lies in a flat buffer.
+    """Where each tensor lies in a flat buffer, or in a safetensors file.
 
     Example:
         >>> layout = PackedLayout.of([("a", torch.float32, (3,)), ("b", torch.bfloat16, (2, 2))])
-        >>> layout.offsets, layout.num_bytes
-        ((64, 128), 136)
+        >>> [place.offset for place in layout.places], layout.num_bytes
+        ([64, 128], 136)
     """
 
-    names: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    """In bytes."""
+    places: tuple[TensorPlace, ...]
     num_bytes: int
 
     @classmethod
     def of(cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> PackedLayout:
         """Lay out `(name, dtype, shape)` entries in their order.
 
-        Raises:
-            ValueError: when there are none, or a name comes twice.
+        Raises ValueError if there are none, or if a name comes twice.
         """
-        names = []
-        dtypes = []
-        shapes = []
-        offsets = []
+        places: list[TensorPlace] = []
+        names = set()
         end = HEADER_SIZE
         for name, dtype, shape in entries:
+            if name in names:
+                raise ValueError(f"the weight {name!r} comes twice; names must be unique.")
+            names.add(name)
             start = -(-end // ALIGNMENT) * ALIGNMENT
-            names.append(name)
-            dtypes.append(dtype)
-            shapes.append(tuple(shape))
-            offsets.append(start)
+            places.append(TensorPlace(name, dtype, tuple(shape), start))
             end = start + torch.Size(shape).numel() * dtype.itemsize
-        if not names:
+        if not places:
             raise ValueError("there are no weights to send; register a model with parameters.")
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"the weight {twice!r} comes twice; names must be unique.")
-        return cls(tuple(names), tuple(dtypes), tuple(shapes), tuple(offsets), end)
+        return cls(tuple(places), end)
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Return each `(name, tensor)` as a view of `buffer` ([num_bytes] uint8)."""
-        for name, dtype, shape, offset in zip(self.names, self.dtypes, self.shapes, self.offsets, strict=True):
-            size = torch.Size(shape).numel() * dtype.itemsize
-            yield name, buffer[offset : offset + size].view(dtype).view(shape)
-
-    def places(self) -> list[TensorPlace]:
-        """Return where the tag and each weight lie; the tag has no name."""
-        weights = zip(self.names, self.dtypes, self.shapes, self.offsets, strict=True)
-        return [TensorPlace("", torch.uint8, (HEADER_SIZE,), 0), *(TensorPlace(*place) for place in weights)]
+        return ((place.name, place.view(buffer)) for place in self.places)
 
     @classmethod
     def from_plain(
@@ -94,10 +77,14 @@ class PackedLayout:
     def to_plain(self) -> dict[str, list]:
         """Return it as lists that travel through JSON or msgpack."""
         return {
-            "names": list(self.names),
-            "dtype_names": [str(dtype).removeprefix("torch.") for dtype in self.dtypes],
-            "shapes": [list(shape) for shape in self.shapes],
+            "names": [place.name for place in self.places],
+            "dtype_names": [str(place.dtype).removeprefix("torch.") for place in self.places],
+            "shapes": [list(place.shape) for place in self.places],
         }
+
+
+TAG_PLACE = TensorPlace("", torch.uint8, (HEADER_SIZE,), 0)
+"""Where the tag lies in a flat buffer."""
 
 
 def write_tag(buffer: torch.Tensor, tag: str) -> None:
@@ -156,11 +143,7 @@ class SharedBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The bytes, `[num_bytes]` of uint8.
-
-        Raises:
-            RuntimeError: after `close`.
-        """
+        """The bytes, `[num_bytes]` of uint8. Raises RuntimeError after `close`."""
         if self._tensor is None:
             raise RuntimeError("the shared buffer is closed.")
         return self._tensor
@@ -174,9 +157,8 @@ class SharedBuffer:
 def open_shared(path: str, num_bytes: int) -> torch.Tensor:
     """Map a buffer of another process for reading: [num_bytes] uint8, writes to which stay private.
 
-    Raises:
-        OSError: when it cannot be opened, because its owner is gone or on another host.
-        ValueError: when it is shorter than `num_bytes`.
+    Raises OSError if it cannot be opened, because its owner is gone or on another host, and ValueError if it is
+    shorter than `num_bytes`.
     """
     size = Path(path).stat().st_size
     if size < num_bytes:

@@ -15,7 +15,15 @@ from torch.distributed import ProcessGroupGloo
 
 from llmrl._utils.threads import start_in_thread
 from llmrl.engines.base import EngineError, TransferInfo
-from llmrl.weight_sync.buffers import HEADER_SIZE, UNREACHABLE, PackedLayout, SharedBuffer, checksum_of, write_tag
+from llmrl.weight_sync.buffers import (
+    HEADER_SIZE,
+    TAG_PLACE,
+    UNREACHABLE,
+    PackedLayout,
+    SharedBuffer,
+    checksum_of,
+    write_tag,
+)
 from llmrl.weight_sync.deltas import DeltaWriter
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
 from llmrl.weight_sync.gloo import NOT_FOLLOWED, broadcast, close_group, open_group
@@ -90,11 +98,7 @@ class Channel(ABC):
 
     @abstractmethod
     def connect(self, client: Client) -> Connection:
-        """Reach a client.
-
-        Raises:
-            EngineError: when a worker cannot be reached, or its model is another one.
-        """
+        """Reach a client. Raises EngineError if a worker cannot be reached, or its model is another one."""
 
     @abstractmethod
     def close(self) -> None:
@@ -145,11 +149,7 @@ class MemoryChannel(Channel):
 
     @torch.no_grad()
     def stage(self, version: int | None) -> int:
-        """Cast and pack the weights.
-
-        Raises:
-            ValueError: when the source yields others than it announces.
-        """
+        """Cast and pack the weights. Raises ValueError if the source yields others than it announces."""
         assert version is not None, "an engine has to read the memory"
         before, base = (self._layout, self.checksum) if self._tag else (None, None)
         self._tag = ""
@@ -187,7 +187,7 @@ class MemoryChannel(Channel):
     def _change(self, buffer: torch.Tensor, tag: str, version: int, base: int) -> None:
         """Pack them over those of before, and note what changes."""
         header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
-        writer = DeltaWriter(buffer, self.layout.places())
+        writer = DeltaWriter(buffer, [TAG_PLACE, *self.layout.places])
         write_tag(header, tag)
         writer.put("", header)
         for name, tensor in self._source:
@@ -204,8 +204,7 @@ class MemoryChannel(Channel):
     def staged(self) -> tuple[SharedBuffer, TransferInfo]:
         """Return the weights, and what a worker needs to know of them.
 
-        Raises:
-            RuntimeError: before the first `stage`, or when it failed.
+        Raises RuntimeError before the first `stage`, or if it failed.
         """
         if self._shared is None or not self._tag:
             raise RuntimeError("no weights are staged.")

@@ -49,11 +49,7 @@ class TimedCommunicator:
         self._is_aborted = False
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Broadcast `tensor` from rank `src`.
-
-        Raises:
-            TransferStalledError: when the transfer was ended.
-        """
+        """Broadcast `tensor` from rank `src`. Raises TransferStalledError if the transfer was ended."""
         self._require_whole()
         self._num_events += 1
         self._communicator.broadcast(tensor, src=src, stream=stream)
@@ -61,11 +57,7 @@ class TimedCommunicator:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch a transfer, from its first broadcast to its last byte.
-
-        Raises:
-            TransferStalledError: when it was ended.
-        """
+        """Watch a transfer, from its first broadcast to its last byte. Raises TransferStalledError if it was ended."""
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(is_over,), daemon=True, name="llmrl-transfer-watch")
         watch.start()

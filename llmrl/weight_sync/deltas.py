@@ -48,11 +48,7 @@ class Delta:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Delta:
-        """Read what `to_bytes` returned.
-
-        Raises:
-            ValueError: when it is damaged.
-        """
+        """Read what `to_bytes` returned. Raises ValueError if it is damaged."""
         header, _, payload = data.partition(b"\n")
         try:
             return cls(**json.loads(header), data=payload)
@@ -62,8 +58,7 @@ class Delta:
     def apply(self, image: torch.Tensor) -> None:
         """Change the bytes ([num_bytes] uint8) in place; after an error they are of no version.
 
-        Raises:
-            ValueError: when the data are damaged, or point outside.
+        Raises ValueError if the data are damaged, or point outside.
         """
         words = _words_of(image.numpy())
         # No gap byte without a word that it passes or changes, and no change without a gap byte.
@@ -92,11 +87,7 @@ def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
 
 
 def decode(data: bytes, num_gap_bytes: int) -> tuple[Positions, Words]:
-    """Read what `encode` wrote.
-
-    Raises:
-        ValueError: when lengths do not fit.
-    """
+    """Read what `encode` wrote. Raises ValueError if lengths do not fit."""
     if not 0 <= num_gap_bytes <= len(data):
         raise ValueError(f"{num_gap_bytes} gap bytes of {len(data)}.")
     stream = np.frombuffer(data, dtype=np.uint8, count=num_gap_bytes)
@@ -123,11 +114,7 @@ class DeltaWriter:
         self._found: list[tuple[Positions, Words]] = []
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Replace one tensor.
-
-        Raises:
-            ValueError: when the file has none such.
-        """
+        """Replace one tensor. Raises ValueError if the file has none such."""
         place = self._places.pop(name, None)
         if place is None or (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
             raise ValueError(f"the source yielded {name!r} {tensor.dtype} {tuple(tensor.shape)}, not announced.")
@@ -151,11 +138,7 @@ class DeltaWriter:
             image[start + len(new) - 1] = new[-1]
 
     def finish(self, serial: int, base_checksum: int, checksum: int) -> Delta | None:
-        """Return what changed; None where a delta cannot say it.
-
-        Raises:
-            ValueError: when tensors are missing.
-        """
+        """Return what changed; None where a delta cannot say it. Raises ValueError if tensors are missing."""
         if self._places:
             raise ValueError(f"the source did not yield {sorted(self._places)[:3]}, which were announced.")
         self._found.sort(key=lambda found: found[0][0] if len(found[0]) else -1)

@@ -62,8 +62,7 @@ class DoubleBuffer:
         anchor_every: writes a whole file at every so many writes, where this process knows what it wrote last. It keeps
             a copy of the file in memory then.
 
-    Raises:
-        ValueError: when `anchor_every` is below 1.
+    Raises ValueError if `anchor_every` is below 1.
 
     Example:
         >>> import tempfile
@@ -84,8 +83,7 @@ class DoubleBuffer:
     def pointer(self) -> BufferPointer | None:
         """Return the current buffer; `None` before the first write.
 
-        Raises:
-            ValueError: when the pointer's file is damaged.
+        Raises ValueError if the pointer's file is damaged.
         """
         path = self.folder / POINTER_NAME
         try:
@@ -102,8 +100,7 @@ class DoubleBuffer:
             weights: tensors by name, or a model's, of which one weight at a time is held.
             version: the next one, unless given.
 
-        Raises:
-            ValueError: when a source yields other weights than it announces.
+        Raises ValueError if a source yields other weights than it announces.
         """
         current = self.pointer()
         source = ModelWeights(weights) if isinstance(weights, Mapping) else weights
@@ -204,8 +201,7 @@ class DoubleBuffer:
             pages_of: says what is to be kept of a file with this layout; all is read and checked, and of the rest is
                 no memory. Not with deltas.
 
-        Raises:
-            ValueError: when there are none, or they are not those that were written.
+        Raises ValueError if there are none, or they are not those that were written.
         """
         if pointer is None:
             raise ValueError(f"nothing was written to {self.folder} yet.")
@@ -227,8 +223,7 @@ class DoubleBuffer:
     def _follow(self, start: FileWeights, pointer: BufferPointer) -> FileWeights:
         """Apply the deltas from `start` on, in place.
 
-        Raises:
-            ValueError, FileNotFoundError: when they do not lead to what `pointer` names.
+        Raises ValueError or FileNotFoundError if they do not lead to what `pointer` names.
         """
         assert start.pointer is not None
         checksum = start.pointer.checksum
@@ -271,11 +266,8 @@ class FileWeights:
 
     def has_layout_of(self, source: ModelWeights) -> bool:
         """Whether the source would be written with the same header."""
-        layout = self.layout
-        own = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
-        return sorted(own, key=_name_of) == sorted(
-            ((m.name, m.dtype, m.shape) for m in source.metadata()), key=_name_of
-        )
+        own = sorted((place.name, place.dtype, place.shape) for place in self.layout.places)
+        return own == sorted(map(tuple, source.metadata()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, as views of the buffer."""
@@ -284,14 +276,7 @@ class FileWeights:
 
 def _layout_of(head: torch.Tensor, num_bytes: int) -> PackedLayout:
     """Return where the weights lie in a file of so many bytes that begins with `head`."""
-    places = places_of(head)
-    return PackedLayout(
-        names=tuple(place.name for place in places),
-        dtypes=tuple(place.dtype for place in places),
-        shapes=tuple(place.shape for place in places),
-        offsets=tuple(place.offset for place in places),
-        num_bytes=num_bytes,
-    )
+    return PackedLayout(tuple(places_of(head)), num_bytes)
 
 
 def _read_file(
@@ -336,7 +321,3 @@ def _read_into(view: memoryview, file: FileIO, checksum: int = 0) -> tuple[int, 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
-
-
-def _name_of(entry: tuple[str, torch.dtype, tuple[int, ...]]) -> str:
-    return entry[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,7 +17,7 @@ from llmrl.engines.replicas import EngineReplicas, end_hanging
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.engines.vllm.quantized import INT8
 from llmrl.weight_sync.deadline import TRANSFER_SECONDS
-from llmrl.weight_sync.member import AllWorkers, Member
+from llmrl.weight_sync.member import AllWorkers, Member, last_version_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
-"""Between looks whether an engine that is being started is there."""
+"""Between looks at engines that are being started, or that wait for an update to end."""
 _END_SECONDS = 60.0
 """For the calls of an engine that was ended to fail."""
 
@@ -42,9 +43,8 @@ class EngineGroup:
         engines: one, a sequence, or `EngineReplicas`.
         pause_mode, reset_running_requests: see `VLLMWeightSyncScheme`.
 
-    Raises:
-        EngineError: when none of the engines lives.
-        ValueError: when there are no engines, or one cannot take the weights of the others, or none at all.
+    Raises EngineError if none of the engines lives, and ValueError if there are no engines, or one cannot take the
+    weights of the others, or none at all.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class EngineGroup:
         return min(engine.policy_version for engine in self.engines or self._engines)
 
     @property
-    def next_version(self) -> int:
-        """Version of the next update: the one after the engines' highest, those that died included."""
+    def last_version(self) -> int:
+        """Highest version that an engine may have put to use, those that died included."""
         last = 0 if self._replicas is None else self._replicas.last_version
-        return max(last, *(engine.policy_version for engine in self.engines or self._engines)) + 1
+        return max(last, *map(last_version_of, self._engines))
 
     @property
     def model_dtype(self) -> torch.dtype:
@@ -105,9 +105,7 @@ class EngineGroup:
 
         Where none lives, it waits for one that is being started, as requests do.
 
-        Raises:
-            EngineError: when none lives.
-            ValueError: when one cannot take the weights.
+        Raises EngineError if none lives, and ValueError if one cannot take the weights.
         """
         while self.are_replaced:
             time.sleep(_LOOK_SECONDS)
@@ -147,8 +145,7 @@ class EngineGroup:
     def connect(self, members: list[Member], channel: Channel) -> None:
         """Reach the engines that were not reached yet.
 
-        Raises:
-            EngineError: when a worker cannot be reached, or its model is another one.
+        Raises EngineError if a worker cannot be reached, or its model is another one.
         """
         if not channel.is_collective:
 
@@ -192,8 +189,7 @@ class EngineGroup:
     def take(self, members: list[Member]) -> None:
         """Let the engines take what the channel staged; they do not use it yet, unless it is streamed.
 
-        Raises:
-            EngineError: when an engine that lives refused.
+        Raises EngineError if an engine that lives refused.
         """
         try:
             if self._shared is not None:
@@ -207,15 +203,14 @@ class EngineGroup:
     def commit(self, members: list[Member], version: int) -> None:
         """Let every engine load what it took, and drop the key-value blocks of the old weights.
 
-        Raises:
-            EngineError: when an engine that lives did not: it stays paused; the others serve the new weights.
+        Raises EngineError if an engine that lives did not: it stays paused; the others serve the new weights.
         """
 
         def finish(member: Member) -> None:
-            member.is_mixed = True
+            member.mark_mixed(version)
             member.commit(version)
             self._reset_prefix_cache(member.engine)
-            member.is_mixed = False
+            member.mark_whole()
 
         try:
             self.each(members, finish)
@@ -234,7 +229,7 @@ class EngineGroup:
         except Exception as error:
             logger.warning("ending the failed update failed too: %s", error)
         for member in members if are_mixed else ():
-            member.is_mixed = True
+            member.mark_mixed(member.engine.policy_version)
         return self.held_weights(members)
 
     def held_weights(self, members: list[Member]) -> str:
@@ -255,8 +250,7 @@ class EngineGroup:
 
         One that dies, or hangs and is ended, is left out from then on.
 
-        Raises:
-            EngineError: when all of them died, or hung and were ended.
+        Raises EngineError if all of them died, or hung and were ended.
         """
         futures = {self._pool.submit(action, member): member for member in members if not member.is_left_out}
         hanging = self._end_hanging(futures)
@@ -326,6 +320,21 @@ class EngineGroup:
         reset = self._reset_running_requests
         if not engine.reset_prefix_cache(reset_running_requests=reset) and reset:
             raise EngineError("vLLM did not reset its prefix cache; key-value blocks of old weights may be used.")
+
+
+@contextlib.contextmanager
+def held_for(engine: UpdatableEngine, lock: threading.RLock) -> Iterator[None]:
+    """Hold the lock of updates for an engine that waits for its weights.
+
+    Raises EngineError if the engine dies meanwhile: the update may wait for the engine that takes its place.
+    """
+    while not lock.acquire(timeout=_LOOK_SECONDS):
+        if not engine.is_alive:
+            raise EngineError("the engine died before it was given the current weights.")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _take(member: Member) -> None:

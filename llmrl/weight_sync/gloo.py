@@ -30,11 +30,7 @@ def open_group(address: str, port: int, *, rank: int, world_size: int) -> Proces
 
 
 def broadcast(group: ProcessGroupGloo, buffer: torch.Tensor) -> None:
-    """Broadcast rank 0's `buffer` ([num_bytes] uint8) into everyone's.
-
-    Raises:
-        RuntimeError: when a peer is gone.
-    """
+    """Broadcast rank 0's `buffer` ([num_bytes] uint8) into everyone's. Raises RuntimeError if a peer is gone."""
     for chunk in buffer.split(CHUNK_SIZE):
         _broadcast_chunk(group, chunk)
 
@@ -60,9 +56,7 @@ class Receiver:
             pages: what is to be kept of it; all where it is None.
             checksum: the CRC-32 of the whole, where deltas may follow: then all is kept, and checked.
 
-        Raises:
-            RuntimeError: when a peer is gone.
-            ValueError: when the checksum differs.
+        Raises RuntimeError if a peer is gone, and ValueError if the checksum differs.
         """
         self._checksum = None
         if checksum is not None:
@@ -81,9 +75,8 @@ class Receiver:
     def receive_delta(self, num_delta_bytes: int) -> torch.Tensor:
         """Take part in the broadcast of a delta; the buffer of before ([num_bytes] uint8), changed by it.
 
-        Raises:
-            RuntimeError: when a peer is gone.
-            ValueError: when it does not lead from what is here to what it names; then the whole is to be sent.
+        Raises RuntimeError if a peer is gone, and ValueError if it does not lead from what is here to what it names;
+        then the whole is to be sent.
         """
         data = torch.empty(num_delta_bytes, dtype=torch.uint8)
         broadcast(self._group, data)

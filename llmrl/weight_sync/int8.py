@@ -16,9 +16,8 @@ class Int8Weights(ModelWeights):
     That is a checkpoint of compressed-tensors ("W8A8": weights symmetric by channel, activations rounded by the engine
     at each token), where `round(weight / scale)` is in -127 to 127 and the scale the row's largest magnitude / 127.
 
-    Raises:
-        ValueError: for a sharded model, one with matrices beside linear layers and embeddings (experts, convolutions),
-            and weights given by name, of which it is not known which are linear.
+    Raises ValueError for a sharded model, one with matrices beside linear layers and embeddings (experts,
+    convolutions), and weights given by name, of which it is not known which are linear.
 
     Example:
         >>> source = Int8Weights(torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False)))

@@ -145,8 +145,7 @@ def make_load_plan(
     Args:
         heads: pairs of an output head and the embedding that shares its weight.
 
-    Raises:
-        ValueError: when the weights do not fit the model, or some are missing.
+    Raises ValueError if the weights do not fit the model, or some are missing.
     """
     source = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
     with _checkpoint_format(model) as parameters:
@@ -199,11 +198,11 @@ def _unread(layout: PackedLayout, plans: list[ParameterPlan]) -> list[str]:
         if source is not None and source.numel
     )
     unread = []
-    for name, dtype, shape, offset in zip(layout.names, layout.dtypes, layout.shapes, layout.offsets, strict=True):
-        index = bisect_left(starts, offset)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if size and (index == len(starts) or starts[index] >= offset + size):
-            unread.append(name)
+    for place in layout.places:
+        index = bisect_left(starts, place.offset)
+        size = torch.Size(place.shape).numel() * place.dtype.itemsize
+        if size and (index == len(starts) or starts[index] >= place.offset + size):
+            unread.append(place.name)
     return unread
 
 

@@ -18,8 +18,13 @@ _PROGRESS_SECONDS = 5.0
 """For an engine to say how far it is."""
 
 
-_MIXED: weakref.WeakSet[UpdatableEngine] = weakref.WeakSet()
-"""Engines with weights that may be neither those of before an update nor its own."""
+_MIXED: weakref.WeakKeyDictionary[UpdatableEngine, int] = weakref.WeakKeyDictionary()
+"""Engines with weights that may be neither those of before an update nor its own, and the version of that update."""
+
+
+def last_version_of(engine: UpdatableEngine) -> int:
+    """Return the highest version that the engine, or one that loaded the same update, may have put to use."""
+    return max(engine.policy_version, _MIXED.get(engine, 0))
 
 
 class Member:
@@ -39,12 +44,13 @@ class Member:
         """Whether its weights may be neither the old nor the new ones, whichever sender left them so."""
         return self.engine in _MIXED
 
-    @is_mixed.setter
-    def is_mixed(self, is_mixed: bool) -> None:
-        if is_mixed:
-            _MIXED.add(self.engine)
-        else:
-            _MIXED.discard(self.engine)
+    def mark_mixed(self, version: int) -> None:
+        """Note that the engine may hold parts of the weights of `version`."""
+        _MIXED[self.engine] = max(version, _MIXED.get(self.engine, 0))
+
+    def mark_whole(self) -> None:
+        """Note that the engine holds the weights of its version."""
+        _MIXED.pop(self.engine, None)
 
     @property
     def is_whole(self) -> bool:
@@ -102,8 +108,7 @@ class Member:
     def commit(self, version: int) -> None:
         """Put the taken weights to use.
 
-        Raises:
-            EngineError: when it took none, which would give its old weights the new version.
+        Raises EngineError if it took none, which would give its old weights the new version.
         """
         if not self._is_updating:
             raise EngineError("the engine took no weights in this update.")

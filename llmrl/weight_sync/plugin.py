@@ -9,4 +9,4 @@ def register() -> None:
     from llmrl.engines.vllm.private import register_weight_transfer
 
     register_weight_transfer(LLMRL_BACKEND, "llmrl.weight_sync.worker", "WorkerEngine")
-    register_weight_transfer(NCCL_BACKEND, "llmrl.weight_sync.nccl_worker", "TimedNCCLEngine")
+    register_weight_transfer(NCCL_BACKEND, "llmrl.weight_sync.worker", "TimedNCCLEngine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,7 +14,7 @@ from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.weight_sync.adapters import AdapterChannel, AdapterWeights
 from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, take_file
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
-from llmrl.weight_sync.engine_group import EngineGroup
+from llmrl.weight_sync.engine_group import EngineGroup, held_for
 from llmrl.weight_sync.gloo import free_port, own_address
 from llmrl.weight_sync.member import Member
 from llmrl.weight_sync.source import ModelWeights
@@ -48,9 +49,8 @@ class VLLMWeightSyncScheme(KnownArguments):
         gpus_per_replica, num_replicas, strategy, device: TorchRL's, without effect: the engines say what they are, and
             a model is read as it is, where it is.
 
-    Raises:
-        ValueError: for an unknown `pause_mode` or `lora`, a negative rank, `anchor_every` below 1, or above 1 where
-            weights are streamed between GPUs, or vLLM by itself reads the folder.
+    Raises ValueError for an unknown `pause_mode` or `lora`, a negative rank, `anchor_every` below 1, or above 1 where
+    weights are streamed between GPUs, or vLLM by itself reads the folder.
 
     Example:
         >>> sender = VLLMWeightSyncScheme().create_sender()
@@ -170,39 +170,49 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
 
 class DoubleBufferReader:
-    """Makes engines read a double buffer that a trainer writes which cannot call them."""
+    """Makes engines read a double buffer that a trainer writes which cannot call them.
+
+    Replicas that start again later (`EngineReplicas`) read the buffer that the others hold before they serve.
+    """
 
     def __init__(self, group: EngineGroup, folder: str) -> None:
         self._group = group
         self._folder = folder
         self._applied: BufferPointer | None = None
+        self._lock = threading.RLock()
+        group.call_before_serving(self._bring_up_to_date)
 
     def poll_and_apply(self) -> int | None:
         """Load the current buffer if it is another than at the last call; its version, or `None`.
 
-        Raises:
-            EngineError: when the buffer is not whole, or does not fit; the engines keep the weights that they have.
+        Raises EngineError if the buffer is not whole, or does not fit; the engines keep the weights that they have.
         """
-        group = self._group
-        folder = self._folder
-        pointer = DoubleBuffer(folder).pointer()
-        if pointer is None or pointer == self._applied:
-            return None
+        with self._lock:
+            pointer = DoubleBuffer(self._folder).pointer()
+            if pointer is None or pointer == self._applied:
+                return None
+            self._apply(self._group.members(), pointer)
+            self._applied = pointer
+            return pointer.version
 
+    def _bring_up_to_date(self, engine: UpdatableEngine) -> None:
+        with held_for(engine, self._lock):
+            pointer = self._applied
+            if pointer is not None and engine.policy_version != pointer.version:
+                self._apply([self._group.member_of(engine)], pointer)
+
+    def _apply(self, members: list[Member], pointer: BufferPointer) -> None:
         def take(member: Member) -> None:
-            member.init_weight_transfer_engine({"folder": folder})
-            take_file(member, folder, pointer)
+            member.init_weight_transfer_engine({"folder": self._folder})
+            take_file(member, self._folder, pointer)
 
-        members = group.members()
-        with group.paused(members):
+        with self._group.paused(members):
             try:
-                group.each(members, take)
+                self._group.each(members, take)
             except Exception:
-                group.roll_back(members, are_mixed=False)
+                self._group.roll_back(members, are_mixed=False)
                 raise
-            group.commit(members, pointer.version)
-        self._applied = pointer
-        return pointer.version
+            self._group.commit(members, pointer.version)
 
     def shutdown(self) -> None:
         """Release threads; the engines stay."""

@@ -37,8 +37,7 @@ def get_model_metadata(
         model: the trainer's, or the policy that it trains.
         dtype: that floating-point weights are sent in; their own when not given.
 
-    Raises:
-        TypeError: for something without parameters, or with adapters that cannot be merged on the way.
+    Raises TypeError for something without parameters, or with adapters that cannot be merged on the way.
 
     Example:
         >>> get_model_metadata(torch.nn.Linear(2, 1), dtype=torch.bfloat16)["weight"]
@@ -224,8 +223,7 @@ def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 def require_plain_adapters(model: torch.nn.Module) -> None:
     """Refuse adapters (peft's) that are more than the product of two matrices added to a weight.
 
-    Raises:
-        TypeError: naming what else there is.
+    Raises TypeError, which says what else there is.
     """
     for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]  # of a peft model
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":

@@ -28,8 +28,7 @@ class StreamChannel(Channel):
             trainer's own devices.
         rendezvous: address and port where NCCL's group meets.
 
-    Raises:
-        ValueError: for another backend.
+    Raises ValueError for another backend.
     """
 
     is_collective = True
@@ -68,9 +67,8 @@ class StreamChannel(Channel):
     def connect(self, client: Client) -> Connection:
         """Make one group of the trainer and all workers.
 
-        Raises:
-            EngineError: when an engine did not come to the group.
-            ValueError: in a trainer without a GPU, or of several processes where the backend is `ipc`.
+        Raises EngineError if an engine did not come to the group, and ValueError in a trainer without a GPU, or of
+        several processes where the backend is `ipc`.
         """
         if not torch.accelerator.is_available():
             raise ValueError(

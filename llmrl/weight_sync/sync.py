@@ -14,15 +14,12 @@ import torch
 from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.trainer.trained_model import TrainedModel, trained_model
 from llmrl.weight_sync.channels import Channel
-from llmrl.weight_sync.engine_group import EngineGroup
+from llmrl.weight_sync.engine_group import EngineGroup, held_for
 from llmrl.weight_sync.int8 import Int8Weights
 from llmrl.weight_sync.member import Member
 from llmrl.weight_sync.source import ModelMetadata, ModelWeights, get_model_metadata, model_of
 
 logger = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 0.1
-"""Between looks at an engine that waits for an update to end."""
 
 
 class WeightSyncError(EngineError):
@@ -73,9 +70,9 @@ class WeightSync:
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="llmrl-weight-update")
         self._is_copied: threading.Event | None = None
-        self._sent_version: int | None = None
         self._last_version = 0
-        """The highest that any engine may have put to use: other weights never get it, although that update failed."""
+        """The highest that an engine may have put to use: other weights never get it, also where those engines are
+        gone. What the engines that are here hold they say themselves."""
         self._has_warned = False
         self.last_timings: dict[str, float] = {}
         """Seconds of the parts of the last update: `stage_s` (the engines generate), `pause_s`, `send_s` (the workers
@@ -150,9 +147,8 @@ class WeightSync:
         event loop use `asyncio.to_thread`. Engines that died are left out; where all of them did and `EngineReplicas`
         starts others, the update waits for one.
 
-        Raises:
-            RuntimeError: before `init_all_workers_group`.
-            WeightSyncError: when an engine refuses; the message says which weights the engines hold now.
+        Raises RuntimeError before `init_all_workers_group`, and WeightSyncError if an engine refuses; the message says
+        which weights the engines hold now.
         """
         with self._lock:
             if self._source is None:
@@ -190,20 +186,18 @@ class WeightSync:
     def bring_up_to_date(self, engine: UpdatableEngine) -> None:
         """Give an engine that missed updates the weights that the others were sent last, with their version.
 
-        Raises:
-            EngineError: when the engine dies before an update that is under way ends.
-            WeightSyncError: when they are not held any more; the next update reaches the engine too.
+        Raises EngineError if the engine dies before an update that is under way ends, and WeightSyncError if they are
+        not held any more; the next update reaches the engine too.
         """
-        while not self._lock.acquire(timeout=_LOOK_SECONDS):
-            if not engine.is_alive:  # the update may wait for the engine that takes the place of this one
-                raise EngineError("the engine died before it was given the current weights.")
-        try:
+        with held_for(engine, self._lock):
             group = self._group
             channel = self._channel
             if group is None or channel is None:
                 raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
             version = max(one.policy_version for one in [*group.engines, engine])
-            version = max(version, self._sent_version or 0)  # they may all have died since
+            staged = channel.staged_version
+            if staged is not None and staged <= self._last_version:  # the others may all have died since
+                version = max(version, staged)
             if engine.policy_version == version:
                 return
             if channel.staged_version != version:
@@ -216,8 +210,6 @@ class WeightSync:
             with group.paused(members):
                 group.take(members)
                 group.commit(members, version)
-        finally:
-            self._lock.release()
 
     def shutdown(self) -> None:
         """Release memory, communicators and threads; the engines stay. May be called twice."""
@@ -259,7 +251,7 @@ class WeightSync:
             record.engine_version = None
             record.num_updates = 0
         group.members()  # where none lives, what is staged stays what the engines were sent last
-        version = channel.stage(max(group.next_version, self._last_version + 1))
+        version = channel.stage(max(group.last_version, self._last_version) + 1)
         clock.lap("stage_s")
         if self._is_copied is not None and channel.can_roll_back and not source.is_sharded:
             self._is_copied.set()
@@ -279,11 +271,11 @@ class WeightSync:
     def _give(self, group: EngineGroup, channel: Channel, version: int, clock: _Clock) -> None:
         """Let the engines take what is staged, load it and go on.
 
-        Raises:
-            ReplicaLostError: when it may be repeated, from where the channel still holds the weights.
-            WeightSyncError: when an engine refuses, or none is left.
+        Raises ReplicaLostError if it may be repeated, from where the channel still holds the weights, and
+        WeightSyncError if an engine refuses, or none is left.
         """
         members: list[Member] = []
+        is_loaded = False
         try:
             members = group.members()
             group.connect(members, channel)  # those that are new
@@ -299,13 +291,13 @@ class WeightSync:
                     group.commit(members, version)
                 except Exception as error:
                     raise self._not_loaded(group, channel, members, version, error) from error
-                self._sent_version = version
+                is_loaded = True
                 clock.lap("load_s")
             clock.lap("resume_s")
         except WeightSyncError:
             raise
         except Exception as error:
-            if self._sent_version == version and not group.are_replaced:
+            if is_loaded and not group.are_replaced:
                 raise WeightSyncError(
                     f"The engines hold the weights of version {version}, and one did not go on: {_brief(error)}"
                 ) from error
@@ -330,10 +322,8 @@ class WeightSync:
         why = f"The weight update failed while the weights were loaded: {_brief(error)}"
         if group.are_replaced:
             return ReplicaLostError(why)
-        if any(engine.policy_version == version for engine in group.engines):
-            self._sent_version = version  # an engine that starts again is given these
-        else:
-            channel.roll_back()
+        if all(engine.policy_version != version for engine in group.engines):
+            channel.roll_back()  # else an engine that starts again is given these
         return WeightSyncError(
             f"{why} Engines that failed hold a mixture and stay paused until an update succeeds; the others serve "
             f"version {version}."

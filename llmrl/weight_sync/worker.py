@@ -1,6 +1,7 @@
-"""vLLM's end of llmrl's weight transfers: runs inside its worker processes.
+"""vLLM's end of weight transfers: runs inside its worker processes.
 
-Weights are taken in two steps, so that what fails leaves the old ones in force.
+`WorkerEngine` takes weights in two steps, so that what fails leaves the old ones in force. `TimedNCCLEngine` is vLLM's
+own transfer by NCCL, with a deadline.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 from llmrl.engines.base import TransferInfo
 from llmrl.engines.vllm.private import (
     LinearBase,
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
     ParallelLMHead,
     VllmConfig,
     VocabParallelEmbedding,
@@ -31,6 +35,7 @@ from llmrl.engines.vllm.private import (
     set_current_vllm_config,
 )
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag
+from llmrl.weight_sync.deadline import TRANSFER_SECONDS, TimedCommunicator
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer, FileWeights
 from llmrl.weight_sync.gloo import Receiver, open_group
 from llmrl.weight_sync.load_plan import LoadPlan, make_load_plan
@@ -103,8 +108,7 @@ class WorkerEngine(WeightTransferEngine):
     def init_transfer_engine(self, init_info: WorkerInitInfo) -> None:
         """Check that the weights will fit and try the way to the trainer.
 
-        Raises:
-            ValueError: when the model is another one, or the trainer's memory or folder is not seen from here.
+        Raises ValueError if the model is another one, or the trainer's memory or folder is not seen from here.
         """
         if init_info.layout is not None:
             self.plan_for(PackedLayout.from_plain(**init_info.layout))
@@ -138,8 +142,7 @@ class WorkerEngine(WeightTransferEngine):
     def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
         """Take all of the weights.
 
-        Raises:
-            ValueError: when they are not those that were announced, do not fit the model, or some are missing.
+        Raises ValueError if they are not those that were announced, do not fit the model, or some are missing.
         """
         self._taken = None
         if update_info.is_discarded:
@@ -151,8 +154,7 @@ class WorkerEngine(WeightTransferEngine):
     def plan_for(self, layout: PackedLayout) -> None:
         """Check that the weights fit, and find the way for them.
 
-        Raises:
-            ValueError: when they do not fit the model, or some are missing.
+        Raises ValueError if they do not fit the model, or some are missing.
         """
         if layout != self._layout:
             with set_current_vllm_config(self.vllm_config):
@@ -160,14 +162,11 @@ class WorkerEngine(WeightTransferEngine):
             self._layout = layout
 
     def finish_weight_update(self) -> None:
-        """Load what was taken.
-
-        Raises:
-            ValueError: when it was overwritten meanwhile; the model then holds a mixture.
-        """
+        """Load what was taken. Raises ValueError if it was overwritten meanwhile; the model then holds a mixture."""
         if self._taken is None:
             return
-        (layout, buffer, update_info), self._taken = self._taken, None
+        layout, buffer, update_info = self._taken
+        self._taken = None
         if self._plan is not None:
             self._plan.load(buffer)
         else:
@@ -178,7 +177,9 @@ class WorkerEngine(WeightTransferEngine):
     def take(self, update_info: WorkerUpdateInfo) -> tuple[PackedLayout, torch.Tensor]:
         """Read, map or receive, and check that it is what was announced."""
         if update_info.pointer:
-            pointer, (since, self._held) = BufferPointer(**update_info.pointer), (self._held, None)
+            pointer = BufferPointer(**update_info.pointer)
+            since = self._held
+            self._held = None
             has_deltas = pointer.anchor_every > 1  # they change any word, and their checksum is of the whole
             pages_of = None if has_deltas else self._pages_of
             weights = DoubleBuffer(update_info.folder).read(pointer, since=since, pages_of=pages_of)
@@ -289,3 +290,35 @@ def find_tied_heads(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch
         for embedding in embeddings
         if head.weight is embedding.weight or head.weight.data_ptr() == embedding.weight.data_ptr() != 0
     ]
+
+
+@dataclass(kw_only=True)
+class TimedInitInfo(NCCLWeightTransferInitInfo):
+    """vLLM's, and when a transfer is given up."""
+
+    timeout_seconds: float = TRANSFER_SECONDS
+
+
+class TimedNCCLEngine(NCCLWeightTransferEngine):
+    """Takes weights by NCCL, and comes back with an error where the trainer or another worker does not go on."""
+
+    init_info_cls = TimedInitInfo
+    model_update_group: TimedCommunicator | None
+
+    def init_transfer_engine(self, init_info: TimedInitInfo) -> None:
+        """Meet the trainer and the other workers, anew where a group broke."""
+        self.shutdown()
+        super().init_transfer_engine(init_info)
+        if self.model_update_group is not None:
+            self.model_update_group = TimedCommunicator(self.model_update_group, init_info.timeout_seconds)
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Take all of the weights.
+
+        Raises RuntimeError before the group was opened, and TransferStalledError if they stopped coming: the model
+        then holds a mixture.
+        """
+        if self.model_update_group is None:
+            raise RuntimeError("the trainer has opened no group; call init_transfer_engine first.")
+        with self.model_update_group.watched():
+            super().receive_weights(update_info)

@@ -114,6 +114,57 @@ def test_engines_that_all_died_before_an_update_come_back_with_its_weights_or_th
     assert [engine.held for engine in replicas] == [2, 2]
 
 
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["dead", "replaced"])
+def test_another_sender_gives_no_version_of_a_dead_engine_to_other_weights(is_replaced):
+    """One of two engines loads version 2 and dies, the other one fails to load it; then their trainer goes on."""
+    labels = Labels(0, 0.0)
+    engines = [Replica(labels, "llmrl"), Replica(labels, "llmrl")]
+    model = weights_of(1)
+    sender = make_sender(VLLMWeightSyncScheme(), model, engines)
+    assert sender.update_weights() == 1
+    set_to(model, 2)
+    engines[1].finish_weight_update = refuse
+    with pytest.raises(EngineError, match="mixture"):
+        sender.update_weights()
+    del engines[1].finish_weight_update
+    sender.shutdown()
+    engines[0].die()
+    if is_replaced:
+        engines[0] = Replica(labels, "llmrl")
+    set_to(model, 3)
+    sender = make_sender(VLLMWeightSyncScheme(), model, engines)
+    sender.update_weights()
+    sender.shutdown()
+    labels.look()
+    assert not labels.wrong
+    assert labels.seen == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def refuse(version):
+    raise EngineError(f"refuses version {version}")
+
+
+def test_a_replica_that_starts_again_reads_the_double_buffer_without_another_write(tmp_path):
+    labels = Labels(0, 0.0)
+    scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path))
+    writer = scheme.create_sender()
+    model = weights_of(7)
+    writer.register_model(model)
+    writer.init_all_workers_group()
+    restart = lambda index: Replica(labels, "llmrl")  # noqa: E731
+    with EngineReplicas([Replica(labels, "llmrl") for _ in range(2)], restart=restart) as replicas:
+        reader = scheme.create_receiver(replicas)
+        version = writer.update_weights()
+        assert reader.poll_and_apply() == version
+        replicas[0].die()
+        replicas.refresh()
+        wait_until(lambda: replicas.serving == {0, 1})
+        assert [(engine.policy_version, engine.held) for engine in replicas] == [(version, 7)] * 2
+        assert reader.poll_and_apply() is None
+        reader.shutdown()
+    writer.shutdown()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_version_is_that_of_the_same_weights_whichever_engines_die_when(start, way):
     """Random updates, deaths, refusals and half loads; afterwards one update reaches every engine."""

@@ -45,7 +45,7 @@ def test_packed_tensors_come_back_and_lie_apart():
         view.copy_(tensors[name])
     for name, view in layout.views(buffer):
         assert torch.equal(view, tensors[name])
-    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
+    assert all(place.offset % ALIGNMENT == 0 for place in layout.places)
     assert read_tag(buffer) == "tag"
 
 
@@ -141,10 +141,10 @@ def test_workers_of_each_engine_follow_those_of_the_one_before():
 def test_several_engines_get_one_version():
     engines = [FakeEngine(version=3), FakeEngine(version=5)]
     group = EngineGroup(engines)
-    assert (group.policy_version, group.next_version) == (3, 6)
+    assert (group.policy_version, group.last_version) == (3, 5)
     members = group.members()
     group.each(members, Member.start_weight_update)
-    group.commit(members, group.next_version)
+    group.commit(members, group.last_version + 1)
     assert [engine.policy_version for engine in engines] == [6, 6]
 
 
