@@ -28,9 +28,8 @@ class SamplingConfig:
     Log-probs are those of the distribution that is actually sampled from (temperature, top-k, top-p and min-p
     applied), so that on-policy importance ratios are 1.
 
-    Raises:
-        TypeError: for a value of another type, naming the field.
-        ValueError: for a value out of range, naming the field.
+    Raises TypeError for a value of another type, naming the field, and ValueError for a value out of range, naming the
+    field.
 
     Example:
         >>> SamplingConfig(max_new_tokens=8, temperature=0.7).temperature
@@ -180,9 +179,8 @@ class Engine(Protocol):
         `request_id` must be unique when given; `routing_key` (a group or rollout id) keeps related requests on one
         replica for its prefix cache. Cancelling the awaiting task aborts the request.
 
-        Raises:
-            ValueError: when the prompt leaves no room for a single token.
-            EngineError: when the engine died or refused.
+        Raises ValueError if the prompt leaves no room for a single token, and EngineError if the engine died or
+        refused.
         """
         ...
 
@@ -202,8 +200,7 @@ class ReportsProgress(Protocol):
     async def progress(self) -> int | None:
         """Return a number that changes with every token that comes; None while none is due: idle, or paused.
 
-        Raises:
-            EngineError: when the engine died.
+        Raises EngineError if the engine died.
         """
         ...
 
@@ -215,8 +212,7 @@ class ChecksSampling(Protocol):
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Refuse a way of sampling.
 
-        Raises:
-            ValueError: if the engine does not support it; says what, and what to do instead.
+        Raises ValueError if the engine does not support it; says what, and what to do instead.
         """
         ...
 
@@ -281,11 +277,7 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
 
 
 def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:
-    """Refuse a request that no engine can begin.
-
-    Raises:
-        ValueError: for an id that is in flight, or an empty prompt.
-    """
+    """Refuse a request that no engine can begin. Raises ValueError for an id that is in flight, or an empty prompt."""
     if request_id in in_flight:
         raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
     if not prompt_ids:
@@ -295,8 +287,7 @@ def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Contain
 def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_model_len: int) -> int:
     """Return how many tokens may be sampled: the asked budget, clipped to the context that remains.
 
-    Raises:
-        ValueError: when the prompt leaves no room.
+    Raises ValueError if the prompt leaves no room.
 
     Example:
         >>> completion_budget(90, SamplingConfig(max_new_tokens=64), 100)

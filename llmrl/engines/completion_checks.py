@@ -29,8 +29,7 @@ def check_completion(
         vocab_size: number of token ids, where it is known.
         needs_sampling_mask: whether what truncation kept was asked for.
 
-    Raises:
-        EngineError: naming what is wrong, what came and what was expected.
+    Raises EngineError, which says what is wrong, what came and what was expected.
 
     Example:
         >>> check_completion(Completion([7], [900.0], [0], "stop"), budget=8, vocab_size=None)
@@ -76,8 +75,7 @@ def check_completion(
 def check_routed_experts(completion: Completion, num_prompt_tokens: int) -> None:
     """Refuse experts that are not those of the prompt and the completion.
 
-    Raises:
-        EngineError: naming what came and what was expected.
+    Raises EngineError, which says what came and what was expected.
     """
     experts = completion.routed_experts
     if experts is None or not completion.token_ids:

@@ -38,8 +38,7 @@ class HangDetector:
     Args:
         timeout_seconds: without a token, after which an engine hangs.
 
-    Raises:
-        ValueError: when it is not positive.
+    Raises ValueError if it is not positive.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -95,8 +94,7 @@ class HangWatch:
     Args:
         timeout_seconds: without a token, after which it hangs; None to wait for ever.
 
-    Raises:
-        ValueError: when it is not positive.
+    Raises ValueError if it is not positive.
     """
 
     def __init__(self, timeout_seconds: float | None) -> None:

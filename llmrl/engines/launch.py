@@ -7,13 +7,13 @@ import itertools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl.engines.base import UpdatableEngine
 from llmrl.engines.environment import available_cores
 from llmrl.engines.ray.cluster import connect
 from llmrl.engines.ray.engine import RayEngine
+from llmrl.engines.vllm.arguments import EngineOptions
 from llmrl.engines.vllm.engine import AsyncVLLM
 
 
@@ -23,14 +23,11 @@ def start_engines(
     use_ray: bool,
     ray_options: Mapping[str, object] | None,
     ray_init_config: Mapping[str, object] | None,
-    options: Mapping[str, Any],
+    options: EngineOptions,
 ) -> tuple[list[UpdatableEngine], Callable[[int], UpdatableEngine]]:
-    """Start the engines at once; return them, and what starts another in one's place; see `EngineReplicas`.
+    """Start the engines at once; return them, and what starts another in one's place.
 
-    Raises:
-        TypeError: for an option that `AsyncVLLM.from_pretrained` has not.
-        ValueError: when `num_replicas` is below 1, or an option of Ray's is given without it.
-        EngineError: when one of them does not start; the others are ended then.
+    Raises as `EngineReplicas.from_pretrained` does.
     """
     refuse_unknown("EngineReplicas.from_pretrained", options, keywords_of(AsyncVLLM.from_pretrained) or ())
     if num_replicas < 1:
@@ -38,18 +35,18 @@ def start_engines(
     for name, value in (("ray_options", ray_options), ("ray_init_config", ray_init_config)):
         if value is not None and not use_ray:
             raise ValueError(f"{name} has no effect without use_ray=True.")
+    options = options.copy()
     if use_ray:
         connect(ray_init_config)
     elif options.get("cpu_threads") is None:
-        options = {**options, "cpu_threads": max(1, available_cores() // num_replicas)}
-    # Who has several watches over them.
-    options = {**options, "hang_timeout_seconds": None}
+        options["cpu_threads"] = max(1, available_cores() // num_replicas)
+    options["hang_timeout_seconds"] = None  # who has several watches over them
     # Each its own, those started in a dead one's place too: engines of one seed give a prompt the same answers.
     seeds = itertools.count(options.get("seed", 0))
 
     def start(index: int) -> UpdatableEngine:
-        seed = next(seeds)
-        make_engine = functools.partial(AsyncVLLM.from_pretrained, os.fspath(model), **{**options, "seed": seed})
+        own: EngineOptions = {**options, "seed": next(seeds)}
+        make_engine = functools.partial(AsyncVLLM.from_pretrained, os.fspath(model), **own)
         return RayEngine.start(make_engine, ray_options=ray_options) if use_ray else make_engine()
 
     with ThreadPoolExecutor(num_replicas, thread_name_prefix="llmrl-start") as pool:

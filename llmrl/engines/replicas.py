@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
 from llmrl.engines.base import Engine, HasTokenizer, UpdatableEngine
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector
@@ -18,6 +18,7 @@ from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
 from llmrl.engines.replica_requests import LOOK_AGAIN_S, EngineT, ReplicaRequests
 from llmrl.engines.router import Router
+from llmrl.engines.vllm.arguments import EngineOptions
 from llmrl.engines.vllm.engine import AsyncVLLM
 
 _LOGGER = logging.getLogger(__name__)
@@ -44,8 +45,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             one that takes longer for a step of a weight update; it is ended and replaced like a dead one. Other time
             that it is paused does not count. None waits for ever.
 
-    Raises:
-        ValueError: when there are no engines, or a number is out of range.
+    Raises ValueError if there are no engines, or a number is out of range.
 
     Example:
         >>> import asyncio
@@ -115,8 +115,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         use_ray: bool = False,
         ray_options: Mapping[str, object] | None = None,
         ray_init_config: Mapping[str, object] | None = None,
-        hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> EngineReplicas[UpdatableEngine]:
         """Start vLLM engines (`AsyncVLLM`) of one model, and again where one dies.
 
@@ -127,7 +126,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             ray_options: options of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
             ray_init_config: arguments of `ray.init`, if this process is not connected yet;
                 `{"address": "auto"}` for a cluster that runs.
-            options: arguments of `AsyncVLLM.from_pretrained`.
+            options: see `EngineOptions`.
 
         Raises:
             TypeError: for an option that `AsyncVLLM.from_pretrained` has not, with the nearest one.
@@ -135,6 +134,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             EngineError: when one of them does not start; the others are ended then.
         """
         engines, start = start_engines(model_name, num_replicas, use_ray, ray_options, ray_init_config, options)
+        hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
         return EngineReplicas(engines, restart=start, hang_timeout_seconds=hang_timeout_seconds)
 
     def __len__(self) -> int:
@@ -202,9 +202,9 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             for index in range(len(self._engines)):
                 is_current = versions.get(index) == self._version
                 if is_current and index not in self._unproven:
-                    self._router.open(index)
+                    self._router.open_replica(index)
                 else:
-                    self._router.close(index)
+                    self._router.close_replica(index)
             self._are_all_open = len(self._router.open_replicas) == len(self._engines)
         self._waiters.wake()
 
@@ -224,11 +224,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self.shutdown()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer.
-
-        Raises:
-            TypeError: when the engines do not know it.
-        """
+        """Return the model's tokenizer. Raises TypeError if the engines do not know it."""
         if not isinstance(first := self._engines[0], HasTokenizer):
             raise TypeError(f"{type(first).__name__} has no tokenizer; pass one to the policy.")
         return first.get_tokenizer()
@@ -261,7 +257,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self._dead.add(index)
         self._unproven.discard(index)
         self._are_all_open = False  # or `refresh` would find nothing to do when its successor is there
-        self._router.close(index)
+        self._router.close_replica(index)
         self._router.forget_affinity(index)
         if self.is_shut_down:
             return

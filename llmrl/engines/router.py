@@ -23,8 +23,7 @@ class Router:
         num_replicas: numbered from 0; all are open at first.
         max_imbalance: a key leaves its replica when that has so many requests more than the least loaded.
 
-    Raises:
-        ValueError: when `num_replicas` is below 1 or `max_imbalance` negative.
+    Raises ValueError if `num_replicas` is below 1 or `max_imbalance` negative.
 
     Example:
         >>> router = Router(2)
@@ -32,7 +31,7 @@ class Router:
         [0, 1, 0]
         >>> router.loads
         (2, 1)
-        >>> router.close(0)
+        >>> router.close_replica(0)
         >>> router.assign("d", "group")
         1
     """
@@ -61,13 +60,13 @@ class Router:
         """Requests on each replica."""
         return tuple(self._loads)
 
-    def open(self, replica: int) -> None:
+    def open_replica(self, replica: int) -> None:
         """Let a replica take requests."""
         if replica not in self._open:
             self._open.add(replica)
             self._push(replica)
 
-    def close(self, replica: int) -> None:
+    def close_replica(self, replica: int) -> None:
         """Let a replica take no more requests; those that are there stay until they are released."""
         self._open.discard(replica)
 
@@ -79,9 +78,7 @@ class Router:
     def assign(self, request_id: str, routing_key: str | None = None, *, avoid: Collection[int] = ()) -> int:
         """Choose a replica and book the request there; one of `avoid` only if no other is open.
 
-        Raises:
-            ValueError: for an id that is in flight.
-            NoReplicaError: when no replica is open.
+        Raises ValueError for an id that is in flight, and NoReplicaError if no replica is open.
         """
         if request_id in self._where:
             raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
@@ -97,11 +94,7 @@ class Router:
         return replica
 
     def release(self, request_id: str) -> None:
-        """Take a request off the books.
-
-        Raises:
-            KeyError: for one that is not on them.
-        """
+        """Take a request off the books. Raises KeyError for one that is not on them."""
         replica = self._where.pop(request_id)
         self._loads[replica] -= 1
         self._push(replica)

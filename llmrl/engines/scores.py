@@ -35,9 +35,8 @@ class ScoresTokens(Protocol):
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids in its place.
 
-        Raises:
-            ValueError: for fewer than two tokens, more than fit with one besides, or a `top_k` that is not allowed.
-            EngineError: when the engine died, refused, or answered with less than that.
+        Raises ValueError for fewer than two tokens, more than fit with one besides, or a `top_k` that is not allowed,
+        and EngineError if the engine died, refused, or answered with less than that.
         """
         ...
 
@@ -45,8 +44,7 @@ class ScoresTokens(Protocol):
 def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> None:
     """Refuse what no engine can score.
 
-    Raises:
-        ValueError: for fewer than two tokens, more than fit with one besides, or a negative `top_k`.
+    Raises ValueError for fewer than two tokens, more than fit with one besides, or a negative `top_k`.
     """
     if len(token_ids) < 2:
         raise ValueError(f"token_ids must be two or more, for nothing predicts the first; got {len(token_ids)}.")
@@ -65,8 +63,7 @@ def read_scores(
         reported_ids, reported: `[num_tokens - 1, 1 + top_k]` ids and log-probs: the token's own, then the likeliest.
         engine: as errors name it.
 
-    Raises:
-        EngineError: when the tokens are others, or a log-prob is none.
+    Raises EngineError if the tokens are others, or a log-prob is none.
 
     Example:
         >>> ids, log_probs = torch.tensor([[7, 5]]), torch.tensor([[-2.0, -0.5]])

@@ -14,7 +14,7 @@ from loss_batches import ragged_batch, tiny_model, with_lora
 from tensordict import TensorDictBase
 from weight_sync_tools import TakingEngine, make_sender
 
-from llmrl.engines.vllm.arguments import build_engine_args
+from llmrl.engines.vllm.arguments import EngineOptions, build_engine_args
 from llmrl.objectives import GRPOLoss
 from llmrl.trainer import TrainStepReport, TransformersWrapper, train_step
 from llmrl.trainer.head.log_probs import chunked_log_probs
@@ -80,10 +80,8 @@ def messages_of(action: Callable[[], object]) -> list[str]:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_engine_and_trainer_compute_in_the_same_dtype_by_default(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
-    served = build_engine_args(
-        "model", is_cpu=device == "cpu", kv_cache_memory=1, weight_transfer=False, enable_sleep=False,
-        options={"dtype": None}, engine_args={},
-    )  # fmt: skip
+    options: EngineOptions = {"dtype": None, "kv_cache_memory": 1, "weight_transfer": False}
+    served = build_engine_args("model", options, is_cpu=device == "cpu")
     monkeypatch.setattr(TransformersWrapper, "device", torch.device(device))
     model = tiny_model()
     policy = TransformersWrapper(model, generate=False)

@@ -61,13 +61,13 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(replica=st.integers(0, 3))
     def close(self, replica):
         if replica < self.num_replicas:
-            self.router.close(replica)
+            self.router.close_replica(replica)
             self.open.discard(replica)
 
     @rule(replica=st.integers(0, 3))
     def open_again(self, replica):
         if replica < self.num_replicas:
-            self.router.open(replica)
+            self.router.open_replica(replica)
             self.open.add(replica)
 
     @rule(replica=st.integers(0, 3))

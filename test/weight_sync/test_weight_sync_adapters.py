@@ -282,9 +282,9 @@ def test_engines_and_schemes_that_cannot_take_adapters_say_so(tmp_path):
     ],
 )
 def test_engines_that_could_not_hold_adapters_are_refused(takes_long, engine_args, options, what):
-    given = {"kv_cache_memory": None, "weight_transfer": ADAPTER_BACKEND, "enable_sleep": False, **options}
+    options = {"weight_transfer": ADAPTER_BACKEND, "engine_args": engine_args, **options}
     with pytest.raises((EngineError, TypeError), match=what):
-        build_engine_args("x", is_cpu=False, options={}, engine_args=engine_args, **given)
+        build_engine_args("x", options, is_cpu=False)
 
 
 def test_a_model_with_experts_is_refused_on_a_cpu(takes_long, real_vllm):
@@ -293,11 +293,11 @@ def test_a_model_with_experts_is_refused_on_a_cpu(takes_long, real_vllm):
     lora = SimpleNamespace(max_loras=2, max_lora_rank=8)
     updates = AdapterUpdates(SimpleNamespace(vllm_config=SimpleNamespace(lora_config=lora, model_config=config)))
     with pytest.raises(ValueError, match="no adapters beside experts on a CPU"):
-        asyncio.run(updates.open({"model": {}, "rank": 4, "zeros": b""}))
+        asyncio.run(updates.open_transfer({"model": {}, "rank": 4, "zeros": b""}))
 
 
 def test_an_engine_has_room_for_the_next_rank_that_vllm_knows(takes_long):
-    given = {"kv_cache_memory": None, "weight_transfer": ADAPTER_BACKEND, "enable_sleep": False, "options": {}}
-    arguments = build_engine_args("x", is_cpu=True, engine_args={"max_lora_rank": 20}, **given)
+    options = {"weight_transfer": ADAPTER_BACKEND, "engine_args": {"max_lora_rank": 20}}
+    arguments = build_engine_args("x", options, is_cpu=True)
     assert (arguments.enable_lora, arguments.max_loras, arguments.max_lora_rank) == (True, 4, 32)
     assert arguments.weight_transfer_config is None

@@ -163,10 +163,9 @@ def test_a_quantised_engine_is_refused(tiny_model_path, tmp_path, engine_args, i
     if in_checkpoint is not None:
         config["quantization_config"] = in_checkpoint
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = build_engine_args(
-        str(tmp_path), is_cpu=True, kv_cache_memory=1 << 26, weight_transfer=True, enable_sleep=False,
-        options={"dtype": "bfloat16"}, engine_args=engine_args | {"skip_tokenizer_init": True},
-    )  # fmt: skip
+    engine_args = engine_args | {"skip_tokenizer_init": True}
+    options = {"dtype": "bfloat16", "kv_cache_memory": 1 << 26, "engine_args": engine_args}
+    arguments = build_engine_args(str(tmp_path), options, is_cpu=True)
     llm = SimpleNamespace(vllm_config=arguments.create_engine_config(), errored=False, shutdown=lambda: None)
     background = BackgroundLoop("test")
     engine = AsyncVLLM(llm, background, LoadMeter(), weight_transfer="llmrl", start_s=0.0)

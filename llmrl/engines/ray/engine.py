@@ -222,8 +222,7 @@ class RayEngine:
     async def progress(self) -> int | None:
         """Return what `AsyncVLLM.progress` does; unanswered while the actor itself hangs.
 
-        Raises:
-            EngineError: when the actor died.
+        Raises EngineError if the actor died.
         """
         try:
             return await self._actor.progress.remote()

@@ -54,18 +54,13 @@ class EngineRegistry:
 
     @classmethod
     def start(cls) -> EngineRegistry:
-        """Start an empty registry.
-
-        Raises:
-            ImportError: when Ray is not installed, naming the extra.
-        """
+        """Start an empty registry. Raises ImportError if Ray is not installed, naming the extra."""
         return cls(require("ray", extra="ray").remote(RegistryActor).options(num_cpus=0).remote())
 
     def publish_once(self, replicas: EngineReplicas) -> None:
         """Say which engines serve now.
 
-        Raises:
-            TypeError: if the replicas are no Ray actors: other processes cannot reach them.
+        Raises TypeError if the replicas are no Ray actors: other processes cannot reach them.
         """
         serving = replicas.serving
         notices = []
@@ -83,8 +78,7 @@ class EngineRegistry:
         So an engine that dies or hangs is replaced, and its successor found, while the trainer waits for a batch and
         makes no request itself.
 
-        Raises:
-            TypeError: as `publish_once`.
+        Raises TypeError as `publish_once` does.
         """
         self.publish_once(replicas)
         threading.Thread(
@@ -111,8 +105,7 @@ class EngineRegistry:
         Args:
             timeout_s: how long a dead engine's place may stay empty before it is given up.
 
-        Raises:
-            EngineError: when none serves.
+        Raises EngineError if none serves.
         """
         notices = [notice for notice in self._read() if notice is not None]
         if not notices:

@@ -156,11 +156,10 @@ class ServerEngine(ServerUpdates, ServerScores):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one server.
 
-        Raises:
-            ValueError: for an empty prompt, one without room for a token, a `request_id` that is in flight, or a
-                request that the server refuses.
-            EngineError: when the server cannot be reached or does not answer in time, or returns tokens without their
-                ids or log-probs, ids or log-probs that no model can have given, or log-probs of another distribution.
+        Raises ValueError for an empty prompt, one without room for a token, a `request_id` that is in flight, or a
+        request that the server refuses, and EngineError if the server cannot be reached or does not answer in time, or
+        returns tokens without their ids or log-probs, ids or log-probs that no model can have given, or log-probs of
+        another distribution.
         """
         self._num_requests += 1
         request_id = f"{id(self):x}-{self._num_requests}" if request_id is None else request_id
@@ -181,11 +180,7 @@ class ServerEngine(ServerUpdates, ServerScores):
             del self._in_flight[request_id]
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Refuse truncation of which a server cannot say what it kept.
-
-        Raises:
-            ValueError: for top-p or min-p without top-k.
-        """
+        """Raises ValueError for top-p or min-p without top-k: a server cannot say what these kept."""
         check_sampling(sampling)
 
     async def abort(self, request_id: str) -> None:
@@ -359,11 +354,7 @@ class ServerEngine(ServerUpdates, ServerScores):
         *,
         advice: str = "",
     ) -> tuple[int, bytes]:
-        """Return status and body of an answer.
-
-        Raises:
-            EngineError: when there is none in time, or it is too long.
-        """
+        """Return status and body of an answer. Raises EngineError if there is none in time, or it is too long."""
         import aiohttp
 
         url = f"{self._base_url}{path}"

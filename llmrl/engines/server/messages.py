@@ -40,8 +40,7 @@ def is_plain(sampling: SamplingConfig) -> bool:
 def check_sampling(sampling: SamplingConfig) -> None:
     """Refuse truncation of which a server cannot say what it kept.
 
-    Raises:
-        ValueError: for top-p or min-p without top-k.
+    Raises ValueError for top-p or min-p without top-k.
     """
     if sampling.needs_sampling_mask and not sampling.top_k:
         raise ValueError(
@@ -109,8 +108,7 @@ def read_response(
         vocab_size: number of token ids, where it is known.
         top_k: top_k of the request, if it asked for what truncation kept.
 
-    Raises:
-        EngineError: when ids or log-probs are missing, short, or none that a model can have given.
+    Raises EngineError if ids or log-probs are missing, short, or none that a model can have given.
 
     Example:
         >>> choice = {"finish_reason": "stop", "logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}}
@@ -139,8 +137,7 @@ def read_response(
 def likeliest_distance(response: object, server: str) -> float:
     """Return by how much the first token's likeliest alternative is above the next one.
 
-    Raises:
-        EngineError: when the answer does not name two.
+    Raises EngineError if the answer does not name two.
 
     Example:
         >>> logprobs = {"top_logprobs": [{"a": -3.0, "b": -1.0, "c": -9999.0}]}
@@ -168,9 +165,8 @@ def read_generated(
     Args:
         response, server, budget, vocab_size, top_k: as for `read_response`.
 
-    Raises:
-        LostWeightsError: if tokens were sampled from weights without a version.
-        EngineError: when ids, log-probs or versions are missing, short, or none that a model can have given.
+    Raises LostWeightsError if tokens were sampled from weights without a version, and EngineError if ids, log-probs or
+    versions are missing, short, or none that a model can have given.
 
     Example:
         >>> choice = {"finish_reason": "length", "token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}
@@ -268,8 +264,7 @@ def _routed_experts(choice: JsonObject, server: str) -> np.ndarray | None:
 def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[array[int]]:
     """Return the ids that are reported with a log-prob, of `top_k` and one that were asked for.
 
-    Raises:
-        EngineError: when all were kept, so that others may have been, too.
+    Raises EngineError if all were kept, so that others may have been, too.
     """
     for ids in kept_ids:
         if len(ids) > top_k:
@@ -294,11 +289,7 @@ def _list(value: object) -> list[Any]:
 
 
 def read_models(response: object, server: str) -> dict[str, Mapping[str, object]]:
-    """Return the models that a server says it serves, by id.
-
-    Raises:
-        EngineError: when that is no list of models.
-    """
+    """Return the models that a server says it serves, by id. Raises EngineError if that is no list of models."""
     entries = _list(response.get("data") if isinstance(response, dict) else None)
     models: dict[str, Mapping[str, object]] = {
         entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)

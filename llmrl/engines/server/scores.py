@@ -35,9 +35,8 @@ class ServerScores(ABC):
         They are the model's own, at temperature 1; any `vllm serve` gives them, of 20 ids in each place unless it was
         started with more (`--max-logprobs`).
 
-        Raises:
-            ValueError: for fewer than two tokens, more than fit with one besides, or a request that the server refuses.
-            EngineError: when the server cannot be reached, does not answer in time, or returns less.
+        Raises ValueError for fewer than two tokens, more than fit with one besides, or a request that the server
+        refuses, and EngineError if the server cannot be reached, does not answer in time, or returns less.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}
@@ -48,9 +47,8 @@ class ServerScores(ABC):
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids that the server's tokenizer makes of a text, special tokens in it included.
 
-        Raises:
-            ValueError: when the server refuses, as one without a tokenizer.
-            EngineError: when it cannot be reached, or answers without ids.
+        Raises ValueError if the server refuses, as one without a tokenizer, and EngineError if it cannot be reached,
+        or answers without ids.
         """
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         asked = self._request("POST", "/tokenize", body, budget=len(text))
@@ -64,8 +62,7 @@ class ServerScores(ABC):
 def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, server: str) -> TokenScores:
     """Read the scores of a prompt's tokens from a server's answer.
 
-    Raises:
-        EngineError: when they are missing, short, of other tokens, or none that a model can have given.
+    Raises EngineError if they are missing, short, of other tokens, or none that a model can have given.
 
     Example:
         >>> place = {"7": {"logprob": -2.0, "rank": 4}, "5": {"logprob": -0.5, "rank": 1}}

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 async def open_session(api_key: str | None) -> aiohttp.ClientSession:
     """Open a session without a limit of connections.
 
-    Raises:
-        MissingExtraError: when aiohttp is not installed, naming the extra.
+    Raises MissingExtraError if aiohttp is not installed, naming the extra.
     """
     aiohttp = require("aiohttp", extra="server")
     return aiohttp.ClientSession(
@@ -35,11 +34,7 @@ def close_session(session: aiohttp.ClientSession, background: BackgroundLoop) ->
 
 
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body of an answer.
-
-    Raises:
-        ValueError: when it is longer than `max_bytes`; the rest is not read.
-    """
+    """Return the body of an answer. Raises ValueError if it is longer than `max_bytes`; the rest is not read."""
     parts = []
     num_bytes = 0
     async for part in response.content.iter_any():

@@ -57,8 +57,7 @@ class ServerInfo:
     def read(cls, info: object) -> ServerInfo:
         """Read vLLM's `/server_info`.
 
-        Raises:
-            ValueError: when it is none.
+        Raises ValueError if it is none.
 
         Example:
             >>> model, device = {"dtype": "torch.float32"}, {"device": "cpu", "device_type": "cpu"}
@@ -116,8 +115,7 @@ class ServerUpdates(ABC):
     ) -> object:
         """Ask the server from any thread; its JSON. What `takes_time` may take as long as a request.
 
-        Raises:
-            EngineError: when it refuses, cannot be reached or does not answer in time.
+        Raises EngineError if it refuses, cannot be reached or does not answer in time.
         """
 
     @property
@@ -233,8 +231,7 @@ class ServerUpdates(ABC):
     def _open_updates(self) -> ServerInfo:
         """Read what the server is, and agree with it on the version of its weights.
 
-        Raises:
-            EngineError: when it has not the routes, naming the options that it lacks.
+        Raises EngineError if it has not the routes, naming the options that it lacks.
         """
         try:
             self.info = ServerInfo.read(self._call("GET", "/server_info?config_format=json"))
@@ -262,8 +259,7 @@ class ServerUpdates(ABC):
 
         One that was started again, or was left while it loaded, lacks weights until the next update.
 
-        Raises:
-            EngineError: when it does not answer after all.
+        Raises EngineError if it does not answer after all.
         """
         is_left = self._is_left
         try:

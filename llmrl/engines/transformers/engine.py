@@ -39,9 +39,8 @@ class TransformersEngine:
         max_num_seqs: requests decoded together.
         seed: seed of the sampler, for requests without their own.
 
-    Raises:
-        ValueError: for a `max_num_seqs` below 1, a `max_model_len` that is not a whole number from 2 to the model's own
-            limit, or where the model does not say its limit.
+    Raises ValueError for a `max_num_seqs` below 1, a `max_model_len` that is not a whole number from 2 to the model's
+    own limit, or where the model does not say its limit.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -128,8 +127,7 @@ class TransformersEngine:
         Requests in flight go on with the new weights over the key-value cache of the old ones, as vLLM's do when it
         keeps them; each token carries the version that it was sampled from.
 
-        Raises:
-            RuntimeError: when names or shapes are not the model's, which keeps its weights then.
+        Raises RuntimeError if names or shapes are not the model's, which keeps its weights then.
         """
         with self._weights_lock:
             own = self._model.state_dict()
@@ -161,10 +159,9 @@ class TransformersEngine:
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        Raises:
-            ValueError: for an empty prompt, one without room for a token, a token id outside the vocabulary, a
-                `request_id` that is in flight, or stop strings without a tokenizer.
-            EngineError: when the engine was shut down, or the model failed.
+        Raises ValueError for an empty prompt, one without room for a token, a token id outside the vocabulary, a
+        `request_id` that is in flight, or stop strings without a tokenizer, and EngineError if the engine was shut
+        down, or the model failed.
         """
         request_id = f"transformers-{next(self._ids)}" if request_id is None else request_id
         prompt = list(prompt_ids)
@@ -199,9 +196,8 @@ class TransformersEngine:
 
         They are the model's own, at temperature 1; sequences are computed one by one.
 
-        Raises:
-            ValueError: for fewer than two tokens, more than fit with one besides, or ids outside the vocabulary.
-            EngineError: when the engine was shut down, or the model failed.
+        Raises ValueError for fewer than two tokens, more than fit with one besides, or ids outside the vocabulary, and
+        EngineError if the engine was shut down, or the model failed.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:

@@ -78,7 +78,8 @@ class Routers:
         )
         self.num_layers = self.num_experts = self.top_k = 0
         layers = getattr(decoder_of(model), "layers", ())
-        self._num_decoder_layers, self._places = len(layers), list[int]()
+        self._num_decoder_layers = len(layers)
+        self._places: list[int] = []
         for place, layer in enumerate(layers):
             router = next(filter(_is_router, layer.modules()), None)
             if router is not None:
@@ -96,9 +97,8 @@ class Routers:
         Such a model, a teacher of another kind, say, computes as ever. vLLM tells of every layer of the decoder; of
         those without experts nothing is read.
 
-        Raises:
-            TypeError: if the model has experts with routers that are not recognised.
-            ValueError: when rows were routed by a model of another shape.
+        Raises TypeError if the model has experts with routers that are not recognised, and ValueError if rows were
+        routed by a model of another shape.
         """
         if not self.num_layers and not self._has_experts:
             return None
@@ -133,8 +133,7 @@ class Routers:
     def check_told(self, choices: Choices) -> None:
         """Refuse a model if a layer did not compute by its router exactly once.
 
-        Raises:
-            TypeError: naming the model.
+        Raises TypeError, which names the model.
         """
         if len(choices) != self.num_layers:
             raise TypeError(

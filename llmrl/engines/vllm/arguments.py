@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl.engines.base import EngineError
@@ -44,10 +44,8 @@ _OWNED = {
 def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str | None:
     """Return the vLLM weight-transfer backend to start with, `None` for none.
 
-    Raises:
-        EngineError: when llmrl's backend is wanted and vLLM's processes could not find it, or one that moves weights
-            between GPUs where vLLM runs on CPU.
-        ImportError: when vLLM is of another version than the tests ran with.
+    Raises EngineError if llmrl's backend is wanted and vLLM's processes could not find it, or one that moves weights
+    between GPUs where vLLM runs on CPU, and ImportError if vLLM is of another version than the tests ran with.
     """
     if weight_transfer is False:
         return None
@@ -69,11 +67,7 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
 
 
 def require_vllm_version() -> None:
-    """Refuse a vLLM version that may have another weight-update API.
-
-    Raises:
-        ImportError: naming the version found and the one needed.
-    """
+    """Raises ImportError for a vLLM that may have another weight-update API, with the version that is needed."""
     import vllm
 
     if not vllm.__version__.startswith(f"{VLLM_VERSION}."):
@@ -90,52 +84,83 @@ def default_kv_cache_memory() -> int:
     return min(2 * _GIB, psutil.virtual_memory().available // 4)
 
 
-class TorchRLOptions(TypedDict, total=False):
-    """TorchRL's words for options of `AsyncVLLM.from_pretrained`."""
+class EngineOptions(TypedDict, total=False):
+    """How an engine of vLLM starts: options of `AsyncVLLM.from_pretrained` and `EngineReplicas.from_pretrained`."""
 
+    max_model_len: int | None
+    """Prompt and completion together; the model's own limit when not given."""
+    dtype: str | None
+    """dtype of the engine's weights; float32 on CPU and bfloat16 on GPU when not given, as the trainer's."""
+    max_num_seqs: int | None
+    """Requests decoded together; 128 on CPU when not given."""
+    kv_cache_memory: int | None
+    """Bytes of key-value cache; on CPU 2 GiB, or a quarter of the free memory if that is less."""
+    gpu_memory_utilization: float | None
+    """Share of the device's memory, where `kv_cache_memory` is not given."""
+    enforce_eager: bool | None
+    """No compilation and no graphs; true on CPU when not given, where it saves 17 s or more at the start for some 15 %
+    of speed."""
+    seed: int
+    """Seed of the engine's sampler, for requests without their own; of several engines, the first one's. 0 by default.
+    """
+    enable_prefix_caching: bool
+    """Reuse the key-value blocks of shared prefixes, by default; emptied at each weight update."""
+    weight_transfer: bool | str
+    """A vLLM weight-transfer backend; true, the default, picks llmrl's on CPU and NCCL on GPU. `adapters` takes LoRA
+    adapters in place of weights, of up to `max_lora_rank` (16) and `max_loras` (4) versions at a time (`engine_args`).
+    """
+    quantization: Literal["int8"] | None
+    """`int8` rounds the linear layers of a folder's model, on a CPU, and those of each update."""
+    enable_sleep: bool
+    """Allow `sleep`, on a GPU that a trainer shares."""
+    cpu_threads: int | None
+    """Threads of a CPU engine; all cores when not given, right for a loop that never generates and trains at once. Give
+    fewer where a trainer runs beside it."""
+    hang_timeout_seconds: float | None
+    """An engine that has requests and in this time (300 s by default) no token for any of them hangs: it is ended, and
+    its requests raise an `EngineError`. The time that it is paused does not count. None waits for ever."""
+    log_level: str
+    """Level of vLLM's logger, here and in its processes; `"ERROR"` by default."""
+    engine_args: Mapping[str, object] | None
+    """Anything else that `vllm.AsyncEngineArgs` takes."""
     num_devices: int
-    """`tensor_parallel_size` of `engine_args`."""
+    """TorchRL's word for `tensor_parallel_size` of `engine_args`."""
     verbose: bool
-    """Whether `log_level` is `"INFO"`."""
+    """TorchRL's: whether `log_level` is `"INFO"`."""
     compile: bool
-    """The reverse of `enforce_eager`."""
+    """TorchRL's: the reverse of `enforce_eager`."""
     enable_fp32_output: bool
-    """Only false: `dtype="float32"` computes all of the model so."""
+    """TorchRL's: only false, since `dtype="float32"` computes all of the model so."""
 
 
-def translate_torchrl_options(options: Mapping[str, Any], torchrl: TorchRLOptions) -> dict[str, Any]:
-    """Return options of `AsyncVLLM.from_pretrained` that say what TorchRL's do.
+_NAMED_AS_VLLM = (
+    "max_model_len", "dtype", "max_num_seqs", "gpu_memory_utilization", "enforce_eager", "seed",
+    "enable_prefix_caching",
+)  # fmt: skip
 
-    Raises:
-        ValueError: for `enable_fp32_output=True`, which there is not.
+
+def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
+    """Return options with TorchRL's words replaced; raises ValueError for `enable_fp32_output=True`.
 
     Example:
-        >>> translate_torchrl_options({"engine_args": None, "seed": 0}, {"num_devices": 2, "compile": False})
-        {'engine_args': {'tensor_parallel_size': 2}, 'seed': 0, 'enforce_eager': True}
+        >>> translate_torchrl_options({"seed": 0, "num_devices": 2, "compile": False})
+        {'seed': 0, 'engine_args': {'tensor_parallel_size': 2}, 'enforce_eager': True}
     """
-    if torchrl.get("enable_fp32_output"):
+    said = options.copy()
+    if said.pop("enable_fp32_output", False):
         raise ValueError("enable_fp32_output=True is not supported: pass dtype='float32', for all of the model.")
-    said = dict(options)
-    if "num_devices" in torchrl:
-        said["engine_args"] = {"tensor_parallel_size": torchrl["num_devices"], **(said["engine_args"] or {})}
-    if torchrl.get("verbose"):
+    if "num_devices" in said:
+        said["engine_args"] = {"tensor_parallel_size": said.pop("num_devices"), **(said.get("engine_args") or {})}
+    if said.pop("verbose", False):
         said["log_level"] = "INFO"
-    if "compile" in torchrl and said.get("enforce_eager") is None:
-        said["enforce_eager"] = not torchrl["compile"]
+    is_compiled = said.pop("compile", None)
+    if is_compiled is not None and said.get("enforce_eager") is None:
+        said["enforce_eager"] = not is_compiled
     return said
 
 
-def build_engine_args(
-    model: str,
-    *,
-    is_cpu: bool,
-    kv_cache_memory: int | None,
-    weight_transfer: bool | str,
-    enable_sleep: bool,
-    options: Mapping[str, object],
-    engine_args: Mapping[str, Any],
-) -> AsyncEngineArgs:
-    """Return vLLM's arguments: `options` are ours that carry vLLM's own name, `engine_args` anything else vLLM takes.
+def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> AsyncEngineArgs:
+    """Return vLLM's arguments for the model in a folder.
 
     Raises:
         TypeError: for a name in `engine_args` that vLLM has not, or that has its own argument here.
@@ -143,17 +168,24 @@ def build_engine_args(
     """
     from llmrl.engines.vllm.private import AsyncEngineArgs, WeightTransferConfig
 
+    engine_args: dict[str, Any] = dict(options.get("engine_args") or {})
     known = [field.name for field in fields(AsyncEngineArgs)]
     refuse_unknown("engine_args of AsyncVLLM", engine_args, known)
     for name in engine_args:
-        if name in options or name in _OWNED:
+        if name in _NAMED_AS_VLLM or name in _OWNED:
             instead = _OWNED.get(name, name)
             advice = f"pass {instead}= to from_pretrained" if instead else "llmrl sets it, log-probs depend on it"
             raise TypeError(f"engine_args may not hold {name!r}: {advice}.")
-    arguments: dict[str, object] = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if name in _NAMED_AS_VLLM and value is not None}
+    arguments: dict[str, object] = {"seed": 0, "enable_prefix_caching": True, **given}
+    if is_cpu:
+        arguments.setdefault("max_num_seqs", 128)
+    arguments.setdefault("enforce_eager", is_cpu)
     # As `TransformersWrapper` by default. On CPU bfloat16 is no faster as a rule, and small updates are lost in it.
     arguments.setdefault("dtype", "float32" if is_cpu else "bfloat16")
+    weight_transfer = options.get("weight_transfer", True)
     backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
+    enable_sleep = options.get("enable_sleep", False)
     if enable_sleep and (is_cpu or backend in (None, ADAPTER_BACKEND)):
         why = f"weight_transfer={weight_transfer!r} brings it no weights to wake with"
         why = "vLLM gives nothing back on a CPU" if is_cpu else why
@@ -161,11 +193,12 @@ def build_engine_args(
     arguments["enable_sleep_mode"] = enable_sleep
     if backend == ADAPTER_BACKEND:
         arguments["enable_lora"] = True
-        engine_args = {**engine_args, **_adapter_args(engine_args)}
+        engine_args |= _adapter_args(engine_args)
     elif backend is not None:
         arguments["weight_transfer_config"] = WeightTransferConfig(
             backend=NCCL_BACKEND if backend == "nccl" else backend
         )
+    kv_cache_memory = options.get("kv_cache_memory")
     if kv_cache_memory is None and is_cpu and "gpu_memory_utilization" not in arguments:
         kv_cache_memory = default_kv_cache_memory()
     if kv_cache_memory is not None:
@@ -178,7 +211,7 @@ def build_engine_args(
     elif num_workers > 1 and backend is not None and engine_args.get("nnodes", 1) == 1 and not _is_in_placement_group():
         arguments["distributed_executor_backend"] = EXECUTOR
     return AsyncEngineArgs(
-        model=model,
+        model=folder,
         # Of the distribution that is sampled from, so that on-policy importance ratios are 1.
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
@@ -192,8 +225,7 @@ def build_engine_args(
 def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
     """Return how many adapters vLLM holds, of what rank: the next that it can.
 
-    Raises:
-        EngineError: for a rank above 512, or fewer than two adapters at a time.
+    Raises EngineError for a rank above 512, or fewer than two adapters at a time.
     """
     max_loras = engine_args.get("max_loras", 4)
     rank = engine_args.get("max_lora_rank", 16)

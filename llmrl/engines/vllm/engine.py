@@ -9,8 +9,8 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, Self, TypeVar, Unpack
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, TypeVar, Unpack
 
 from llmrl._utils.arguments import KnownArguments, keywords_of, refuse_unknown
 from llmrl._utils.background_loop import BackgroundLoop
@@ -25,7 +25,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
-from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, NCCL_BACKEND, TorchRLOptions, translate_torchrl_options
+from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, NCCL_BACKEND, EngineOptions, translate_torchrl_options
 from llmrl.engines.vllm.private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm.quantized import quantization_of
 from llmrl.engines.vllm.requests import generate_one, num_reported, sampling_params, unless_it_dies
@@ -97,53 +97,15 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         cls,
         model_name: str | os.PathLike[str],
         *,
-        max_model_len: int | None = None,
-        dtype: str | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        enforce_eager: bool | None = None,
-        seed: int = 0,
-        enable_prefix_caching: bool = True,
-        weight_transfer: bool | str = True,
-        quantization: Literal["int8"] | None = None,
-        enable_sleep: bool = False,
-        cpu_threads: int | None = None,
-        hang_timeout_seconds: float | None = DEFAULT_HANG_TIMEOUT_SECONDS,
-        log_level: str = "ERROR",
-        engine_args: Mapping[str, object] | None = None,
         num_replicas: int | None = None,
-        **torchrl: Unpack[TorchRLOptions],
+        **options: Unpack[EngineOptions],
     ) -> Self:
         """Start an engine; `EngineReplicas.from_pretrained` starts several, or in Ray actors, with the same options.
 
         Args:
             model_name: folder or hub name.
-            max_model_len: prompt and completion together; the model's own limit when not given.
-            dtype: dtype of the engine's weights; float32 on CPU and bfloat16 on GPU when not given, as the trainer's.
-            max_num_seqs: requests decoded together; 128 on CPU when not given.
-            max_num_batched_tokens: tokens of one engine step, prompts included.
-            kv_cache_memory: bytes of key-value cache; on CPU 2 GiB, or a quarter of the free memory if that is less.
-            gpu_memory_utilization: share of the device's memory, where `kv_cache_memory` is not given.
-            enforce_eager: no compilation and no graphs; true on CPU when not given, where it saves 17 s or more at
-                the start for some 15 % of speed.
-            seed: seed of the engine's sampler, for requests without their own; of several engines, the first one's.
-            enable_prefix_caching: reuse the key-value blocks of shared prefixes; emptied at each weight update.
-            weight_transfer: a vLLM weight-transfer backend; true picks llmrl's on CPU and NCCL on GPU. `adapters` takes
-                LoRA adapters in place of weights, of up to `max_lora_rank` (16) and `max_loras` (4) versions at a time
-                (`engine_args`).
-            quantization: `int8` rounds the linear layers of a folder's model, on a CPU, and those of each update.
-            enable_sleep: allow `sleep`, on a GPU that a trainer shares.
-            cpu_threads: threads of a CPU engine; all cores when not given, right for a loop that never generates and
-                trains at once. Give fewer where a trainer runs beside it.
-            hang_timeout_seconds: an engine that has requests and in this time no token for any of them hangs: it is
-                ended, and its requests raise an `EngineError`. The time that it is paused does not count. None waits
-                for ever.
-            log_level: level of vLLM's logger, here and in its processes.
-            engine_args: anything else that `vllm.AsyncEngineArgs` takes.
             num_replicas: start so many, as `EngineReplicas`.
-            torchrl: TorchRL's words for some of these, see `TorchRLOptions`.
+            options: see `EngineOptions`.
 
         Raises:
             ImportError: when vLLM is not installed, naming the extra.
@@ -151,36 +113,14 @@ class AsyncVLLM(KnownArguments, VLLMScores):
                 one or what to do instead.
             EngineError: when the engine does not start; its own log says why.
         """
-        given = {name: value for name, value in locals().items() if name not in ("cls", "torchrl")}
-        refuse_unknown("AsyncVLLM.from_pretrained", torchrl, keywords_of(cls.from_pretrained) or ())
-        if torchrl:
-            return cls.from_pretrained(**translate_torchrl_options(given, torchrl))
-        if given.pop("num_replicas") is not None:
-            return cls.start_several(**given, num_replicas=num_replicas)
+        refuse_unknown("AsyncVLLM.from_pretrained", options, keywords_of(cls.from_pretrained) or ())
+        options = translate_torchrl_options(options)
+        if num_replicas is not None:
+            return cls.start_several(model_name, num_replicas, **options)
+        hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
         HangWatch(hang_timeout_seconds)  # refuses a wrong one before the engine starts
-        if cpu_threads is not None and cpu_threads < 1:
-            raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
         start = time.perf_counter()
-        llm, background, load = start_vllm(
-            os.fspath(model_name),
-            kv_cache_memory=kv_cache_memory,
-            weight_transfer=weight_transfer,
-            quantization=quantization,
-            enable_sleep=enable_sleep,
-            cpu_threads=cpu_threads,
-            log_level=log_level,
-            options={
-                "max_model_len": max_model_len,
-                "dtype": dtype,
-                "max_num_seqs": max_num_seqs,
-                "max_num_batched_tokens": max_num_batched_tokens,
-                "gpu_memory_utilization": gpu_memory_utilization,
-                "enforce_eager": enforce_eager,
-                "seed": seed,
-                "enable_prefix_caching": enable_prefix_caching,
-            },
-            engine_args=engine_args or {},
-        )
+        llm, background, load = start_vllm(os.fspath(model_name), options)
         config = llm.vllm_config.weight_transfer_config
         start_s = time.perf_counter() - start
         backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
@@ -226,10 +166,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        Raises:
-            ValueError: for an empty prompt, one without room for a token, a token id outside the vocabulary, or a
-                `request_id` that is in flight, or truncation of which vLLM cannot say what it kept.
-            EngineError: when the engine died, was shut down, sleeps, or returned tokens without their log-probs.
+        Raises ValueError for an empty prompt, one without room for a token, a token id outside the vocabulary, or a
+        `request_id` that is in flight, or truncation of which vLLM cannot say what it kept, and EngineError if the
+        engine died, was shut down, sleeps, or returned tokens without their log-probs.
         """
         if request_id is None:
             request_id = f"{self._id_prefix}-{next(self._id_counter)}"
@@ -244,11 +183,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         return completion
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Refuse truncation of which vLLM cannot say what it kept.
-
-        Raises:
-            ValueError: for top-p or min-p without top-k.
-        """
+        """Raises ValueError for top-p or min-p without top-k: vLLM cannot say what these kept."""
         num_reported(sampling, self._llm.vllm_config.model_config)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
@@ -299,11 +234,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._is_paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`, or after `sleep` and an update.
-
-        Raises:
-            EngineError: when it sleeps and has no weights.
-        """
+        """Go on after `pause`, or after `sleep` and an update. Raises EngineError if it sleeps and has no weights."""
         self._check_alive(and_awake=True)
         if self._is_asleep:
             self._control(self._llm.wake_up(["kv_cache"]))
@@ -316,8 +247,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         Requests in flight wait, and read their prefixes again afterwards. The update takes room for the weights before
         they come, and for the blocks when the engine goes on. May be called twice.
 
-        Raises:
-            EngineError: when the engine was started without `enable_sleep`.
+        Raises EngineError if the engine was started without `enable_sleep`.
         """
         if not self._can_sleep:
             raise EngineError("This engine cannot sleep; start it on a GPU with enable_sleep=True.")
@@ -330,13 +260,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         return self._control(self._llm.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Open the engine's end of a weight transfer.
-
-        Raises:
-            EngineError: when the engine was started without, or its backend refuses.
-        """
+        """Open the engine's end of a transfer. Raises EngineError if it was started without, or its backend refuses."""
         self._require_weight_transfer()
-        self._control(self._updates.open(init_info))
+        self._control(self._updates.open_transfer(init_info))
 
     def start_weight_update(self) -> None:
         """Make the engine ready to take new weights; pause it first."""
@@ -346,11 +272,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._control(self._updates.start())
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
-        """Take weights as the backend describes them.
-
-        Raises:
-            EngineError: when the backend refuses; the version does not change.
-        """
+        """Take weights as the backend describes them. Raises EngineError if it refuses; the version does not change."""
         self._control(self._updates.take(update_info))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:

@@ -68,8 +68,7 @@ def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def int8_layers(model: torch.nn.Module) -> set[str]:
     """Return the names of the layers that an engine in int8 has so: all linear ones but the head.
 
-    Raises:
-        ValueError: for a model with matrices beside linear layers and embeddings, such as experts or convolutions.
+    Raises ValueError for a model with matrices beside linear layers and embeddings, such as experts or convolutions.
 
     Example:
         >>> int8_layers(torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 3)))
@@ -95,9 +94,8 @@ def int8_layers(model: torch.nn.Module) -> set[str]:
 def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_adapters: bool) -> Iterator[str]:
     """Give the folder that an engine is to be started from: `model`, or a copy in int8 for as long as it starts.
 
-    Raises:
-        ValueError: for a quantization that there is not, one on a GPU or below adapters, or a checkpoint that cannot be
-            rounded.
+    Raises ValueError for a quantization that there is not, one on a GPU or below adapters, or a checkpoint that cannot
+    be rounded.
     """
     if quantization is None:
         yield model
@@ -123,8 +121,7 @@ def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
         source: folder of a checkpoint in safetensors files.
         target: is given a copy of all its other files, too.
 
-    Raises:
-        ValueError: when there is no such folder, it is quantised already, or its model is not one of linear layers.
+    Raises ValueError if there is no such folder, it is quantised already, or its model is not one of linear layers.
     """
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM

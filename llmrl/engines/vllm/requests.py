@@ -25,8 +25,7 @@ def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
     None are needed where vLLM says by itself what it kept (`return_sampling_mask`). What top-k keeps are its ids and
     those that tie with the last, as many do in bfloat16.
 
-    Raises:
-        ValueError: for top-p or min-p without top-k, where what they keep is not bounded.
+    Raises ValueError for top-p or min-p without top-k, where what they keep is not bounded.
     """
     if not sampling.needs_sampling_mask or config.return_sampling_mask:
         return 0
@@ -47,8 +46,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
         budget: tokens.
         num_log_probs: number of likeliest ids to return at each token, besides the sampled one.
 
-    Raises:
-        ValueError: for a value that vLLM does not take, such as a temperature above 2, or a seed on CPU.
+    Raises ValueError for a value that vLLM does not take, such as a temperature above 2, or a seed on CPU.
     """
     from vllm import SamplingParams
 
@@ -106,9 +104,8 @@ async def generate_one(
 ) -> Completion:
     """Await one completion; runs on the engine's own loop.
 
-    Raises:
-        ValueError: when vLLM refuses the request.
-        EngineError: when the engine died or answered with less than a completion.
+    Raises ValueError if vLLM refuses the request, and EngineError if the engine died or answered with less than a
+    completion.
     """
     final, version = await answer_of(llm, prompt_ids, params, request_id, weights)
     return read_completion(final, llm.vllm_config.model_config.get_vocab_size(), version=version)
@@ -121,9 +118,7 @@ async def answer_of(
 
     Runs on the engine's own loop.
 
-    Raises:
-        ValueError: when vLLM refuses the request.
-        EngineError: when the engine died or did not finish it.
+    Raises ValueError if vLLM refuses the request, and EngineError if the engine died or did not finish it.
     """
     from llmrl.engines.vllm.private import EngineDeadError, EngineGenerateError, VLLMClientError
 
@@ -152,8 +147,7 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
         vocab_size: vocabulary size of the model.
         version: version of all its tokens, if vLLM's own count of updates does not say it.
 
-    Raises:
-        EngineError: when log-probs or versions are missing or short, or vLLM reports an error.
+    Raises EngineError if log-probs or versions are missing or short, or vLLM reports an error.
     """
     sample = output.outputs[0]
     token_ids = list(sample.token_ids)
@@ -188,8 +182,7 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
 def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:
     """Return what truncation kept, where vLLM was asked: by itself, or as the ids with a finite log-prob.
 
-    Raises:
-        EngineError: when the last of the reported ids was kept, so that others may have been, too.
+    Raises EngineError if the last of the reported ids was kept, so that others may have been, too.
     """
     if sample.sampling_mask is not None:
         return [array("i", ids) for ids in sample.sampling_mask.token_ids]

@@ -42,9 +42,8 @@ class VLLMScores:
         They are the model's own, at temperature 1. vLLM computes all of the tokens for it, since what the prefix cache
         holds has no log-probs, and samples one besides, for which there has to be room.
 
-        Raises:
-            ValueError: for fewer than two tokens, or more than fit with one besides.
-            EngineError: when the engine died, was shut down, sleeps, or returned less.
+        Raises ValueError for fewer than two tokens, or more than fit with one besides, and EngineError if the engine
+        died, was shut down, sleeps, or returned less.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         self._check_alive(and_awake=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from llmrl._utils.background_loop import BackgroundLoop
@@ -13,7 +12,7 @@ from llmrl.engines.base import EngineError
 from llmrl.engines.engine_folder import FOLDER_VARIABLE, engine_folder
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.load import LoadMeter
-from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, build_engine_args
+from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, EngineOptions, build_engine_args
 from llmrl.engines.vllm.private import start_llm
 from llmrl.engines.vllm.quantized import checkpoint_for
 
@@ -21,23 +20,13 @@ if TYPE_CHECKING:
     from llmrl.engines.vllm.private import AsyncLLM
 
 
-def start_vllm(
-    model: str,
-    *,
-    kv_cache_memory: int | None,
-    weight_transfer: bool | str,
-    quantization: str | None,
-    enable_sleep: bool,
-    cpu_threads: int | None,
-    log_level: str,
-    options: Mapping[str, object],
-    engine_args: Mapping[str, object],
-) -> tuple[AsyncLLM, BackgroundLoop, LoadMeter]:
-    """Start an engine; see `AsyncVLLM.from_pretrained`. `options` are those that carry vLLM's own name.
-
-    Raises:
-        ImportError, TypeError, ValueError, EngineError: see `AsyncVLLM.from_pretrained`.
-    """
+def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, BackgroundLoop, LoadMeter]:
+    """Start an engine; raises as `AsyncVLLM.from_pretrained` does."""
+    log_level = options.get("log_level", "ERROR")
+    cpu_threads = options.get("cpu_threads")
+    weight_transfer = options.get("weight_transfer", True)
+    if cpu_threads is not None and cpu_threads < 1:
+        raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
     logging.getLogger("vllm").setLevel(log_level)
     with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
         try:
@@ -48,14 +37,12 @@ def start_vllm(
             ) from error
 
     is_cpu = bool(current_platform.is_cpu())
-    is_eager = is_cpu if options["enforce_eager"] is None else bool(options["enforce_eager"])
-    options = {**options, "enforce_eager": is_eager}
-    if is_cpu and options["max_num_seqs"] is None:
-        options["max_num_seqs"] = 128
+    is_eager = options.get("enforce_eager")
+    is_eager = is_cpu if is_eager is None else is_eager
     threads = (cpu_threads or available_cores()) if is_cpu else None
     variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
     takes_adapters = weight_transfer == ADAPTER_BACKEND
-    with checkpoint_for(model, quantization, is_cpu=is_cpu, takes_adapters=takes_adapters) as folder:
+    with checkpoint_for(model, options.get("quantization"), is_cpu=is_cpu, takes_adapters=takes_adapters) as folder:
         background = BackgroundLoop("llmrl-vllm")
         load = LoadMeter()
         stack = contextlib.ExitStack()
@@ -63,15 +50,7 @@ def start_vllm(
         background.submit(_hold(stack))
         try:
             with starting_environment(variables):
-                arguments = build_engine_args(
-                    folder,
-                    is_cpu=is_cpu,
-                    kv_cache_memory=kv_cache_memory,
-                    weight_transfer=weight_transfer,
-                    enable_sleep=enable_sleep,
-                    options=options,
-                    engine_args=engine_args,
-                )
+                arguments = build_engine_args(folder, options, is_cpu=is_cpu)
                 return background.run(start_llm(arguments, load)), background, load
         except (TypeError, EngineError):
             background.close()

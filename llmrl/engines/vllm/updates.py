@@ -41,7 +41,7 @@ class WholeWeights:
         """Give what a request runs with: no adapter, and a version that vLLM tells with each token."""
         yield None, None
 
-    async def open(self, info: TransferInfo) -> None:
+    async def open_transfer(self, info: TransferInfo) -> None:
         """Open the workers' end of a transfer."""
         from llmrl.engines.vllm.private import WeightTransferInitRequest
 
@@ -98,12 +98,11 @@ class AdapterUpdates(WholeWeights):
             self._num_requests[key] -= 1
             self._one_has_ended.set()
 
-    async def open(self, info: TransferInfo) -> None:
+    async def open_transfer(self, info: TransferInfo) -> None:
         """Compare the trainer's model and adapters with the engine's, and begin with an adapter that adds nothing.
 
-        Raises:
-            ValueError: when the model is another one, a rank is above the engine's, vLLM does not adapt a layer, or the
-                model has experts and runs on a CPU, where vLLM would die of the first request.
+        Raises ValueError if the model is another one, a rank is above the engine's, vLLM does not adapt a layer, or
+        the model has experts and runs on a CPU, where vLLM would die of the first request.
         """
         from llmrl.engines.vllm.private import current_platform
 
@@ -133,8 +132,7 @@ class AdapterUpdates(WholeWeights):
     async def take(self, info: TransferInfo | list[TransferInfo]) -> None:
         """Load an adapter beside the others; requests go on meanwhile, and none uses it yet.
 
-        Raises:
-            ValueError: when vLLM refuses it: for a layer that it does not adapt, or of another shape.
+        Raises ValueError if vLLM refuses it: for a layer that it does not adapt, or of another shape.
         """
         self._taken = None
         assert isinstance(info, dict), "adapters are the same for all workers"
