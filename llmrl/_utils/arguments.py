@@ -22,8 +22,7 @@ def refuse_unknown(
         given, known: names.
         explained: what to do instead of names that other libraries know; TorchRL's of this owner when not given.
 
-    Raises:
-        TypeError: naming the argument and what to do instead, the nearest known name, or all known names.
+    Raises TypeError, which names the argument and what to do instead, the nearest known name, or all known names.
 
     Example:
         >>> refuse_unknown("make_env", ["num_digit"], ["num_digits", "seed"])

@@ -35,11 +35,7 @@ class Mailbox:
         return 0.0 if woken_s is None else time.monotonic() - woken_s
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Run `function(*arguments)` on the loop soon.
-
-        Raises:
-            RuntimeError: when the loop is closed.
-        """
+        """Run `function(*arguments)` on the loop soon. Raises RuntimeError if the loop is closed."""
         self._queue.append((function, arguments))
         # Between the append and the flag a drain may run: it then finds the letter. A spurious wake-up is harmless.
         if self._woken_s is None:
@@ -72,11 +68,7 @@ class CrossLoopTask(Generic[Result]):
         self._ended: asyncio.Future[None] | None = None
 
     def go_to(self, background: BackgroundLoop) -> None:
-        """Begin on this loop.
-
-        Raises:
-            RuntimeError: when the loop is closed; the coroutine is, too.
-        """
+        """Begin on this loop. Raises RuntimeError if the loop is closed; the coroutine is, too."""
         self._background = background
         self._claims = [None]  # the side that takes it owns the coroutine
         try:
@@ -175,11 +167,7 @@ class BackgroundLoop:
         return type(None), ()  # a thread does not travel: elsewhere there is none
 
     def submit(self, coroutine: Coroutine[None, None, Result]) -> Future[Result]:
-        """Run a coroutine on the loop, for a thread that waits for its result.
-
-        Raises:
-            RuntimeError: after `close`.
-        """
+        """Run a coroutine on the loop, for a thread that waits for its result. Raises RuntimeError after `close`."""
         try:
             self.check_open()
             return asyncio.run_coroutine_threadsafe(guarded(coroutine), self.loop)
@@ -190,8 +178,7 @@ class BackgroundLoop:
     def run(self, coroutine: Coroutine[None, None, Result], timeout: float | None = None) -> Result:
         """Run a coroutine on the loop and block until its result.
 
-        Raises:
-            RuntimeError: when called on the loop's own thread, which would wait for itself, or after `close`.
+        Raises RuntimeError if called on the loop's own thread, which would wait for itself, or after `close`.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -199,20 +186,12 @@ class BackgroundLoop:
         return self.submit(coroutine).result(timeout)
 
     def check_open(self) -> None:
-        """Refuse what comes after `close`.
-
-        Raises:
-            RuntimeError: then.
-        """
+        """Refuse what comes after `close`: raises RuntimeError."""
         if self.is_closed:
             raise RuntimeError(f"The background loop {self._thread.name!r} is closed: its owner was shut down.")
 
     def begin(self, coroutine: Coroutine[None, None, Result]) -> CrossLoopTask[Result]:
-        """Have a coroutine run on the loop, for the running loop of the caller.
-
-        Raises:
-            RuntimeError: after `close`.
-        """
+        """Have a coroutine run on the loop, for the running loop of the caller. Raises RuntimeError after `close`."""
         errand = CrossLoopTask(coroutine)
         errand.go_to(self)
         return errand
@@ -235,11 +214,7 @@ class BackgroundLoop:
             raise
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the loop soon.
-
-        Raises:
-            RuntimeError: after `close`.
-        """
+        """Call a function on the loop soon. Raises RuntimeError after `close`."""
         self.check_open()
         self._inbox.post(function, *arguments)
 

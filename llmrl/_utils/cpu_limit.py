@@ -47,8 +47,7 @@ def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
         function: code that may not end.
         cpu_seconds: seconds of this thread's processor time.
 
-    Raises:
-        CpuLimitError: when it is ended.
+    Raises CpuLimitError if it is ended.
 
     Example:
         >>> call_within(lambda: sum(range(4)), 10.0)

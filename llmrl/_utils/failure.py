@@ -22,8 +22,7 @@ class EscapedError(RuntimeError):
 def as_exception(error: BaseException) -> Exception:
     """Return the error, or an `EscapedError` caused by it where futures and loops would take it for an order.
 
-    Raises:
-        KeyboardInterrupt: on the main thread, where it is the process's own.
+    Raises KeyboardInterrupt on the main thread, where it is the process's own.
 
     Example:
         >>> as_exception(SystemExit(3))
@@ -75,8 +74,7 @@ async def contained(work: Awaitable[Result]) -> Result:
 
     When the caller is cancelled, `work` is too, and not waited for.
 
-    Raises:
-        Exception: whatever it raised, as by `as_exception`.
+    Raises what it raised, as by `as_exception`.
     """
     task = asyncio.ensure_future(guarded(work))
     try:
@@ -90,8 +88,7 @@ async def contained(work: Awaitable[Result]) -> Result:
 def result_of(task: asyncio.Future[Result]) -> Result:
     """Return the result of a task that has ended and that llmrl did not cancel.
 
-    Raises:
-        Exception: whatever it raised, as by `as_exception`.
+    Raises what it raised, as by `as_exception`.
     """
     try:
         return task.result()

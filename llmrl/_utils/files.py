@@ -59,9 +59,8 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
         mode: `r`, `r+`, `w`, `a` or `a+`, with `b` for bytes.
         newline, errors: see `open`.
 
-    Raises:
-        UnsafeFileError: for a link, a pipe, a socket, a device or a folder.
-        FileNotFoundError: when there is none to read.
+    Raises UnsafeFileError for a link, a pipe, a socket, a device or a folder, and FileNotFoundError if there is none
+    to read.
 
     Example:
         >>> import tempfile
@@ -109,8 +108,7 @@ def check_entries(folder: Path, names: Collection[str], *, links: Collection[str
         names: patterns of entries, see `fnmatch`; others are not looked at.
         links: patterns of paths in the folder that may be links, such as `wandb/latest-run`.
 
-    Raises:
-        UnsafeFileError: naming the first one.
+    Raises UnsafeFileError for the first one.
 
     Example:
         >>> import tempfile

@@ -17,12 +17,7 @@ def require(module: str, *, extra: str) -> ModuleType:
         module: dotted name of the module, as in an import statement.
         extra: the extra of llmrl's `pyproject.toml` that installs it.
 
-    Returns:
-        The imported module.
-
-    Raises:
-        MissingExtraError: when the package is absent, naming the extra. A package that is there but fails to
-            import for another reason raises its own error.
+    Raises MissingExtraError if the package is absent; one that fails to import otherwise raises its own error.
 
     Example:
         >>> require("json", extra="tools").loads("[1]")

@@ -19,9 +19,8 @@ def finite_number(value: object, name: str) -> float:
         value: whatever a function returned.
         name: what it is, for the message.
 
-    Raises:
-        TypeError: for what is no number, a text that reads like one included.
-        ValueError: for NaN, infinity, and what float32 cannot hold.
+    Raises TypeError for what is no number, a text that reads like one included, and ValueError for NaN, infinity, and
+    what float32 cannot hold.
 
     Example:
         >>> finite_number(True, "reward"), finite_number(2, "reward")

@@ -54,8 +54,7 @@ def write_safetensors(
         pairs: the tensors, by name and in that order.
         checksum_name: name of one more tensor, the last: the CRC-32 of everything before it.
 
-    Raises:
-        ValueError: when other tensors come than were announced.
+    Raises ValueError if other tensors come than were announced.
     """
     # Wide types first, so that each tensor begins at a multiple of its own width.
     in_order = sorted(entries, key=lambda entry: -entry[1].itemsize)

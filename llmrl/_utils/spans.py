@@ -30,8 +30,7 @@ def trace_spans(provider: TracerProvider | None = None) -> None:
         provider: makes the spans; None is the program's own, as `opentelemetry-instrument` sets it, or one that
             sends them by OTLP where it has none, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says.
 
-    Raises:
-        MissingExtraError: when OpenTelemetry is not installed, naming the extra.
+    Raises MissingExtraError if OpenTelemetry is not installed, naming the extra.
     """
     global _tracer
     trace = require("opentelemetry.trace", extra="spans")

@@ -56,8 +56,7 @@ class WorkerThread:
     ) -> Result:
         """Call a function in the thread.
 
-        Raises:
-            Exception: whatever it raised, as by `as_exception`.
+        Raises what it raised, as by `as_exception`.
         """
         if self._is_left is None:
             self._begin()
@@ -75,8 +74,7 @@ async def run_in_thread(
 ) -> Result:
     """Run a function in a thread of its own, which is left behind when its caller is cancelled.
 
-    Raises:
-        Exception: whatever it raised, as by `as_exception`.
+    Raises what it raised, as by `as_exception`.
 
     Example:
         >>> asyncio.run(run_in_thread(max, 1, 2))
