@@ -151,8 +151,9 @@ class MemoryChannel(Channel):
     def stage(self, version: int | None) -> int:
         """Cast and pack the weights. Raises ValueError if the source yields others than it announces."""
         assert version is not None, "an engine has to read the memory"
-        before, base = (self._layout, self.checksum) if self._tag else (None, None)
-        self._tag = ""
+        before = self._layout
+        base = self.checksum if self._tag else None
+        self._tag = ""  # nothing is staged until all of it is packed: a source may fail half-way
         self._layout = None
         self.checksum = None
         self.delta = None

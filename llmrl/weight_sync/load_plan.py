@@ -71,6 +71,7 @@ class ParameterPlan:
         """Return the whole parameter as a view of the buffer, if its parts lie there as they do in the parameter."""
         copies = sorted(self.copies, key=lambda copy: copy[0].offset)
         first = copies[0][1]
+        # Without a copy only where each part begins in the buffer where the one before it ends, as in the parameter.
         end = 0
         for target, source in copies:
             if (
@@ -121,13 +122,14 @@ class LoadPlan:
             own = layer._parameters[plan.name]
             assert own is not None
             is_weight = plan.name == "weight" and method is not None
-            if own.shape == plan.shape:
+            if own.shape == plan.shape:  # vLLM kept the weight beside what its kernel reads, or reads it itself
                 plan.fill(own.data, buffer)
                 if is_weight and id(layer) not in self._unpacked:
                     method.process_weights_after_loading(layer)
                 continue
+            # vLLM dropped it when it was packed: it packs what stands in its place, which is taken away again.
             loaded = plan.as_one_view(buffer)
-            if loaded is None:
+            if loaded is None:  # parts that are fused in the model lie apart in the buffer
                 loaded = plan.fill(torch.empty(plan.shape, dtype=plan.dtype), buffer)
             layer._parameters[plan.name] = torch.nn.Parameter(loaded, requires_grad=False)
             method.process_weights_after_loading(layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
@@ -46,13 +47,13 @@ class _Matrices(AdapterWeights):
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """Starts engines and a sender of weights by one of `WAYS`."""
+    """Starts engines, as replicas or as a list, and a sender of weights by one of `WAYS`."""
     monkeypatch.setattr(StreamChannel, "connect", lambda channel, client: _Streamed(channel, client))
     monkeypatch.setattr("llmrl.weight_sync.scheme.AdapterWeights", _Matrices)
     monkeypatch.setattr(channels, "_MEETING_SECONDS", 1.0)
     ended = []
 
-    def begin(way, labels, *, num_engines=2, version=0):
+    def begin(way, labels, *, num_engines=2, version=0, is_list=False):
         backend = _BACKENDS.get(way, "llmrl")
         anchor_every = 3 if "deltas" in way else 1
         folder = tmp_path / f"{labels.seed}"
@@ -67,10 +68,11 @@ def start(monkeypatch, tmp_path):
             time.sleep(0.002)
             return Replica(labels, backend)
 
-        engines = [Replica(labels, backend) for _ in range(num_engines)]
-        replicas = EngineReplicas(engines, restart=restart, max_restarts=10**6, hang_timeout_seconds=20)
-        replicas.policy_version = version
-        ended.append(replicas)
+        replicas = [Replica(labels, backend) for _ in range(num_engines)]
+        if not is_list:
+            replicas = EngineReplicas(replicas, restart=restart, max_restarts=10**6, hang_timeout_seconds=20)
+            replicas.policy_version = version
+            ended.append(replicas)
 
         def renew():
             """Another sender in place of the one before, if there was one."""
@@ -138,6 +140,37 @@ def test_another_sender_gives_no_version_of_a_dead_engine_to_other_weights(is_re
     labels.look()
     assert not labels.wrong
     assert labels.seen == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+@pytest.mark.parametrize("way", ["memory", "files", "adapters"])
+def test_a_version_is_that_of_the_same_weights_in_a_list_in_which_dead_engines_are_replaced(start, way):
+    """As below, but nothing restarts engines; a new sender comes where the last version's engines are in the list."""
+    for seed in fuzz_seeds(10):
+        chance = random.Random(seed)
+        labels = Labels(seed, chance.choice([0.0, 0.02, 0.1, 0.3]))
+        engines, renew, model = start(way, labels, num_engines=chance.choice([1, 2, 3]), is_list=True)
+        sender = renew()
+        for number in range(1, 9):
+            set_to(model, number)
+            for _ in range(chance.randrange(2)):
+                chance.choice(engines).die()
+            try:
+                labels.expect(sender.update_weights(), number, "the update")
+            except EngineError as error:
+                labels.log.append(str(error))
+            labels.look()
+            for place, engine in enumerate(engines):
+                if not engine.is_alive and chance.random() < 0.5:
+                    engines[place] = Replica(labels, engine.weight_transfer_backend)
+                    if chance.random() < 0.5:
+                        with contextlib.suppress(EngineError):
+                            sender.bring_up_to_date(engines[place])
+            labels.look()
+            assert not labels.wrong, (seed, labels.wrong, labels.log)
+            is_known = max(engine.policy_version for engine in engines) >= max(labels.seen)
+            if chance.random() < 0.3 and is_known and any(engine.is_alive for engine in engines):
+                sender.shutdown()
+                sender = renew()
 
 
 def refuse(version):
