@@ -126,7 +126,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             ray_options: options of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
             ray_init_config: arguments of `ray.init`, if this process is not connected yet;
                 `{"address": "auto"}` for a cluster that runs.
-            options: see `EngineOptions`.
+            options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
             TypeError: for an option that `AsyncVLLM.from_pretrained` has not, with the nearest one.

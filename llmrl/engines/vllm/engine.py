@@ -105,7 +105,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         Args:
             model_name: folder or hub name.
             num_replicas: start so many, as `EngineReplicas`.
-            options: see `EngineOptions`.
+            options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
             ImportError: when vLLM is not installed, naming the extra.
