@@ -197,9 +197,8 @@ class DoubleBufferReader:
 
     def _bring_up_to_date(self, engine: UpdatableEngine) -> None:
         with held_for(engine, self._lock):
-            pointer = self._applied
-            if pointer is not None and engine.policy_version != pointer.version:
-                self._apply([self._group.member_of(engine)], pointer)
+            if self._applied is not None:
+                self._apply([self._group.member_of(engine)], self._applied)
 
     def _apply(self, members: list[Member], pointer: BufferPointer) -> None:
         def take(member: Member) -> None:
