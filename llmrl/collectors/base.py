@@ -37,8 +37,6 @@ class CollectorSource(RolloutSource, Protocol):
 
     is_open: asyncio.Event
     """Cleared while no rollout and no turn may start."""
-    is_group_scored: bool
-    """Whether the rollouts of a group are scored together."""
     num_players: int  # rollouts, one after the other in their group, that wait for each other
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, TypedDict
 
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
@@ -18,6 +18,7 @@ from llmrl.collectors.buffer import QueueBuffer, TakesBatches, TakesItems
 from llmrl.collectors.concurrency import FIRST_LIMIT, READER, ConcurrencyLimit, CountsTurns, follow_load
 from llmrl.collectors.groups import GroupRules
 from llmrl.collectors.mixed_source import MixedSource
+from llmrl.collectors.ray_source import RayActors, RaySource
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
@@ -30,6 +31,32 @@ from llmrl.engines.load import take_load
 from llmrl.envs import EndOfData, MixedEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion
+
+
+class CollectorOptions(TypedDict, total=False):
+    """What `LLMCollector` takes beside an environment and a policy."""
+
+    groups_per_batch: int | None
+    tokens_per_batch: int | None
+    dialog_turns_per_batch: int | None
+    yield_completed_trajectories: bool | None
+    yield_only_last_steps: bool | None
+    total_dialog_turns: int
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None
+    replay_buffer: TakesBatches | None
+    queue: TakesItems | None
+    max_concurrent_rollouts: int | Literal["auto"] | None
+    max_staleness: int | None
+    late_groups: LatePolicy
+    num_extra_groups: int
+    reset_at_each_iter: bool
+    group_rules: GroupRules | None
+    limits: RolloutLimits | Mapping[str, RolloutLimits] | None
+    track_policy_version: bool | PolicyVersion
+    weight_sync_schemes: Mapping[str, WeightScheme] | None
+    async_envs: bool | None
+    flatten_data: bool | None
+    verbose: bool
 
 
 class LLMCollector(KnownArguments, BatchCollector):
@@ -66,8 +93,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         reset_at_each_iter: begin each batch with new conversations, none ahead; what one has beyond its number of
             turns is dropped, and so are conversations that it did not wait for.
         group_rules: rules that select settled groups (filters, dynamic sampling); every drop is counted.
-        limits: turn, prompt and time limits of a rollout; for a `MixedEnv`, also a dict by environment name.
-        step_timeout_seconds: limit of one environment step, its tools included.
+        limits: turn, prompt and time limits of a rollout, and of a step; for a `MixedEnv`, also by environment name.
         track_policy_version: whether to add a `PolicyVersion` that follows the engine; or your own.
         weight_sync_schemes: by policy name (`{"policy": scheme}`), for `update_policy_weights_`; by default the scheme
             that the engine wants.
@@ -84,7 +110,7 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     def __init__(
         self,
-        env: EnvBase | MixedEnv | Callable[[], EnvBase | MixedEnv],
+        env: EnvBase | MixedEnv | Callable[[], EnvBase | MixedEnv] | RayActors,
         policy: LLMWrapperBase | None = None,
         *,
         policy_factory: Callable[[], LLMWrapperBase] | None = None,
@@ -104,7 +130,6 @@ class LLMCollector(KnownArguments, BatchCollector):
         reset_at_each_iter: bool = False,
         group_rules: GroupRules | None = None,
         limits: RolloutLimits | Mapping[str, RolloutLimits] | None = None,
-        step_timeout_seconds: float | None = None,
         track_policy_version: bool | PolicyVersion = False,
         weight_sync_schemes: Mapping[str, WeightScheme] | None = None,
         async_envs: bool | None = None,
@@ -143,14 +168,18 @@ class LLMCollector(KnownArguments, BatchCollector):
         if queue is not None and replay_buffer is not None:
             raise ValueError("batches go to a replay_buffer or to a queue: pass one of them.")
         per_batch = shape.size if shape.kind != "tokens" else 8
-        source = self._make_source(
-            (lambda: env) if isinstance(env, EnvBase | MixedEnv) else env,
-            policy_factory or (lambda: policy),  # type: ignore[arg-type,return-value]
-            shape=shape,
-            limits=RolloutLimits() if limits is None else limits,
-            step_timeout_seconds=step_timeout_seconds,
-            track_policy_version=track_policy_version,
-        )
+        source: CollectorSource
+        limits = RolloutLimits() if limits is None else limits
+        self.policy_version_tracker: PolicyVersion | None = None
+        """The transform that writes each step's version, if one was requested."""
+        make_policy = policy_factory or (lambda: policy)  # type: ignore[return-value]
+        if isinstance(env, RayActors):
+            in_groups = shape.is_grouped
+            source = RaySource(env, make_policy, in_groups=in_groups, track_version=track_policy_version, limits=limits)
+        else:
+            self.policy: LLMWrapperBase = make_policy()
+            self.env: EnvBase | MixedEnv = env if isinstance(env, EnvBase | MixedEnv) else env()
+            source = self._local_source(shape, limits, track_policy_version)
         in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
         if (num_given or in_flight) < source.num_players:
             raise ValueError(
@@ -183,7 +212,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         scheduler = RolloutScheduler(
             source,
             gate,
-            rules=group_rules or GroupRules(drop_failed_groups=source.is_group_scored),
+            rules=group_rules or GroupRules(),
             max_concurrent_rollouts=limit.value if limit is not None else num_given or in_flight,
             units=shape.units,
             patience=max(1, shape.size if shape.kind == "groups" else 8),
@@ -209,32 +238,18 @@ class LLMCollector(KnownArguments, BatchCollector):
         """Maximum number of conversations in flight; with `"auto"`, its current value."""
         return self._scheduler.max_concurrent_rollouts
 
-    def _make_source(
+    def _local_source(
         self,
-        make_env: Callable[[], EnvBase | MixedEnv],
-        make_policy: Callable[[], LLMWrapperBase],
-        *,
         shape: BatchShape,
         limits: RolloutLimits | Mapping[str, RolloutLimits],
-        step_timeout_seconds: float | None,
         track_policy_version: bool | PolicyVersion,
     ) -> CollectorSource:
-        self.policy: LLMWrapperBase = make_policy()
-        self.env: EnvBase | MixedEnv = make_env()
-        self.policy_version_tracker: PolicyVersion | None = None
-        """The transform that writes each step's version, if one was requested."""
         if isinstance(self.env, MixedEnv):
             if track_policy_version:
                 raise ValueError(
                     "track_policy_version works for one environment only: append a PolicyVersion to each environment."
                 )
-            return MixedSource(
-                self.env,
-                self.policy,
-                in_groups=shape.is_grouped,
-                limits=limits,
-                step_timeout_seconds=step_timeout_seconds,
-            )
+            return MixedSource(self.env, self.policy, in_groups=shape.is_grouped, limits=limits)
         if not isinstance(limits, RolloutLimits):
             raise ValueError(f"limits by name are those of a MixedEnv; got {sorted(limits)} for one environment.")
         if track_policy_version:
@@ -243,13 +258,7 @@ class LLMCollector(KnownArguments, BatchCollector):
                 track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
             )
             self.env = TransformedEnv(self.env, self.policy_version_tracker)
-        return EnvSource(
-            self.env,
-            self.policy,
-            in_groups=shape.is_grouped,
-            limits=limits,
-            step_timeout_seconds=step_timeout_seconds,
-        )
+        return EnvSource(self.env, self.policy, in_groups=shape.is_grouped, limits=limits)
 
     def increment_version(self) -> None:
         """Count an update of the weights in your own `PolicyVersion`.

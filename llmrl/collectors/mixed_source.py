@@ -24,7 +24,7 @@ class MixedSource:
         mixed: the environments.
         policy: generates, for all of them.
         limits: what may end a rollout early; or by the environments' names, where those that are not named have none.
-        in_groups, step_timeout_seconds: see `EnvSource`.
+        in_groups: see `EnvSource`.
 
     Raises:
         ValueError: if limits name an unknown environment; see also `EnvSource`.
@@ -37,7 +37,6 @@ class MixedSource:
         *,
         in_groups: bool,
         limits: RolloutLimits | Mapping[str, RolloutLimits],
-        step_timeout_seconds: float | None = None,
     ) -> None:
         self.dataset_env = mixed
         self._prompts = mixed.prompts
@@ -54,7 +53,6 @@ class MixedSource:
                 policy,
                 in_groups=in_groups,
                 limits=by_name.get(name),
-                step_timeout_seconds=step_timeout_seconds,
                 is_open=self.is_open,
             )
             for name, env in mixed.items()
@@ -65,8 +63,6 @@ class MixedSource:
         self._first = next(iter(self._sources.values()))
         self.group_size = max(source.group_size for source in self._sources.values())
         self.num_players = max(source.num_players for source in self._sources.values())
-        self.is_group_scored = any(source.is_group_scored for source in self._sources.values())
-        """Whether the rollouts of a group are scored together, in one of the environments at least."""
 
     @property
     def engine(self) -> Engine:

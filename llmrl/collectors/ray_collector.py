@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Unpack
 
 from torchrl.envs import EnvBase
 
-from llmrl.collectors.base import CollectorSource
-from llmrl.collectors.collector import LLMCollector
-from llmrl.collectors.ray_source import RaySource
-from llmrl.collectors.rollout_runner import RolloutLimits
-from llmrl.collectors.shape import BatchShape
-from llmrl.engines.ray.cluster import connect
-from llmrl.envs import MixedEnv
+from llmrl.collectors.collector import CollectorOptions, LLMCollector
+from llmrl.collectors.ray_source import RayActors, RaySource
 from llmrl.policies import LLMWrapperBase
-from llmrl.transforms import PolicyVersion
 
 
 class RayLLMCollector(LLMCollector):
@@ -61,58 +54,33 @@ class RayLLMCollector(LLMCollector):
         num_gpus: float | None = None,
         ray_init_config: Mapping[str, object] | None = None,
         sync_iter: bool = True,
-        **arguments: Any,
+        **arguments: Unpack[CollectorOptions],
     ) -> None:
         if isinstance(env, EnvBase):
             raise ValueError("env must be a function that builds the environment: each actor has its own.")
         if num_collectors < 1:
             raise ValueError(f"num_collectors must be at least 1, got {num_collectors}.")
         shares = {name: share for name, share in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if share is not None}
-        self._engine = engine
-        self._num_collectors = num_collectors
-        self._num_actor_retries = num_actor_retries
-        self._actor_options = {**shares, **(remote_config or {})}
-        self._ray_init_config = ray_init_config
-        super().__init__(env, policy_factory=policy_factory, **(arguments if sync_iter else _ahead(arguments)))
-
-    def _make_source(
-        self,
-        make_env: Callable[[], EnvBase | MixedEnv],
-        make_policy: Callable[[], LLMWrapperBase],
-        *,
-        shape: BatchShape,
-        limits: RolloutLimits | Mapping[str, RolloutLimits],
-        step_timeout_seconds: float | None,
-        track_policy_version: bool | PolicyVersion,
-    ) -> CollectorSource:
-        if isinstance(limits, Mapping):
-            raise ValueError("limits by name are those of a MixedEnv, which is collected in one process.")
-        if isinstance(track_policy_version, PolicyVersion):
-            raise ValueError("a PolicyVersion of yours does not reach the actors: pass track_policy_version=True.")
-        connect(self._ray_init_config)
-        self.policy_version_tracker = None
-        self._ray_source = RaySource(
-            make_env,
-            make_policy,
-            in_groups=shape.is_grouped,
-            track_version=track_policy_version,
-            limits=limits,
-            step_timeout_seconds=step_timeout_seconds,
-            num_collectors=self._num_collectors,
-            num_retries=self._num_actor_retries,
-            actor_options=self._actor_options,
-            engine=self._engine,
+        actors = RayActors(
+            make_env=env,
+            number=num_collectors,
+            num_retries=num_actor_retries,
+            options={**shares, **(remote_config or {})},
+            engine=engine,
+            ray_init_config=ray_init_config,
         )
-        return self._ray_source
+        super().__init__(actors, policy_factory=policy_factory, **(arguments if sync_iter else _ahead(arguments)))
+        assert isinstance(self._source, RaySource)
+        self._actors = self._source
 
     @property
     def num_restarts(self) -> int:
         """Actors that died and were replaced."""
-        return self._ray_source.num_restarts
+        return self._actors.num_restarts
 
     def set_policy_version(self, version: int) -> None:
         """Tell the collector of an update of the engines' weights that it did not make itself."""
-        self._ray_source.version = version
+        self._actors.version = version
         self._background.post(self._scheduler.notify)
 
     def increment_version(self) -> None:
@@ -123,29 +91,20 @@ class RayLLMCollector(LLMCollector):
         self.set_policy_version(version)
 
 
-def _ahead(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _ahead(arguments: CollectorOptions) -> CollectorOptions:
     """Return the arguments of a collector that collects the next batch meanwhile.
 
     Raises:
         ValueError: where they say otherwise.
     """
-    if arguments.get("max_staleness") is not None:
-        if arguments["max_staleness"] < 1:
+    max_staleness = arguments.get("max_staleness")
+    if max_staleness is not None:
+        if max_staleness < 1:
             raise ValueError("sync_iter=False collects ahead and max_staleness=0 does not: choose one.")
-        return dict(arguments)
+        return arguments
     if arguments.get("tokens_per_batch") is not None:
         raise ValueError("sync_iter=False needs batches of a known number of rollouts: pass groups_per_batch.")
     if arguments.get("groups_per_batch") is not None or arguments.get("yield_only_last_steps"):
         return {**arguments, "max_staleness": 1}
     size = arguments.get("dialog_turns_per_batch") or 1
     return {**arguments, "max_concurrent_rollouts": arguments.get("max_concurrent_rollouts") or size}
-
-
-def _signature() -> inspect.Signature:
-    own = list(inspect.signature(RayLLMCollector.__init__).parameters.values())[1:-1]
-    names = {parameter.name for parameter in own}
-    shared = inspect.signature(LLMCollector).parameters.values()
-    return inspect.Signature(own + [one for one in shared if one.name not in names | {"policy"}])
-
-
-RayLLMCollector.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -16,11 +16,11 @@ from torchrl.envs import EnvBase, TransformedEnv
 from llmrl._utils.garbage import search_rarely
 from llmrl._utils.imports import require
 from llmrl.collectors.rollout_runner import RolloutLimits
-from llmrl.collectors.rows import pack_rows, portable_turn
+from llmrl.collectors.rows import portable_turn, rollout_row_bytes
 from llmrl.collectors.scheduler import RolloutTask
-from llmrl.collectors.source import EnvSource
+from llmrl.collectors.source import EnvSource, drawn_record
 from llmrl.data import Rollout
-from llmrl.envs import MixedEnv
+from llmrl.engines.ray.cluster import connect
 from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion, find_rubric_rewards
@@ -45,16 +45,13 @@ class CollectorActor:
         in_groups: bool,
         track_version: bool,
         limits: RolloutLimits,
-        step_timeout_seconds: float | None,
     ) -> None:
         env = make_env()
         policy = make_policy()
         if track_version:
             env = TransformedEnv(env, PolicyVersion(source=lambda: policy.engine.policy_version))
         self._in_groups = in_groups
-        self._source = EnvSource(
-            env, policy, in_groups=in_groups, limits=limits, step_timeout_seconds=step_timeout_seconds
-        )
+        self._source = EnvSource(env, policy, in_groups=in_groups, limits=limits)
 
     async def play(self, positions: list[int]) -> list[Rollout]:
         """Play the rollouts at these places of the dataset, a group, to their ends."""
@@ -64,16 +61,32 @@ class CollectorActor:
         await self._source.score_group(rollouts)
         for rollout in rollouts:
             if self._in_groups:
-                rollout.packed_rows = pack_rows(rollout)
+                rollout.row_bytes = rollout_row_bytes(rollout)
             rollout.steps = [portable_turn(step) for step in rollout.steps]
             rollout.conversation = None  # it holds the renderer; its tokens are in the packed rows
-            rollout.columns = {}
+            rollout.columns = {}  # the trainer has them
             rollout.tool_states = {}
         return rollouts
 
     async def process_id(self) -> int:
         """Return the id of the actor's process."""
         return os.getpid()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayActors:
+    """Collector actors on a Ray cluster, each with an environment of its own."""
+
+    make_env: Callable[[], EnvBase]
+    """Builds an environment with a dataset; called here once, and in every actor."""
+    number: int
+    num_retries: int
+    """How often a group is played again after its actor died, and an actor that did not start is started again."""
+    options: Mapping[str, object]
+    """Options of each actor: `num_cpus`, `num_gpus`, `resources`, ..."""
+    engine: object
+    """Engine to send weights to; None if this process cannot reach it."""
+    ray_init_config: Mapping[str, object] | None
 
 
 @dataclass(slots=True)
@@ -93,51 +106,46 @@ class RaySource:
     others play.
 
     Args:
-        make_env: builds an environment with a dataset; called here once, and in every actor.
+        actors: actors that play.
         make_policy: builds an actor's policy.
-        in_groups: play groups, as training rows; else one by one, as turns.
-        track_version: give turns a `"policy_version"`.
-        limits: what may end a rollout early.
-        step_timeout_seconds: limit of one environment step.
-        num_collectors: number of actors.
-        num_retries: how often a group is played again after its actor died, and an actor started again that did not.
-        actor_options: options of each actor: `num_cpus`, `num_gpus`, `resources`, ...
-        engine: engine to send weights to.
+        in_groups: whether to play groups, as training rows; else one by one, as turns.
+        track_version: whether turns get a `"policy_version"`.
+        limits: limits that end a rollout early.
 
     Raises:
-        ValueError: when the environment has no dataset.
+        ValueError: if the environment has no dataset, or if an argument cannot reach the actors.
         ray.exceptions.RayActorError: when an actor cannot be built.
     """
 
     def __init__(
         self,
-        make_env: Callable[[], EnvBase | MixedEnv],
+        actors: RayActors,
         make_policy: Callable[[], LLMWrapperBase],
         *,
         in_groups: bool,
-        track_version: bool,
-        limits: RolloutLimits,
-        step_timeout_seconds: float | None,
-        num_collectors: int,
-        num_retries: int,
-        actor_options: Mapping[str, object],
-        engine: object,
+        track_version: bool | PolicyVersion,
+        limits: RolloutLimits | Mapping[str, RolloutLimits],
     ) -> None:
+        if isinstance(limits, Mapping):
+            raise ValueError("limits by name are those of a MixedEnv, which is collected in one process.")
+        if isinstance(track_version, PolicyVersion):
+            raise ValueError("a PolicyVersion of yours does not reach the actors: pass track_policy_version=True.")
+        connect(actors.ray_init_config)
         ray = require("ray", extra="ray")
-        own_env = make_env()
+        own_env = actors.make_env()
         self.dataset_env = dataset_env_of(own_env)
         if self.dataset_env is None:
             raise ValueError("env must build one DatasetChatEnv: actors play prompts of it by their positions.")
-        self.is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
+        is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
         self.is_open = asyncio.Event()
-        self.engine = engine
-        self._num_retries = num_retries
+        self.engine = actors.engine
+        self._num_retries = actors.num_retries
         self._prompts = self.dataset_env.prompts
         self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
-        self._are_groups_whole = self.is_group_scored or self.num_players > 1
+        self._are_groups_whole = is_group_scored or self.num_players > 1
         self.group_size = self._prompts.num_samples if in_groups or self._are_groups_whole else 1
-        self._arguments = (make_env, make_policy, in_groups, track_version, limits, step_timeout_seconds)
-        self._options = {"max_concurrency": MAX_IN_FLIGHT, **actor_options}
+        self._arguments = (actors.make_env, make_policy, in_groups, track_version, limits)
+        self._options = {"max_concurrency": MAX_IN_FLIGHT, **actors.options}
         self._class = ray.remote(CollectorActor)
         self.num_restarts = 0
         """Actors that died and were replaced."""
@@ -145,7 +153,7 @@ class RaySource:
         """The policy's version, as far as it was told."""
         self._changed = asyncio.Event()
         self._starting: set[asyncio.Task[None]] = set()
-        self._slots = [_ActorSlot(self._new_actor()) for _ in range(num_collectors)]
+        self._slots = [_ActorSlot(self._new_actor()) for _ in range(actors.number)]
         ray.get([slot.actor.process_id.remote() for slot in self._slots])  # an author's mistake is raised here
         for slot in self._slots:
             slot.is_ready = True
@@ -179,16 +187,7 @@ class RaySource:
         jobs = []
         for start in range(0, len(positions), self.group_size):
             chosen = positions[start : start + self.group_size]
-            drawn = [self._prompts.draw() for _ in chosen]
-            records = [
-                Rollout(
-                    rollout_id=f"{group_id}/{sample_index}",
-                    group_id=group_id,
-                    sample_index=sample_index,
-                    group_size=self._prompts.num_samples,
-                )
-                for _, group_id, sample_index in drawn
-            ]
+            records = [drawn_record(self.dataset_env, self._prompts.draw()) for _ in chosen]
             jobs.append(RolloutTask(records=records, payload=chosen, positions=tuple(chosen)))
         return jobs
 
@@ -205,7 +204,10 @@ class RaySource:
             actor = slot.actor
             slot.load += 1
             try:
-                return await actor.play.remote(job.payload)
+                rollouts: list[Rollout] = await actor.play.remote(job.payload)
+                for rollout, record in zip(rollouts, job.records, strict=True):
+                    rollout.columns = record.columns
+                return rollouts
             except RayTaskError:
                 raise
             except RayError as error:  # the actor died, or its node with the answer on it

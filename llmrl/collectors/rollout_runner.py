@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDictBase
 
-from llmrl._utils.failure import as_exception, contained, describe, traceback_of
-from llmrl._utils.numbers import finite_number
+from llmrl._utils.failure import as_exception, describe, traceback_of
+from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.spans import here, span
 from llmrl.collectors.agents import AgentEndpoint
@@ -27,8 +28,8 @@ from llmrl.engines import Completion
 from llmrl.envs import AgentEnv
 from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
-from llmrl.rewards import RewardInput, Rubric, Score
-from llmrl.rewards.rubric import score_in_span
+from llmrl.rewards import RewardInput, Rubric
+from llmrl.rewards.rubric import scores_of
 from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric, outcomes_of, states_of, write_score
 
 _SOLO_IDS = itertools.count()
@@ -52,6 +53,8 @@ class RolloutLimits:
     """Whether an answer that was cut by its budget of tokens ends its rollout, truncated. TorchRL plays on after it."""
     rollout_timeout_seconds: float | None = None
     """Wall time of a rollout, waiting included."""
+    step_timeout_seconds: float | None = None
+    """Time of one environment step, its tools included."""
     num_engine_retries: int = 2
     """How often a failed engine request is tried again, under a new id."""
 
@@ -101,7 +104,6 @@ class RolloutRunner:
             rubric_reward.check_order()  # the environment has all its transforms now
             rubric_reward.check_inputs()
         self.rubric: Rubric | None = joint_rubric(rubric_rewards)
-        self._is_scored_here = self.rubric is not None and (self.rubric.is_async or self.rubric.is_group_scored)
         self.max_prompt_tokens = min(
             limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
         )
@@ -153,7 +155,7 @@ class RolloutRunner:
                 counts = rollout.conversation.count_turns()
                 rollout.num_forks = counts["num_forked_turns"]
                 rollout.num_realigned_tokens = counts["num_realigned_tokens"]
-            await self._score_unscored(rollout)  # a judge may read what tools keep
+            await self._score_at_end(rollout)  # a judge may read what tools keep
         finally:
             for element in held:
                 await self.stepper.release(element)
@@ -177,13 +179,11 @@ class RolloutRunner:
         except Exception as error:
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         held.append(element)
-        rollout.columns = rollout.columns or dataset_columns(element)
-        if self._is_scored_here:
-            element.set(("rollout", "is_scored_later"), non_tensor(True))
+        if not isinstance(opening, TensorDictBase):
+            rollout.columns = dataset_columns(element)  # with what the environment's parts wrote
         if _is_any(element.get("done")):  # a game that was over before this player's turn
             rollout.status = decide_status(is_terminated=True)
-            rollout.is_scored = True
-            rollout.reward = float(element.get("reward", torch.zeros(1)).sum())
+            rollout.add_reward(float(element.get("reward", torch.zeros(1)).sum()))
 
     @staticmethod
     def open(element: TensorDictBase) -> Rollout:
@@ -217,6 +217,7 @@ class RolloutRunner:
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)
+        element.set(("rollout", "reason"), non_tensor(rollout.reason))
         try:
             stepped, element = await self.stepper.step(element)
         except Exception as error:
@@ -226,10 +227,7 @@ class RolloutRunner:
         if session.reason:  # it went on, without the answers that it was refused
             rollout.reason = session.reason
             rollout.status = decide_status(is_terminated=False, reason=session.reason)
-        rollout.breakdown = {**score.parts, **rollout.breakdown}
-        if self.rubric is None:
-            rollout.is_scored = score.is_scored and rollout.status.is_success
-            rollout.error = score.error
+            rollout.is_scored &= rollout.status.is_success
 
     async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
         while not rollout.status.is_settled:
@@ -307,13 +305,12 @@ class RolloutRunner:
         reward = step["reward"]
         rollout.add_reward(float(reward if reward.numel() == 1 else reward.sum()))
         rollout.info |= plain(step.get("env_info")) or {}
-        if self.rubric is not None and _is_any(step["is_scored"]):
-            rollout.is_scored = True
+        if "is_scored" in step:  # a rubric or an agent scores
+            rollout.is_scored = _is_any(step["is_scored"])
+            rollout.error = plain(step["score_error"])
             rollout.breakdown = {
                 key: float(value) for key, value in step["reward_breakdown"].items() if not value.isnan().any()
             }
-        elif self.rubric is not None and not self._is_scored_here:
-            rollout.error = plain(step["score_error"])
         if rollout.status is RolloutStatus.COMPLETED:
             rollout.reason = StopReason.NONE
         elif rollout.status.is_settled:
@@ -321,35 +318,34 @@ class RolloutRunner:
         if self.stepper.keep_steps:
             rollout.steps.append(stepped)
 
-    async def _score_unscored(self, rollout: Rollout) -> None:
-        """Score a rollout that no step scored: its judge is slow, or it ended between two steps."""
+    async def _score_at_end(self, rollout: Rollout) -> None:
         if self.rubric is None:
-            if self._agent_env is None:
-                rollout.is_scored = rollout.status.is_success  # its reward is what its environment gave
+            if self._agent_env is None:  # its reward is what its environment gave
+                rollout.is_scored = rollout.status.is_success
             return
         is_scoring_failed = rollout.status.is_success and bool(rollout.error)
-        if rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored:
-            return
-        try:
-            scoring = score_in_span(self.rubric, as_scored(rollout))
-            if self._is_scored_here:
-                score = await self.judge_loop.wait(scoring, self.rubric.timeout_seconds)
-            else:
-                score = await contained(scoring)
-        except Exception as error:
-            score = self.rubric.failed(describe(error))
-        self.take_score(rollout, score)
+        if not (rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored):
+            await self.score([rollout])
 
-    def take_score(self, rollout: Rollout, score: Score) -> None:
-        """Add a score to a settled rollout."""
+    async def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Score ended rollouts that no step has scored, those of a group together where the rubric does so."""
         assert self.rubric is not None
-        rollout.add_reward(score.reward)
-        rollout.breakdown = score.breakdown
-        rollout.is_scored = score.is_scored
-        rollout.error = rollout.error or score.error
-        _refuse_reward(rollout)
-        if rollout.steps:
-            write_score(rollout.steps[-1].get("next"), score, self.rubric.names)
+        try:
+            scoring = scores_of(self.rubric, [_reward_input(rollout) for rollout in rollouts])
+            scores = await self.judge_loop.wait(scoring, self.rubric.timeout_seconds)
+        except Exception as error:
+            text = describe(error)
+            if self.rubric.is_group_scored:
+                text += f"; score_group ({location_of(self.rubric.score_group, error)})"
+            scores = [self.rubric.failed(text)] * len(rollouts)
+        for rollout, score in zip(rollouts, scores, strict=True):
+            rollout.add_reward(score.reward)
+            rollout.breakdown |= score.breakdown
+            rollout.is_scored = score.is_scored
+            rollout.error = rollout.error or score.error
+            _refuse_reward(rollout)
+            if rollout.steps:
+                write_score(rollout.steps[-1].get("next"), score, self.rubric.names)
 
     @staticmethod
     def _end(rollout: Rollout, reason: str, error: BaseException | str = "") -> None:
@@ -387,7 +383,7 @@ def _refuse_reward(rollout: Rollout) -> None:
             rollout.error = rollout.error or f"ValueError: {error}"
 
 
-def as_scored(rollout: Rollout) -> RewardInput:
+def _reward_input(rollout: Rollout) -> RewardInput:
     """Return the rollout as reward functions see it."""
     messages = copied(rollout.messages)
     columns = copied(rollout.columns)

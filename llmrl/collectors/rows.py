@@ -15,13 +15,11 @@ from llmrl.data.sampling_mask import sampling_mask_entry
 from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
 
-class PackedRow(NamedTuple):
-    """A training row as it travels: its columns as bytes, which take a tenth of the time that its tensors would."""
+class RowBytes(NamedTuple):
+    """A training row as it leaves a process: pickling bytes takes a tenth of the time that tensors would."""
 
-    token_ids: bytes
-    loss_mask: bytes
-    log_probs: bytes
-    versions: bytes
+    columns: list[bytes]
+    """Those of `_DTYPES`."""
     replayed: dict[str, TensorDictBase | torch.Tensor]
     """Entries that few rows have: the sampling mask, the experts."""
     turn_starts: dict[int, int]
@@ -29,24 +27,42 @@ class PackedRow(NamedTuple):
     """How the rollout's rows came about, see `Reconciliation`."""
 
 
-def pack_rows(rollout: Rollout) -> list[PackedRow]:
-    """Return what `rollout_rows` makes a rollout's rows of, when its conversation stays behind."""
+class _Row(NamedTuple):
+    """As `RowBytes`, within a process."""
+
+    columns: list[torch.Tensor]
+    replayed: dict[str, TensorDictBase | torch.Tensor]
+    turn_starts: dict[int, int]
+    counts: dict[str, int]
+
+
+_DTYPES = {"token_ids": np.int64, "loss_mask": np.bool_, "log_probs": np.float32, "versions": np.int64}
+
+
+def rollout_row_bytes(rollout: Rollout) -> list[RowBytes]:
+    """Return a rollout's rows as they travel; `rollout_rows` makes tensors of them where they arrive."""
+    return [RowBytes([column.numpy().tobytes() for column in row.columns], *row[1:]) for row in _rows_of(rollout)]
+
+
+def _rows_of(rollout: Rollout) -> list[_Row]:
+    if rollout.row_bytes:
+        return [_Row(list(map(_tensor_of, row.columns, _DTYPES.values())), *row[1:]) for row in rollout.row_bytes]
     if rollout.conversation is None:
         return []
     reconciled = rollout.conversation.reconcile()
     return [
-        PackedRow(
-            np.array(columns.token_ids, dtype=np.int64).tobytes(),
-            np.array(columns.loss_mask, dtype=np.bool_).tobytes(),
-            np.array(columns.log_probs, dtype=np.float32).tobytes(),
-            np.array(columns.versions, dtype=np.int64).tobytes(),
-            {**sampling_mask_entry(columns.sampling_mask), **routed_experts_entry(columns.routed_experts)},
+        _Row(
+            [torch.from_numpy(np.array(getattr(row.columns, name), dtype)) for name, dtype in _DTYPES.items()],
+            {**sampling_mask_entry(row.columns.sampling_mask), **routed_experts_entry(row.columns.routed_experts)},
             row.turn_starts,
             reconciled.counts,
         )
         for row in reconciled.rows
-        for columns in (row.columns,)
     ]
+
+
+def _tensor_of(column: bytes, dtype: type) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(column), dtype))  # a copy, which may be written
 
 
 def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
@@ -54,21 +70,18 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
 
     All rows carry the rollout's ids and its reward, undivided. Their keys are the data contract's.
     """
-    packed_rows: list[PackedRow] = rollout.packed_rows or pack_rows(rollout)
     rows: list[TensorDictBase] = []
-    for row_index, packed in enumerate(packed_rows):
-        token_ids, loss_mask, log_probs, versions = (
-            torch.frombuffer(bytearray(column), dtype=dtype)
-            for column, dtype in zip(packed[:4], (torch.int64, torch.bool, torch.float32, torch.int64), strict=True)
-        )
+    parts = _rows_of(rollout)
+    for row_index, row in enumerate(parts):
+        token_ids, loss_mask, log_probs, versions = row.columns
         numbers = {
             "sample_index": rollout.sample_index,
             "row_index": row_index,
-            "num_rows": len(packed_rows),
+            "num_rows": len(parts),
             "num_turns": rollout.num_turns,
             "status": int(rollout.status),
             "is_scored": rollout.is_scored,
-            **packed.counts,
+            **row.counts,
         }
         identity = {
             "rollout_id": non_tensor(rollout.rollout_id),
@@ -77,10 +90,10 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
             "reason": non_tensor(rollout.reason),
             **{key: torch.full((), value) for key, value in numbers.items()},  # a third of what torch.tensor takes
         }
-        starts = [packed.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]
+        starts = [row.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]
         turns = {"reward": torch.tensor(rollout.turn_rewards), "start": torch.tensor(starts, dtype=torch.int64)}
         if rollout.token_rewards:
-            turns["token_reward"] = _token_rewards(rollout, packed.turn_starts, len(token_ids))
+            turns["token_reward"] = _token_rewards(rollout, row.turn_starts, len(token_ids))
         breakdown = {name: torch.tensor([value]) for name, value in rollout.breakdown.items()}
         masks = {"all_attention_mask": torch.ones_like(loss_mask), "all_assistant_mask": loss_mask}
         rows.append(
@@ -90,7 +103,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
                     "masks": container_of(Masks, masks),
                     "log_probs": container_of(LogProbs, {"full": log_probs}),
                     "policy_versions": tensordict_of({"full": versions}),
-                    **packed.replayed,
+                    **row.replayed,
                     "next": tensordict_of({"reward": torch.full((1, 1), float(rollout.reward))}),
                     "turns": tensordict_of(turns),
                     "reward_breakdown": tensordict_of(breakdown),

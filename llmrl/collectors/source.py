@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
-from llmrl._utils.failure import as_exception, describe
+from llmrl._utils.failure import as_exception
 from llmrl._utils.garbage import search_rarely
-from llmrl._utils.numbers import location_of
 from llmrl.collectors.concurrency import TurnCounts
-from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner, as_scored
+from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout
 from llmrl.engines import Engine
-from llmrl.envs import EndOfData
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, EndOfData
 from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import Drawn
 from llmrl.policies import LLMWrapperBase
@@ -30,8 +29,7 @@ class EnvSource:
         env: environment, not batch-locked; groups need a `DatasetChatEnv`, usually transformed.
         policy: policy that generates.
         in_groups: whether to play groups of one prompt each.
-        limits: limits that end a rollout early.
-        step_timeout_seconds: limit of one environment step, its tools included.
+        limits: limits that end a rollout early, or fail a step.
         is_open: event that rollouts wait for between turns while it is cleared; by default a new one.
 
     Raises:
@@ -46,10 +44,10 @@ class EnvSource:
         *,
         in_groups: bool,
         limits: RolloutLimits | None = None,
-        step_timeout_seconds: float | None = None,
         is_open: asyncio.Event | None = None,
     ) -> None:
-        self.stepper = EnvStepper(env, timeout_seconds=step_timeout_seconds, keep_steps=not in_groups)
+        limits = limits or RolloutLimits()
+        self.stepper = EnvStepper(env, timeout_seconds=limits.step_timeout_seconds, keep_steps=not in_groups)
         self.dataset_env = dataset_env_of(env)
         if in_groups and self.dataset_env is None:
             raise ValueError("groups need a DatasetChatEnv: its repeats are the size of a group.")
@@ -58,13 +56,12 @@ class EnvSource:
         self.is_open.set()
         if env.observation_spec.get("tools", None) is not None:
             policy.check_tools()
-        self.runner = RolloutRunner(self.stepper, policy, limits=limits or RolloutLimits(), is_open=self.is_open)
+        self.runner = RolloutRunner(self.stepper, policy, limits=limits, is_open=self.is_open)
         rubric = self.runner.rubric
         self.is_group_scored = rubric is not None and rubric.is_group_scored
         """Whether the rollouts of a group are scored together."""
         self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
-        self._roles: tuple[str, ...] = getattr(self.dataset_env, "roles", ("",))
-        self.num_players = len(self._roles)
+        self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
         """Number of rollouts that wait for each other, consecutive in their group."""
         self.needs_whole_groups = self.is_group_scored or self.num_players > 1
         """Whether the rollouts of a group are played together, whatever a batch is."""
@@ -135,22 +132,11 @@ class EnvSource:
         return self._draw(count)
 
     def _draw_alone(self, count: int, positions: Sequence[int]) -> list[RolloutTask]:
-        assert self.prompts is not None
+        assert self.prompts is not None and self.dataset_env is not None
         return [
-            RolloutTask(records=[self._record(drawn)], payload=drawn, positions=(position,))
+            RolloutTask(records=[drawn_record(self.dataset_env, drawn)], payload=drawn, positions=(position,))
             for drawn, position in zip(self.prompts.draw_many(count), positions, strict=True)
         ]
-
-    def _record(self, drawn: Drawn) -> Rollout:
-        assert self.prompts is not None
-        _, group_id, sample_index = drawn
-        return Rollout(
-            rollout_id=f"{group_id}/{sample_index}",
-            group_id=group_id,
-            sample_index=sample_index,
-            role=self._roles[sample_index % self.num_players],
-            group_size=self.prompts.num_samples,
-        )
 
     def _draw(self, count: int) -> list[RolloutTask]:
         positions = [] if self.prompts is None else self.prompts.upcoming(count)
@@ -182,9 +168,10 @@ class EnvSource:
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
             return [job for _ in range(count) for job in self._draw(1)]
-        record = (
-            self.runner.open(TensorDict(batch_size=[])) if self.prompts is None else self._record(self.prompts.draw())
-        )
+        if self.dataset_env is None:
+            record = self.runner.open(TensorDict(batch_size=[]))
+        else:
+            record = drawn_record(self.dataset_env, self.dataset_env.prompts.draw())
         return [RolloutTask(records=[record], payload=error, positions=tuple(positions))]
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
@@ -193,20 +180,25 @@ class EnvSource:
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
         """Score a group together if its rubric does; a failed member leaves the whole group unscored."""
-        rubric = self.runner.rubric
-        if rubric is None or not rubric.is_group_scored or not all(rollout.status.is_success for rollout in rollouts):
-            return
-        try:
-            scoring = rubric.score_group([as_scored(rollout) for rollout in rollouts])
-            scores = await self.runner.judge_loop.wait(scoring, rubric.timeout_seconds)
-        except Exception as error:
-            where = location_of(rubric.score_group, error)
-            scores = [rubric.failed(f"{describe(error)}; score_group ({where})")] * len(rollouts)
-        for rollout, score in zip(rollouts, scores, strict=True):
-            self.runner.take_score(rollout, score)
+        if self.is_group_scored and all(rollout.status.is_success for rollout in rollouts):
+            await self.runner.score(rollouts)
 
     def shutdown(self) -> None:
         """End the environment's threads; the owner closes the environment and the engine."""
         self.stepper.shutdown()
         self.runner.judge_loop.close()
         self._search_as_before()
+
+
+def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) -> Rollout:
+    """Return the record of a rollout that was drawn from a dataset and is not opened yet."""
+    row, group_id, sample_index = drawn
+    roles: tuple[str, ...] = getattr(dataset_env, "roles", ("",))
+    return Rollout(
+        rollout_id=f"{group_id}/{sample_index}",
+        group_id=group_id,
+        sample_index=sample_index,
+        role=roles[sample_index % len(roles)],
+        group_size=dataset_env.prompts.num_samples,
+        columns={**dict.fromkeys(dataset_env.columns), **row},
+    )

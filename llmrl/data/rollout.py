@@ -64,8 +64,8 @@ class Rollout:
     """One TensorDict a turn, kept only when a collector yields turns."""
     rows: list[TensorDictBase] = field(default_factory=list)
     """Its training rows, where they are made before the batch is: to count tokens."""
-    packed_rows: list[Any] = field(default_factory=list)
-    """What they are made of, where it was played in another process (`llmrl.collectors.rows.PackedRow`)."""
+    row_bytes: list[Any] = field(default_factory=list)
+    """What they are made of, where it was played in another process (`llmrl.collectors.rows.RowBytes`)."""
     seconds: float = 0.0
 
     def add_reward(self, reward: float) -> None:

@@ -1,4 +1,4 @@
-"""The model as an agent sees it, and the result that the agent returns."""
+"""The model as an agent sees it, and what the agent returns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from llmrl._utils.failure import describe
-from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.types import Row
 
 
@@ -52,34 +50,3 @@ Score = float | Mapping[str, float] | None
 """A number, named parts that add up, or None: not scored."""
 Play = Callable[[Row, AgentModel], Score | Awaitable[Score]]
 """An agent: a function of a row of the dataset and the model, which plays to its end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentScore:
-    """The result of an agent's function."""
-
-    reward: float = 0.0
-    parts: Mapping[str, float] = field(default_factory=dict)
-    is_scored: bool = False
-    error: str = ""
-    """The reason why the returned value is not a score."""
-
-    @classmethod
-    def of(cls, returned: object, play: Play) -> AgentScore:
-        """Read the returned value of a function.
-
-        Example:
-            >>> AgentScore.of({"right": 1.0, "short": 0.5}, print).reward
-            1.5
-        """
-        if returned is None:
-            return cls()
-        try:
-            if isinstance(returned, Mapping):
-                parts = {str(name): finite_number(part, f"the score {name!r}") for name, part in returned.items()}
-                return cls(reward=finite_number(sum(parts.values()), "the score"), parts=parts, is_scored=True)
-            return cls(reward=finite_number(returned, "the score"), is_scored=True)
-        except (TypeError, ValueError) as error:
-            return cls(
-                error=f"{describe(error)} Returned by {getattr(play, '__qualname__', play)} ({location_of(play)})."
-            )

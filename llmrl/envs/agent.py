@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Unpack
 
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.failure import describe
+from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import run_in_thread
 from llmrl._utils.types import Row
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
-from llmrl.endpoint.agent import AgentModel, AgentScore, Play
+from llmrl.endpoint.agent import AgentModel, Play
 from llmrl.envs.agent_command import Command
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.sampler import DrawOptions
+from llmrl.rewards import Score
+from llmrl.transforms import write_score
 
 
 class AgentEnv(DatasetChatEnv):
@@ -55,6 +59,8 @@ class AgentEnv(DatasetChatEnv):
         '7 + 8 ='
     """
 
+    writes_reward = True
+
     def __init__(
         self,
         play: Play,
@@ -78,12 +84,12 @@ class AgentEnv(DatasetChatEnv):
         if isinstance(play, Command):
             play.check_columns(self.columns)
 
-    async def run_agent(self, row: Row, model: AgentModel) -> AgentScore:
+    async def run_agent(self, row: Row, model: AgentModel) -> Score:
         """Run the agent, and raise what it raised, as by `as_exception`; cancelling this cancels it."""
         is_async = any(map(inspect.iscoroutinefunction, (self.play, type(self.play).__call__)))
         if is_async:
-            return AgentScore.of(await self._loops.wait(self._returned(row, model)), self.play)
-        return AgentScore.of(await run_in_thread(self.play, row, model), self.play)
+            return _score_of(await self._loops.wait(self._returned(row, model)), self.play)
+        return _score_of(await run_in_thread(self.play, row, model), self.play)
 
     async def _returned(self, row: Row, model: AgentModel) -> object:
         returned = self.play(row, model)
@@ -93,17 +99,18 @@ class AgentEnv(DatasetChatEnv):
         steps = []
         for element in batch_elements(tensordict):
             score = plain(element.get(("agent", "score"), None))
-            if not isinstance(score, AgentScore):
+            if not isinstance(score, Score):
                 raise RuntimeError(
                     "an AgentEnv is played by a collector, or an Evaluator: its agent asks the policy itself."
                 )
             flags = {key: torch.ones(1, dtype=torch.bool) for key in ("terminated", "done")}
-            reward = torch.full((1, 1), score.reward)
-            steps.append(tensordict_of({**dict(super()._step(element).items()), **flags, "reward": reward}))
+            step = tensordict_of({**dict(super()._step(element).items()), **flags})
+            write_score(step, score, list(score.breakdown))
+            steps.append(step)
         return restacked(steps, tensordict.batch_size)
 
     @staticmethod
-    def end_with(element: TensorDictBase, score: AgentScore) -> None:
+    def end_with(element: TensorDictBase, score: Score) -> None:
         """Write the agent's result, for the step that ends its conversation."""
         element.set("agent", tensordict_of({"score": non_tensor(score)}))
 
@@ -111,6 +118,20 @@ class AgentEnv(DatasetChatEnv):
         """End the thread of async agents."""
         super().close(**kwargs)
         self._loops.close()
+
+
+def _score_of(returned: object, play: Play) -> Score:
+    """Read the returned value of a function: a number, named parts that add up, or None."""
+    if returned is None:
+        return Score(0.0, is_scored=False)
+    try:
+        if isinstance(returned, Mapping):
+            parts = {str(name): finite_number(part, f"the score {name!r}") for name, part in returned.items()}
+            return Score(finite_number(sum(parts.values()), "the score"), parts)
+        return Score(finite_number(returned, "the score"))
+    except (TypeError, ValueError) as error:
+        text = f"{describe(error)} Returned by {getattr(play, '__qualname__', play)} ({location_of(play)})."
+        return Score(0.0, is_scored=False, error=text)
 
 
 def _query_of(row: Row) -> object:

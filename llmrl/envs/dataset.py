@@ -161,14 +161,15 @@ class DatasetChatEnv(ChatEnv):
         entries = {key: non_tensor(value) for key, value in with_columns(item, self.columns).items()}
         apart = {key: entries.pop(key) for key in RESERVED_ENTRIES.intersection(entries)}
         step = tensordict_of({**entries, "columns": tensordict_of(apart)} if apart else entries)
-        step.set(self.data_key, non_tensor(query))
+        if self.data_key not in step:
+            step.set(self.data_key, non_tensor(query))
         rollout = {
             "group_id": non_tensor(group_id),
             "sample_index": torch.tensor(sample_index),
             "group_size": torch.tensor(self.prompts.num_samples),
         }
         step.set("rollout", tensordict_of(rollout))
-        return step.update(self._open(step, step.batch_size))
+        return step.update(self._open(tensordict_of({self.data_key: non_tensor(query)}), step.batch_size))
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """Return the position in the dataset."""

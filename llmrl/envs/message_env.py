@@ -103,6 +103,8 @@ class MessageChatEnv(DatasetChatEnv):
         ['Say hi.']
     """
 
+    writes_reward = True
+
     def __init__(
         self,
         factory: Callable[[Row], MessageEnv],

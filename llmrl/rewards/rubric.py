@@ -107,6 +107,11 @@ class Rubric:
         """Whether the rollouts of a group are scored together, once all have settled."""
         return type(self).score_group is not Rubric.score_group
 
+    @property
+    def is_left_to_collectors(self) -> bool:
+        """Whether a collector scores what it played, not the environment's step: it may take long, or needs a group."""
+        return self.is_async or self.is_group_scored
+
     def check_inputs(self, available: Collection[str]) -> None:
         """Raise UnknownRewardInput if a function needs an input that is not available."""
         for fn in self.reward_fns:
@@ -214,14 +219,29 @@ def _sum(scores: Sequence[Score]) -> Score:
     )
 
 
-async def score_in_span(rubric: Rubric, rollout: RewardInput, *, parent: str = "") -> Score:
-    """Return the rubric's score of a rollout, and tell of it in a span; `parent` is another thread's."""
+async def scores_of(rubric: Rubric, rollouts: Sequence[RewardInput], *, parent: str = "") -> list[Score]:
+    """Score settled rollouts, in order: together if the rubric scores groups, else each in a span.
+
+    Args:
+        rubric: the rubric.
+        rollouts: rollouts; those of one group if the rubric scores groups.
+        parent: parent of the spans, if it is another thread's.
+
+    Raises:
+        Exception: whatever a rubric of the user's own raises.
+    """
+    if rubric.is_group_scored:
+        return await rubric.score_group(rollouts)
+    return list(await asyncio.gather(*(_score_in_span(rubric, rollout, parent) for rollout in rollouts)))
+
+
+async def _score_in_span(rubric: Rubric, rollout: RewardInput, parent: str) -> Score:
     with span("reward", parent=parent) as current:
         score = await rubric.score(rollout)
         if current is not None:
             for name, value in score.breakdown.items():
-                told: dict[str, str | float] = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": value}
-                current.add_event("gen_ai.evaluation.result", told)
+                event: dict[str, str | float] = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": value}
+                current.add_event("gen_ai.evaluation.result", event)
             if score.error:
                 current.set_attribute("error.type", score.error.partition(":")[0])
     return score

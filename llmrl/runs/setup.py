@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import Compose, EnvBase
+from torchrl.envs import EnvBase
 
 from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector, RayLLMCollector
@@ -23,15 +23,14 @@ from llmrl.config.sections import EvalEnvConfig, GRPOConfig, ScriptConfig
 from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig, ServerEngine
 from llmrl.engines.base import HasTokenizer
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND
-from llmrl.envs import ChatEnv, make_task_env
+from llmrl.envs import make_task_env
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import Renderer
 from llmrl.runs.null_engine import NullEngine
 from llmrl.testing import ensure_embedded_model
 from llmrl.trainer import EngineTeacher, LoRAConfig, TransformersWrapper, load_teacher
 from llmrl.trainer.optimizer import ScheduleName
-from llmrl.transforms import KLRewardTransform, RubricReward, environment_parts
-from llmrl.transforms.parts import is_ours
+from llmrl.transforms import writes_reward
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 from llmrl.weight_sync.gloo import own_address
 
@@ -87,19 +86,7 @@ def check_reward(env: EnvBase, name: str) -> None:
     Raises:
         ValueError: saying how to add a reward.
     """
-    base, *transforms = environment_parts(env)
-    is_silent = isinstance(base, ChatEnv) and (type(base)._step, type(base)._stepped) == (
-        ChatEnv._step,
-        ChatEnv._stepped,
-    )
-    rewarding = (RubricReward.__module__, KLRewardTransform.__module__)
-    may_reward = [
-        part
-        for part in transforms
-        if type(part) is not Compose
-        and (not is_ours(part) or any(base.__module__ in rewarding for base in type(part).__mro__))
-    ]
-    if is_silent and not may_reward:
+    if not writes_reward(env):
         raise ValueError(
             f"{name} gives no reward, so that nothing can be learned from it or measured in it: add one, "
             "env.append_transform(RubricReward(...))."

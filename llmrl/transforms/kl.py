@@ -169,6 +169,7 @@ class KLComputation(KnownArguments, Transform):
     """
 
     reads_turns = True
+    writes_reward = True
 
     def __init__(
         self,

@@ -33,8 +33,27 @@ def reads_turns(env: EnvBase) -> bool:
         >>> reads_turns(ChatEnv()), reads_turns(ChatEnv().append_transform(StepCounter()))
         (False, True)
     """
+    return _declares(env, "reads_turns")
+
+
+def writes_reward(env: EnvBase) -> bool:
+    """Return whether a part of an environment may write a reward.
+
+    Parts of llmrl that do so have an attribute `writes_reward`. A part of any other project counts as rewarding, unless
+    its attribute says otherwise.
+
+    Example:
+        >>> from llmrl.envs import ChatEnv
+        >>> from torchrl.envs import RewardSum
+        >>> writes_reward(ChatEnv()), writes_reward(ChatEnv().append_transform(RewardSum()))
+        (False, True)
+    """
+    return _declares(env, "writes_reward")
+
+
+def _declares(env: EnvBase, attribute: str) -> bool:
     parts = (part for part in environment_parts(env) if type(part) is not Compose)
-    return any(getattr(part, "reads_turns", not is_ours(part)) for part in parts)
+    return any(getattr(part, attribute, not is_ours(part)) for part in parts)
 
 
 def is_ours(part: EnvBase | Transform) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import cast
 
 import torch
@@ -18,7 +18,7 @@ from llmrl.data import Message, StopReason, decide_status
 from llmrl.data.message import copied
 from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, restacked, tensordict_of
 from llmrl.rewards import ROLLOUT_INPUTS, RewardFn, RewardInput, Rubric, Score, UnknownRewardInput
-from llmrl.rewards.rubric import JointRubric, score_in_span
+from llmrl.rewards.rubric import JointRubric, scores_of
 from llmrl.tools import ToolTransform, states_of
 from llmrl.transforms.parts import environment_around, environment_parts
 
@@ -32,9 +32,10 @@ class RubricReward(KnownArguments, Transform):
     transforms that answer the policy.
 
     Adds the score to `("next", "reward")` `[1, 1]`, and writes `("next", "reward_breakdown", NAME)` `[1]` (NaN where
-    not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. A rubric that scores groups together, or
-    that awaits a judge (a collector writes `("rollout", "is_scored_later")`), is left to the collector. Of several in
-    an environment the scores add up, and the breakdown has all; where one fails to score, the rollout is not scored.
+    not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. In a collector, an environment of which a
+    rubric awaits a judge or scores groups together (`Rubric.is_left_to_collectors`) is left to the collector. Of
+    several in an environment the scores add up, and the breakdown has all; where one fails to score, the rollout is
+    not scored.
 
     Args:
         rubric: a `Rubric`, a `RewardFn`, or a function.
@@ -57,6 +58,8 @@ class RubricReward(KnownArguments, Transform):
         >>> data["next", "reward"].item(), data["next", "terminated"].item()
         (2.0, True)
     """
+
+    writes_reward = True
 
     def __init__(
         self,
@@ -124,23 +127,19 @@ class RubricReward(KnownArguments, Transform):
             )
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        elements = batch_elements(tensordict)
         next_elements = batch_elements(next_tensordict)
-        to_score: list[tuple[Rubric, RewardInput, str]] = []
-        rubrics: list[Rubric | None] = []
-        for element, next_element in zip(elements, next_elements, strict=True):
+        ended: list[tuple[TensorDictBase, Rubric]] = []
+        scoring: list[Coroutine[None, None, list[Score]]] = []
+        for element, next_element in zip(batch_elements(tensordict), next_elements, strict=True):
             rollout = self._settle(element, next_element)
-            rubric: Rubric | None = None
-            if rollout is not None:
-                rubric = self._pending_rubric(next_element)
-                to_score.append((rubric, rollout, plain(element.get(("rollout", "traceparent"), ""))))
-            rubrics.append(rubric)
-        scores = self._score(to_score)
-        for rubric, next_element in zip(rubrics, next_elements, strict=True):
-            if rubric is None:
+            rubric = None if rollout is None else self._pending_rubric(next_element)
+            if rollout is None or rubric is None or rubric.is_group_scored:
                 write_score(next_element, None, self.rubric.names)
-            else:
-                write_score(next_element, next(scores), rubric.names)
+                continue
+            ended.append((next_element, rubric))
+            scoring.append(scores_of(rubric, [rollout], parent=plain(element.get(("rollout", "traceparent"), ""))))
+        for (next_element, rubric), [score] in zip(ended, _gathered(scoring), strict=True):
+            write_score(next_element, score, rubric.names)
         return restacked(next_elements, next_tensordict.batch_size)
 
     def _pending_rubric(self, next_element: TensorDictBase) -> Rubric:
@@ -152,7 +151,8 @@ class RubricReward(KnownArguments, Transform):
 
     def _settle(self, element: TensorDictBase, next_element: TensorDictBase) -> RewardInput | None:
         messages = self._messages(element, next_element)
-        reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
+        reason_of_collector = element.get(("rollout", "reason"), None)
+        reason = plain(reason_of_collector) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
         # An answer that was cut is none: its conversation is truncated, not terminated.
         is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED)
@@ -162,10 +162,8 @@ class RubricReward(KnownArguments, Transform):
                 next_element.set(key, torch.ones(1, dtype=torch.bool))
         if not reason and not is_terminated and next_element.get("truncated").any():
             reason = StopReason.ENVIRONMENT_TRUNCATED
-        if plain(element.get(("rollout", "is_scored_later"), False)):
-            return None
         status = decide_status(is_terminated=is_terminated, reason=reason)
-        if not status.is_settled:
+        if not status.is_settled or (reason_of_collector is not None and self._is_left_to_collectors()):
             return None
         columns = copied(dataset_columns(element))
         return RewardInput(copied(messages), columns, status, reason, states_of(element))
@@ -176,14 +174,9 @@ class RubricReward(KnownArguments, Transform):
             return cast("tuple[Message, ...]", history.chats)
         return cast("tuple[Message, ...]", self._environment_parts()[0].answered_messages(element))
 
-    def _score(self, to_score: Sequence[tuple[Rubric, RewardInput, str]]) -> Iterator[Score | None]:
-        async def score_all() -> list[Score]:
-            scoring = (score_in_span(rubric, rollout, parent=parent) for rubric, rollout, parent in to_score)
-            return list(await asyncio.gather(*scoring))
-
-        if not to_score or any(rubric.is_group_scored for rubric, _, _ in to_score):
-            return iter([None] * len(to_score))
-        return iter(run_sync(score_all()))
+    def _is_left_to_collectors(self) -> bool:
+        rewards = [part for part in self._environment_parts() if isinstance(part, RubricReward)]
+        return any(part.rubric.is_left_to_collectors for part in rewards)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return tensordict_reset
@@ -198,22 +191,31 @@ class RubricReward(KnownArguments, Transform):
         return reward_spec
 
 
+def _gathered(scoring: Sequence[Coroutine[None, None, list[Score]]]) -> list[list[Score]]:
+    async def gather() -> list[list[Score]]:
+        return await asyncio.gather(*scoring)
+
+    return run_sync(gather()) if scoring else []
+
+
 def write_score(next_element: TensorDictBase, score: Score | None, names: Sequence[str]) -> None:
     """Write a score (None: not scored yet) into the `next` entries of one conversation, beside earlier ones there."""
-    raw = {} if score is None else score.breakdown
-    before = next_element.get("reward_breakdown", None)
     error = plain(next_element.get("score_error", ""))
-    # The environment's own reward of this turn stays; a score adds to it, of a dense reward to the last token's.
+    is_failed = bool(error) and not next_element.get("is_scored").any()  # an earlier one, see `JointRubric`
+    is_scored = False
+    raw: dict[str, float] = {}
     if score is not None:
+        # The environment's own reward of this turn stays; a score adds to it, of a dense reward to the last token's.
         reward = next_element.get("reward").clone()
         reward[-1] += score.reward
         next_element.set("reward", reward)
+        raw = score.breakdown
+        is_scored = score.is_scored and not is_failed
+        error = error or score.error
     breakdown = {name: torch.tensor([raw.get(name, float("nan"))]) for name in names}
-    next_element.set(
-        "reward_breakdown", tensordict_of({**({} if before is None else dict(before.items())), **breakdown})
-    )
-    error = error or ("" if score is None else score.error)
-    next_element.set("is_scored", torch.tensor([score is not None and score.is_scored and not error]))
+    earlier = next_element.get("reward_breakdown", {})
+    next_element.set("reward_breakdown", tensordict_of({**dict(earlier.items()), **breakdown}))
+    next_element.set("is_scored", torch.tensor([is_scored]))
     next_element.set("score_error", non_tensor(error))
 
 

@@ -161,7 +161,9 @@ def test_a_step_that_hangs_times_out_and_others_go_on(make_policy):
 
     env = MessageChatEnv(Hanging, [{"num_turns": 1}, {"num_turns": 2}])
     policy = make_policy(latency_s=lambda prompt, answer: 0.05 * len(policy.engine.requests))
-    with LLMCollector(env, policy=policy, groups_per_batch=1, step_timeout_seconds=0.3) as collector:
+    with LLMCollector(
+        env, policy=policy, groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.3)
+    ) as collector:
         fine, hung = collector.play(2)
         again = collector.play(1)[0]
     assert fine.status is RolloutStatus.COMPLETED

@@ -376,7 +376,9 @@ def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_polic
             return await super().step(message)
 
     env = MessageChatEnv(Blocking, [{"num_turns": 99}, {"num_turns": 2}, {"num_turns": 2}])
-    with LLMCollector(env, policy=make_policy(), groups_per_batch=1, step_timeout_seconds=0.5) as collector:
+    with LLMCollector(
+        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.5)
+    ) as collector:
         hung = collector.play(1)[0]
         fine = collector.play(2)
     assert (hung.status, hung.reason) == (RolloutStatus.ERROR, StopReason.ENVIRONMENT_ERROR)

@@ -340,7 +340,9 @@ class Pair(Game):
 def test_the_limit_of_a_step_does_not_count_what_the_other_players_sample(renderer):
     env = GameEnv(Pair, roles=Pair.roles)
     policy = make_policy(renderer, latency_s=0.8)
-    with LLMCollector(env, policy=policy, groups_per_batch=1, step_timeout_seconds=0.4) as collector:
+    with LLMCollector(
+        env, policy=policy, groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.4)
+    ) as collector:
         rollouts = collector.play(2)
     assert [(one.status.name, one.reward, one.error) for one in rollouts] == [
         ("COMPLETED", 1.0, ""), ("COMPLETED", 2.0, "")
@@ -352,7 +354,7 @@ def test_the_limit_of_a_step_holds_for_a_move_and_ends_the_game_for_all(renderer
         await asyncio.sleep(600)
 
     env = GameEnv(Pair, roles=Pair.roles, opponents={"second": opponent})
-    [rollout] = play(renderer, env, 1, step_timeout_seconds=0.5)
+    [rollout] = play(renderer, env, 1, limits=RolloutLimits(step_timeout_seconds=0.5))
     assert rollout.reason == "environment_error" and "it took more than 0.5 s" in rollout.error
 
 

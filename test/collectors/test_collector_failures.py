@@ -238,7 +238,9 @@ def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy):
     env = DatasetChatEnv(PROMPTS[:4]).append_transform(Blocking()).append_transform(RubricReward(judge))
     latency_s = iter([1.0, 0.0, 0.0, 0.0])  # the others are with the judge by then
     policy = make_policy(latency_s=lambda prompt, answer: next(latency_s))
-    with LLMCollector(env, policy=policy, groups_per_batch=1, step_timeout_seconds=1.0) as collector:
+    with LLMCollector(
+        env, policy=policy, groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=1.0)
+    ) as collector:
         blocked, *others = ends(lambda: collector.play(4))
         goes_on.set()
     assert blocked.status is RolloutStatus.ERROR and "more than 1 s" in blocked.error
@@ -412,7 +414,9 @@ def test_a_close_that_hangs_or_raises_harms_no_other_conversation(make_policy, c
                 await asyncio.sleep(1000)
 
     env = MessageChatEnv(Closing, PROMPTS[:4])
-    with LLMCollector(env, policy=make_policy(), groups_per_batch=1, step_timeout_seconds=0.3) as collector:
+    with LLMCollector(
+        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.3)
+    ) as collector:
         rollouts = ends(lambda: collector.play(4))
     assert [rollout.status for rollout in rollouts] == [RolloutStatus.COMPLETED] * 4
     assert all(rollout.is_scored for rollout in rollouts)

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 from tensordict import NonTensorData
 from torchrl.data import LazyStackStorage, NonTensor, ReplayBuffer
 from torchrl.envs import Compose, StepCounter, Transform, TransformedEnv
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import StopReason
-from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs import (
+    AgentEnv,
+    ChatEnv,
+    DataLoadingPrimer,
+    DatasetChatEnv,
+    Game,
+    GameEnv,
+    GSM8KRewardParser,
+    MessageChatEnv,
+    MessageEnv,
+    MessageStep,
+    MixedEnv,
+)
 from llmrl.objectives import MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric, Score, UnknownRewardInput
 from llmrl.testing import ScriptedEngine
-from llmrl.transforms import RubricReward
+from llmrl.tools import ToolTransform
+from llmrl.transforms import KLComputation, PolicyVersion, RubricReward, writes_reward
 
 DATASET = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(4)]
 
@@ -131,6 +147,31 @@ def test_a_reward_that_a_transform_spoils_leaves_batch_and_baseline(make_policy,
     assert not rollout.is_scored and rollout.reward == 0.0 and "must be a finite number, got nan" in rollout.error
 
 
+class OwnReward(ChatEnv):
+    """A user's environment may reward in whatever way."""
+
+    def _stepped(self, tensordict):
+        return super()._stepped(tensordict).set("reward", torch.ones(1, 1))
+
+
+class OwnRubricReward(RubricReward):
+    """A user's."""
+
+
+class NoReward(Transform):
+    writes_reward = False
+
+
+def test_parts_that_write_a_reward_say_so_and_those_of_others_count_as_rewarding_unless_they_say_otherwise():
+    silent = DatasetChatEnv(DATASET).append_transform(ToolTransform([])).append_transform(PolicyVersion())
+    assert not writes_reward(silent) and not writes_reward(silent.append_transform(NoReward()))
+    rewarding = [MessageChatEnv(lambda row: None), AgentEnv(lambda row, model: 1.0, DATASET), OwnReward()]
+    parts = [RubricReward(exact), OwnRubricReward(exact), GSM8KRewardParser(), KLComputation(), Poisoned()]
+    rewarding += [DatasetChatEnv(DATASET).append_transform(part) for part in parts]
+    rewarding.append(DatasetChatEnv(DATASET).append_transform(Compose(StepCounter(), Compose(RubricReward(exact)))))
+    assert [writes_reward(env) for env in rewarding] == [True] * len(rewarding)
+
+
 def test_a_group_size_that_contradicts_the_environments_is_refused(make_policy):
     buffer = ReplayBuffer(storage=LazyStackStorage(8)).append_transform(MCAdvantage(grpo_size=3))
     for kwargs in (
@@ -153,3 +194,153 @@ def test_a_rubric_within_nested_transforms_is_found(make_policy):
     env = DatasetChatEnv(DATASET, repeats=2).append_transform(Compose(Compose(RubricReward(First(exact)))))
     with collect_groups(make_policy(), env) as collector:
         assert next(iter(collector))["next", "reward"].flatten().tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_scorer_that_fails_gives_the_error_reward_within_the_step_and_after_it(make_policy, is_async):
+    def score():
+        raise ValueError("no")
+
+    async def judge():
+        raise ValueError("no")
+
+    rubric = Rubric(RewardFn(judge if is_async else score, name="broken"), error_reward=-1.0)
+    env = DatasetChatEnv(DATASET).append_transform(RubricReward(rubric)).append_transform(RubricReward(exact))
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
+        [rollout] = collector.play(1)
+    assert rollout.is_scored and rollout.reward == 0.0 and rollout.breakdown == {"exact": 1.0}
+    assert "broken" in rollout.error
+
+
+class PlaceInGroup(Rubric):
+    async def score_group(self, rollouts):
+        return [Score(float(place)) for place in range(len(rollouts))]
+
+
+def test_survivors_stay_where_only_another_environment_scores_groups_together(make_policy):
+    class EverySecondFails(MessageEnv):
+        count = itertools.count()
+
+        async def init(self):
+            return [{"role": "user", "content": "go"}]
+
+        async def step(self, message):
+            if next(self.count) % 2:
+                raise ValueError("no")
+            return MessageStep(reward=1.0, is_done=True)
+
+    compared = DatasetChatEnv(DATASET, repeats=2).append_transform(RubricReward(PlaceInGroup(exact)))
+    mixed = MixedEnv({"compared": compared, "failing": MessageChatEnv(lambda row: EverySecondFails(), repeats=2)})
+    with LLMCollector(mixed, policy=make_policy(), groups_per_batch=2) as collector:
+        batch = collector.next()
+        assert collector.report.num_dropped_by_reason == {StopReason.ENVIRONMENT_ERROR: 1}
+    assert sorted(batch["next", "reward"].flatten().tolist()) == [0.0, 1.0, 1.0]
+
+
+def asked(query):
+    return float(query == "mine")
+
+
+class Opened(MessageEnv):
+    async def init(self):
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, message):
+        return MessageStep(is_done=True)
+
+
+class Said(Game):
+    roles = ("one",)
+    is_said = False
+
+    def observe(self):
+        return "one", "go"
+
+    def act(self, text):
+        self.is_said = True
+
+    def rewards(self):
+        return {"one": 0.0} if self.is_said else None
+
+
+@pytest.mark.parametrize(
+    "make_env",
+    [
+        lambda rows: MessageChatEnv(lambda row: Opened(), rows),
+        lambda rows: GameEnv(lambda row: Said(), rows, roles=Said.roles),
+        lambda rows: DatasetChatEnv(rows, prepare=lambda row: f"{row['query']}: go"),
+    ],
+    ids=["messages", "game", "prepare"],
+)
+def test_a_column_that_is_named_query_reaches_the_rewards_as_it_is(make_policy, make_env):
+    env = make_env([{"query": "mine"}]).append_transform(RubricReward(asked))
+    assert env.observation_spec is not None
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
+        [rollout] = collector.play(1)
+    assert rollout.columns == {"query": "mine"} and rollout.reward == 1.0
+    assert "go" in rollout.messages[0]["content"]
+
+
+class FailsForSome(Hinting):
+    def _reset(self, tensordict, tensordict_reset):
+        for element in tensordict_reset.unbind(0) if tensordict_reset.batch_size else [tensordict_reset]:
+            if element["number"] % 2:
+                raise ValueError("no")
+        return super()._reset(tensordict, tensordict_reset)
+
+
+class InitFailsForSome(Opened):
+    def __init__(self, row):
+        self.number = row["number"]
+
+    async def init(self):
+        if self.number % 2:
+            raise ValueError("no")
+        return await super().init()
+
+
+@pytest.mark.parametrize("place", ["transform", "init"])
+def test_a_rollout_that_could_not_be_opened_has_the_columns_of_its_row(make_policy, place):
+    rows = [{"query": "a", "number": 0}, {"query": "b", "number": 1, "rare": 7}]
+    if place == "init":
+        env = MessageChatEnv(InitFailsForSome, rows)
+    else:
+        env = DatasetChatEnv(rows).append_transform(FailsForSome())
+    env = env.append_transform(RubricReward(RewardFn(lambda number: 1.0, name="one")))
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
+        good, failed = collector.play(2)
+    assert good.status.name == "COMPLETED" and failed.status.name == "ERROR"
+    assert good.columns.items() >= {"query": "a", "number": 0, "rare": None}.items()
+    assert failed.columns == {"query": "b", "number": 1, "rare": 7}
+
+
+class OverAtOnce(Game):
+    roles = ("first", "second")
+    is_over = False
+
+    def observe(self):
+        return "first", "go"
+
+    def act(self, text):
+        self.is_over = True
+
+    def rewards(self):
+        return {"first": 1.0, "second": -1.0} if self.is_over else None
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_rollout_whose_game_is_over_before_its_first_turn_is_scored_by_its_rubric(make_policy, is_async):
+    def score(completion):
+        return 10.0 if completion else 20.0
+
+    async def judge(completion):
+        return score(completion)
+
+    env = GameEnv(lambda row: OverAtOnce(), roles=OverAtOnce.roles)
+    env = env.append_transform(RubricReward(RewardFn(judge if is_async else score, name="said")))
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
+        rollouts = collector.play(2)
+    assert [(one.num_turns, one.reward, one.breakdown) for one in rollouts] == [
+        (1, 11.0, {"said": 10.0}),
+        (0, 19.0, {"said": 20.0}),
+    ]

@@ -12,7 +12,7 @@ from rich.console import Console
 from torchrl.envs import Transform
 
 from llmrl.collectors import LLMCollector, rollout_rows
-from llmrl.collectors.rows import pack_rows
+from llmrl.collectors.rows import rollout_row_bytes
 from llmrl.data import History, Rollout, RolloutStatus
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
@@ -104,7 +104,7 @@ def test_rows_of_a_rollout_that_travelled_have_what_was_sampled_and_memory_of_th
         rollout_id="g/0", group_id="g", sample_index=0, group_size=1, conversation=conversation, is_scored=True,
         status=RolloutStatus.COMPLETED, num_turns=2, reward=2.0, turn_rewards=[0.5, 1.5],
     )  # fmt: skip
-    sent.packed_rows, sent.conversation = pack_rows(sent), None
+    sent.row_bytes, sent.conversation = rollout_row_bytes(sent), None
     rows = rollout_rows(pickle.loads(pickle.dumps(sent)))
     assert [row["tokens", "full"].tolist() for row in rows] == [[1, 2, 3, 5], [9, 8, 7]]
     assert [row["masks", "all_assistant_mask"].tolist() for row in rows] == [

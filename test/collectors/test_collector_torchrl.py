@@ -11,7 +11,9 @@ import pytest
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, StepCounter
 
+from llmrl._utils.arguments import keywords_of
 from llmrl.collectors import DropReason, LLMCollector, RayLLMCollector, RolloutLimits
+from llmrl.collectors.collector import CollectorOptions
 from llmrl.collectors.ray_collector import _ahead
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
@@ -50,6 +52,11 @@ def test_a_typo_is_answered_with_the_nearest_name(make_collector):
         RayLLMCollector(lambda: None, policy_factory=lambda: None, groups_per_batch=1, remote_cfg={})
     with make_collector(groups_per_batch=1) as collector, pytest.raises(AttributeError, match="has no 'nxt'"):
         collector.nxt()
+
+
+def test_a_collector_on_ray_takes_what_one_in_this_process_takes():
+    own = {"env", "policy", "policy_factory"}
+    assert set(CollectorOptions.__annotations__) == set(keywords_of(LLMCollector.__init__)) - own
 
 
 def test_contradictions_are_refused(make_collector):

@@ -244,6 +244,46 @@ def test_an_agent_that_never_asks_has_no_rows(renderer):
     assert all(one.conversation.reconcile().rows == [] for one in rollouts)
 
 
+async def slow_one():
+    return 1.0
+
+
+def quick_one():
+    return 1.0
+
+
+@pytest.mark.parametrize("rubric", [slow_one, quick_one])
+def test_the_parts_of_an_agents_result_stay_beside_a_rubric(renderer, rubric):
+    rollouts, _ = play_group(lambda row, model: {"asked": 0.5, "right": 0.25}, renderer, rubric=rubric)
+    expected = {"asked": 0.5, "right": 0.25, rubric.__name__: 1.0}
+    assert [(one.reward, one.breakdown, one.is_scored) for one in rollouts] == [(1.75, expected, True)] * 2
+
+
+@pytest.mark.parametrize("rubric", [None, slow_one, quick_one])
+def test_an_agent_whose_result_is_no_score_is_not_scored(renderer, rubric):
+    rollouts, _ = play_group(lambda row, model: "good", renderer, rubric=rubric)
+    assert [(one.status, one.is_scored) for one in rollouts] == [(RolloutStatus.COMPLETED, False)] * 2
+    assert all("Returned by" in one.error for one in rollouts)
+
+
+def test_agents_with_different_parts_are_stepped_together(renderer):
+    results = iter([{"a": 1.0}, {"b": 2.0}, None, 3.0])
+    both = threading.Barrier(4)
+
+    def play(row, model):
+        both.wait(60)
+        return next(results)
+
+    with make_collector(play, renderer, repeats=4) as collector:
+        rollouts = collector.play(4)
+    assert sorted((one.reward, one.breakdown, one.is_scored) for one in rollouts if one.breakdown or one.reward) == [
+        (1.0, {"a": 1.0}, True),
+        (2.0, {"b": 2.0}, True),
+        (3.0, {}, True),
+    ]
+    assert [one.is_scored for one in rollouts].count(False) == 1
+
+
 def test_what_an_agent_notes_is_in_its_record(renderer):
     async def play(row, model):
         model.info["seen"] = row["answer"]
