@@ -21,9 +21,9 @@ from rich.table import Table
 from benchmarks.simulated_engine import SimulatedEngine
 from benchmarks.simulated_source import SimulatedSource, completed
 from llmrl.collectors.concurrency import FIRST_LIMIT, ConcurrencyLimit, TurnCounts, follow_load
+from llmrl.collectors.gates import StalenessGate
 from llmrl.collectors.groups import GroupRules
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
-from llmrl.collectors.staleness import StalenessGate
 from llmrl.data import Rollout
 from llmrl.engines import SamplingConfig
 from llmrl.testing import run_in_virtual_time

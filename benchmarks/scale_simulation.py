@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated_source import SimulatedSource, completed
+from llmrl.collectors.gates import StalenessGate
 from llmrl.collectors.groups import GroupRules
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
-from llmrl.collectors.staleness import StalenessGate
 from llmrl.data import Rollout
 from llmrl.engines import EngineReplicas, SamplingConfig
 from llmrl.testing import ScriptedEngine, log_normal, run_in_virtual_time

@@ -36,10 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated_source import SimulatedSource, completed
-from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.gates import DemandGate, StalenessGate
 from llmrl.collectors.groups import GroupRules
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
-from llmrl.collectors.staleness import StalenessGate
 from llmrl.data import Rollout
 from llmrl.engines import Completion, EngineReplicas, SamplingConfig
 from llmrl.testing import ScriptedEngine, log_normal, run_in_virtual_time

@@ -21,7 +21,7 @@ from llmrl._utils.torchrl_names import missing_attribute
 from llmrl._utils.types import StateDict
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer, TakesBatches
 from llmrl.collectors.groups import SIGNAL_PATIENCE, CollectionStalled, Dropped, NoSignal, StallDetector
-from llmrl.collectors.report import Collected, CollectionReport, is_empty
+from llmrl.collectors.report import CollectionReport, CollectionTally, is_empty
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
 from llmrl.collectors.shape import BatchShape, check_group_size
@@ -93,7 +93,7 @@ class BatchCollector:
         # turns of the batch at hand, and left over
         self._once_delivered: tuple[int, list[TensorDictBase]] = (0, [])
         self._groups: list[list[Rollout]] = []  # those of the batch at hand
-        self._collected = self._reported = Collected(is_grouped=shape.is_grouped)
+        self._collected = self._reported = CollectionTally(is_grouped=shape.is_grouped)
         self._signal_detector = StallDetector(
             max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
         )
@@ -162,7 +162,7 @@ class BatchCollector:
         is in the report of the batch that comes.
 
         Raises:
-            CollectionStalled: when nothing was left of batch after batch; `report` and `rollouts` are of these.
+            CollectionStalled: if nothing was left of batch after batch; `report` and `rollouts` are of these.
         """
         try:
             return self._next_with_rows()
@@ -240,7 +240,7 @@ class BatchCollector:
                 self._pending_batch = None
 
     def _report(self) -> None:
-        self._reported, self._collected = self._collected, Collected(is_grouped=self._shape.is_grouped)
+        self._reported, self._collected = self._collected, CollectionTally(is_grouped=self._shape.is_grouped)
         self.rollouts, self.report = list(self._reported.rollouts), self._reported.report()
         if self.verbose:
             print(f"{type(self).__name__}: {self.report}", file=sys.stderr)
@@ -300,7 +300,7 @@ class BatchCollector:
         that of `weight_sync_schemes`, or the one that the engine wants.
 
         Raises:
-            ValueError: without a model at the first call.
+            ValueError: if the first call has no model.
         """
         version = max(sender.update_weights() for sender in self._weight_senders.connected(policy_or_weights))
         self._scheduler.expect_version(None)
@@ -318,7 +318,7 @@ class BatchCollector:
             was begun before it.
 
         Raises:
-            ValueError: without a model at the first call.
+            ValueError: if the first call has no model.
         """
         senders = self._weight_senders.connected(policy_or_weights)
         coming = self.policy_version + 1

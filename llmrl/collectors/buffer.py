@@ -61,7 +61,7 @@ class BufferFiller:
         """Start the thread.
 
         Raises:
-            RuntimeError: when it runs already.
+            RuntimeError: if it runs already.
         """
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("the collector fills its buffer already.")
@@ -112,7 +112,7 @@ class QueueBuffer:
         queue: `queue.Queue`, or one of `multiprocessing` or of Ray, that has `put(item, timeout=)`.
 
     Raises:
-        TypeError: for something without `put`.
+        TypeError: if the queue has no `put`.
 
     Example:
         >>> import torch
@@ -133,7 +133,7 @@ class QueueBuffer:
         """Put all elements.
 
         Raises:
-            CancelledError: when it was closed while the queue was full.
+            CancelledError: if it was closed while the queue was full.
         """
         for item in batch.unbind(0):
             self._put(item)

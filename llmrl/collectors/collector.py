@@ -12,19 +12,17 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl.collectors.admission import Gate
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer, TakesBatches, TakesItems
 from llmrl.collectors.concurrency import FIRST_LIMIT, READER, ConcurrencyLimit, CountsTurns, follow_load
+from llmrl.collectors.gates import Gate, LatePolicy
 from llmrl.collectors.groups import GroupRules
-from llmrl.collectors.mixed_source import MixedSource
 from llmrl.collectors.ray_source import RayActors, RaySource
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
 from llmrl.collectors.shape import BatchShape
-from llmrl.collectors.source import EnvSource
-from llmrl.collectors.staleness import LatePolicy
+from llmrl.collectors.source import EnvSource, MixedSource
 from llmrl.collectors.weights import WeightScheme
 from llmrl.data import Rollout
 from llmrl.engines.load import take_load
@@ -102,7 +100,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         verbose: print a line about each batch to stderr.
 
     Raises:
-        ValueError: when it is not clear what a batch is, arguments contradict each other, or the environment is
+        ValueError: if it is not clear what a batch is, arguments contradict each other, or the environment is
             batch-locked.
         TypeError: if an argument is unknown; the message names the nearest one or an alternative.
         CollectionStalled: on iteration, when group after group has nothing to train on; `NoSignal` where none failed.
@@ -172,7 +170,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         limits = RolloutLimits() if limits is None else limits
         self.policy_version_tracker: PolicyVersion | None = None
         """The transform that writes each step's version, if one was requested."""
-        make_policy = policy_factory or (lambda: policy)  # type: ignore[return-value]
+        make_policy: Callable[[], LLMWrapperBase] = policy_factory or (lambda: policy)  # type: ignore[assignment,return-value]
         if isinstance(env, RayActors):
             in_groups = shape.is_grouped
             source = RaySource(env, make_policy, in_groups=in_groups, track_version=track_policy_version, limits=limits)

@@ -85,7 +85,7 @@ class ConcurrencyLimit:
         most: never more.
 
     Raises:
-        ValueError: when `least` is below 1 or above `most`.
+        ValueError: if `least` is below 1 or above `most`.
 
     Example:
         >>> limit = ConcurrencyLimit(8, least=1, most=64)

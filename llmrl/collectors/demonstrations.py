@@ -121,7 +121,7 @@ class Demonstrations:
         """Go on from a saved place.
 
         Raises:
-            ValueError: when it is one in other data, or in another order, see `PromptSampler`.
+            ValueError: if it is one in other data, or in another order, see `PromptSampler`.
         """
         self.prompts.load_state_dict(state["prompts"])
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from llmrl.data import Rollout
 
 logger = logging.getLogger("llmrl")
 
 
-class DropReason:
-    """Words for why a settled rollout is not delivered; a failed one is dropped by its own reason."""
+class DropReason(StrEnum):
+    """Reason why a settled rollout is not delivered; a failed one is dropped for its own `StopReason`."""
 
     UNSCORED = "unscored"
     NOTHING_TRAINED = "nothing_trained"
@@ -37,7 +38,7 @@ class GroupRules:
     """What of a settled group is delivered. Pure: it only reads the rollouts' records.
 
     Raises:
-        ValueError: when `min_survivors` is below 1.
+        ValueError: if `min_survivors` is below 1.
 
     Example:
         >>> rollouts = [Rollout(rollout_id=str(i), group_id="g", sample_index=i, group_size=2, is_scored=i == 0,
@@ -124,7 +125,7 @@ class GroupCounter:
         """Expect so many rollouts of a group.
 
         Raises:
-            ValueError: when the group is open already, or of no rollout.
+            ValueError: if the group is open already, or of no rollout.
         """
         if num_rollouts < 1:
             raise ValueError(f"num_rollouts of group {group_id!r} must be at least 1, got {num_rollouts}.")
@@ -136,7 +137,7 @@ class GroupCounter:
         """Count one more; return the group's rollouts in the order of their samples once all have settled, else None.
 
         Raises:
-            KeyError: when the group is not open.
+            KeyError: if the group is not open.
         """
         num_rollouts, settled = self._open[group_id]
         settled.append(rollout)
@@ -204,7 +205,7 @@ class StallDetector:
         """Count a group that was dropped whole."""
         self._num_in_row += 1
         for rollout, reason in dropped:
-            self._reasons[reason] = self._reasons.get(reason, 0) + 1
+            self._reasons[str(reason)] = self._reasons.get(reason, 0) + 1
             self._first_error = self._first_error or rollout.error
         if self._num_in_row % self.patience:
             return

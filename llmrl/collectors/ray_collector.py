@@ -36,9 +36,9 @@ class RayLLMCollector(LLMCollector):
         arguments: those of `LLMCollector`, but `policy`.
 
     Raises:
-        ImportError: without Ray, naming the extra to install.
-        ValueError: as `LLMCollector`, or when the environment has no dataset.
-        TypeError: for an unknown argument, with the nearest one or what to do instead.
+        ImportError: if Ray is not installed, naming the extra to install.
+        ValueError: as `LLMCollector`; also if the environment has no dataset.
+        TypeError: if an argument is unknown; the message names the nearest one or an alternative.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ def _ahead(arguments: CollectorOptions) -> CollectorOptions:
     """Return the arguments of a collector that collects the next batch meanwhile.
 
     Raises:
-        ValueError: where they say otherwise.
+        ValueError: if they say otherwise.
     """
     max_staleness = arguments.get("max_staleness")
     if max_staleness is not None:

@@ -133,9 +133,10 @@ class RaySource:
         connect(actors.ray_init_config)
         ray = require("ray", extra="ray")
         own_env = actors.make_env()
-        self.dataset_env = dataset_env_of(own_env)
-        if self.dataset_env is None:
+        dataset_env = dataset_env_of(own_env)
+        if dataset_env is None:
             raise ValueError("env must build one DatasetChatEnv: actors play prompts of it by their positions.")
+        self.dataset_env = dataset_env
         is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
         self.is_open = asyncio.Event()
         self.engine = actors.engine

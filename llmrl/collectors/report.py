@@ -97,7 +97,7 @@ class CollectionReport:
             mean_reward=sum(scored) / len(scored) if scored else float("nan"),
             mean_completion_tokens=num_completion_tokens / len(rollouts) if rollouts else 0.0,
             num_by_status=dict(Counter(RolloutStatus(rollout.status).name.lower() for rollout in rollouts)),
-            num_dropped_by_reason=dict(Counter(reason for _, reason in dropped)),
+            num_dropped_by_reason=dict(Counter(str(reason) for _, reason in dropped)),
             mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
             max_staleness=max(staleness, default=0),
             num_forks=sum(rollout.num_forks for rollout in rollouts),
@@ -106,7 +106,7 @@ class CollectionReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class Collected:
+class CollectionTally:
     """What came since the last batch that had something in it."""
 
     is_grouped: bool

@@ -40,7 +40,7 @@ class RolloutLimits:
     """What may end a rollout before its environment does.
 
     Raises:
-        ValueError: for a limit below its minimum, naming it.
+        ValueError: if a limit is below its minimum, naming it.
     """
 
     max_turns: int | None = None
@@ -217,7 +217,7 @@ class RolloutRunner:
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)
-        element.set(("rollout", "reason"), non_tensor(rollout.reason))
+        element.set(("rollout", "reason"), non_tensor(str(rollout.reason)))
         try:
             stepped, element = await self.stepper.step(element)
         except Exception as error:
@@ -251,7 +251,7 @@ class RolloutRunner:
         if self.stepper.keep_steps:
             self.policy.write_text(element)
         self._count_turn(conversation, completion, rollout)
-        element.set(("rollout", "reason"), non_tensor(rollout.reason))
+        element.set(("rollout", "reason"), non_tensor(str(rollout.reason)))
         if parent := here():
             element.set(("rollout", "traceparent"), non_tensor(parent))
         try:

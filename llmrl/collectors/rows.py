@@ -87,7 +87,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
             "rollout_id": non_tensor(rollout.rollout_id),
             "group_id": non_tensor(rollout.group_id),
             "role": non_tensor(rollout.role),
-            "reason": non_tensor(rollout.reason),
+            "reason": non_tensor(str(rollout.reason)),
             **{key: torch.full((), value) for key, value in numbers.items()},  # a third of what torch.tensor takes
         }
         starts = [row.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]

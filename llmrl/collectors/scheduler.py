@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from llmrl._utils.failure import as_exception, cancel_this_task, describe, traceback_of
-from llmrl.collectors.admission import Gate
+from llmrl.collectors.gates import Gate
 from llmrl.collectors.groups import (
     SIGNAL_PATIENCE,
     CollectionStalled,
@@ -107,7 +107,7 @@ class RolloutScheduler:
         patience: dropped groups in a row that are worth a warning.
 
     Raises:
-        ValueError: when `max_concurrent_rollouts` is below 1.
+        ValueError: if `max_concurrent_rollouts` is below 1.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class RolloutScheduler:
         """Return the next full batch; at the end of the data what is left, if only what was dropped since, then None.
 
         Raises:
-            CollectionStalled: when group after group was dropped.
+            CollectionStalled: if group after group was dropped.
             Exception: whatever the source raised when it opened a group, or what an update of the weights failed of.
             CancelledError: after `stop`.
         """

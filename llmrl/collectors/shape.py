@@ -8,9 +8,8 @@ from typing import Literal
 
 from tensordict import TensorDictBase, lazy_stack
 
-from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.gates import DemandGate, LatePolicy, StalenessGate
 from llmrl.collectors.rows import batch_rows, rollout_rows
-from llmrl.collectors.staleness import LatePolicy, StalenessGate
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
 
@@ -38,7 +37,7 @@ class BatchShape:
         """Read TorchRL's arguments, and ours.
 
         Raises:
-            ValueError: when it is not clear what a batch is, or a number is below 1.
+            ValueError: if it is not clear what a batch is, or a number is below 1.
 
         Example:
             >>> BatchShape.of(yield_only_last_steps=True)
@@ -101,7 +100,7 @@ class BatchShape:
         """Return a gate that runs ahead of training by a bounded number of versions.
 
         Raises:
-            ValueError: where a batch is not a number of groups or rollouts.
+            ValueError: if a batch is not a number of groups or rollouts.
         """
         if self.kind not in ("groups", "last_steps"):
             raise ValueError(

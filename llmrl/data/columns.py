@@ -71,7 +71,7 @@ class TokenColumns:
         sampled ones, too; a token that has experts keeps them: those of who computed it first.
 
         Raises:
-            ValueError: when `log_probs` or `versions` are missing, or a column has not one value a token.
+            ValueError: if `log_probs` or `versions` are missing, or a column has not one value a token.
         """
         sampling_mask = [None] * len(token_ids) if sampling_mask is None else sampling_mask
         check_per_token(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
@@ -104,7 +104,7 @@ class TokenColumns:
         """Make tokens `start` to `stop` context: they stay and are not trained.
 
         Raises:
-            ValueError: when the range is not within the columns.
+            ValueError: if the range is not within the columns.
         """
         if not 0 <= start <= stop <= len(self.token_ids):
             raise ValueError(f"start and stop must lie in order in 0..{len(self.token_ids)}, got {start} and {stop}.")

@@ -52,7 +52,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
         For reading, and for supervised data: what a policy was given and sampled is in `("tokens", ...)`.
 
         Raises:
-            ValueError: when the template writes the prompt differently once the response follows.
+            ValueError: if the template writes the prompt differently once the response follows.
         """
 
         def render(history: History | None, *, is_prompt: bool = False) -> str | None:
@@ -133,7 +133,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
             chat_template_name: as there.
 
         Raises:
-            ValueError: for an unknown family, or a text without its marks.
+            ValueError: if the family is unknown, or the text has none of its marks.
 
         Example:
             >>> prompt = "<|im_start|>user\n7 + 8 =<|im_end|>\n<|im_start|>assistant\n"
@@ -166,7 +166,7 @@ class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Return one entry as `[*batch, max_num_tokens]`.
 
         Raises:
-            ValueError: when `padding_side` is neither left nor right.
+            ValueError: if `padding_side` is neither left nor right.
         """
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
@@ -208,7 +208,7 @@ class Tokens(_Ragged):
         """Decode it.
 
         Raises:
-            ValueError: for padded tokens.
+            ValueError: if the tokens are padded.
         """
 
         def decode(token_ids: torch.Tensor | None) -> str | None:

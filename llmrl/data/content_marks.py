@@ -75,7 +75,7 @@ class ContentMarks:
         """Return the mark, empty where none is needed, and the messages and tools with it in each special token.
 
         Raises:
-            RenderingError: where they have every character that a mark could be.
+            RenderingError: if they have every character that a mark could be.
         """
         if self.first_in(messages, tools) is None:
             return "", messages, tools
@@ -117,7 +117,7 @@ class ContentMarks:
         """Return the token ids of a rendering; what has the mark in it is no special token, and the marks are left out.
 
         Raises:
-            RenderingError: where the tokenizer does not tell what became of the marks.
+            RenderingError: if the tokenizer does not tell what became of the marks.
         """
         return [token_id for token_id, _ in self.locate(with_plain_marks(text, mark), mark)]
 
@@ -125,7 +125,7 @@ class ContentMarks:
         """Return each token of `encode` with its place in a text with plain marks; see `with_plain_marks`.
 
         Raises:
-            RenderingError: where the tokenizer does not tell what became of the marks.
+            RenderingError: if the tokenizer does not tell what became of the marks.
         """
         if mark and not self._tokenizer.is_fast:
             raise _refusal("the tokenizer is a slow one, which does not say where its tokens stand")

@@ -58,7 +58,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         batch_size: must be that of `role`; by default it is.
 
     Raises:
-        ValueError: when these do not fit, or are neither messages nor their parts.
+        ValueError: if these do not fit, or are neither messages nor their parts.
 
     Example:
         >>> history = History.from_chats([{"role": "user", "content": "7 + 8 ="}])
@@ -79,7 +79,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Build from one conversation (a list of messages) or any nesting of lists of conversations.
 
         Raises:
-            TypeError, ValueError: when a message is malformed, naming it.
+            TypeError, ValueError: if a message is malformed, naming it.
         """
         if is_conversation(chats):
             messages = Chat(copied(check_messages(chats)) if check else chats)
@@ -105,7 +105,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             tokenizer: has no effect either.
 
         Raises:
-            ValueError: for an unknown name, or a text without its marks.
+            ValueError: if the name is unknown, or the text has none of its marks.
 
         Example:
             >>> History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").to_chats()
@@ -176,8 +176,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             dim: the last dimension, that of the messages.
 
         Raises:
-            ValueError: when the message is malformed or is not one for each, or `dim` is another dimension.
-            RuntimeError: when this is a message itself.
+            ValueError: if the message is malformed or is not one for each, or `dim` is another dimension.
+            RuntimeError: if this is a message itself.
         """
         if not isinstance(history, History):
             return self.extend([history], inplace=inplace)
@@ -206,8 +206,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 conversations come after these. Messages are added to the last.
 
         Raises:
-            ValueError: when a message is malformed, or the batches differ.
-            RuntimeError: for a message alone.
+            ValueError: if a message is malformed, or the batches differ.
+            RuntimeError: if it is a message alone.
         """
         if not isinstance(history, History):
             return self._longer(copied(check_messages(history)), bool(inplace))
@@ -291,8 +291,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             or a lazily stacked TensorDict, which is dense when padded.
 
         Raises:
-            ValueError: for a keyword that the template does not read, a length without a number, an unknown name,
-                special tokens in contents that the tokenizer cannot split, and for a mask when the template rewrites
+            ValueError: if the template does not read a keyword, a length has no number, a name is unknown, contents
+                have special tokens that the tokenizer cannot split, or a mask is asked for and the template rewrites
                 earlier turns.
         """
         if chat_template_name is not None:
@@ -333,7 +333,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Read what `save` wrote, as a batch `[num_conversations]`.
 
         Raises:
-            TypeError, ValueError: when a message is malformed.
+            TypeError, ValueError: if a message is malformed.
         """
         # Not `splitlines`, which splits at U+2028 too, and JSON has that within its strings.
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")

@@ -24,7 +24,7 @@ class ChatRendering:
     """How conversations are written and encoded, see `History.apply_chat_template`.
 
     Raises:
-        ValueError: for a variable that the template does not read, or a padding without a length.
+        ValueError: if the template does not read a variable, or a padding has no length.
     """
 
     tokenizer: Tokenizer

@@ -47,8 +47,8 @@ def check_messages(messages: object, *, argument: str = "messages") -> tuple[Mes
     """Validate messages at a boundary and return them as a tuple, lone surrogates in their texts replaced.
 
     Raises:
-        TypeError: when an entry is not a mapping.
-        ValueError: when an entry lacks `role`, or has neither content nor tool calls.
+        TypeError: if an entry is not a mapping.
+        ValueError: if an entry lacks `role`, or has neither content nor tool calls.
 
     Example:
         >>> check_messages([{"role": "user", "content": "Hi"}])

@@ -143,7 +143,7 @@ def messages_of(
     """Return messages as leaves, nested as `role` is, and their shape; see `History`.
 
     Raises:
-        ValueError: when an entry is not as nested as `role`, or a message has neither content nor calls.
+        ValueError: if an entry is not as nested as `role`, or a message has neither content nor calls.
     """
     if isinstance(role, str):
         answered = "".join(map(str, tool_responses)) if isinstance(tool_responses, (list, tuple)) else tool_responses
@@ -185,7 +185,7 @@ def message_index(index: object, num_batch_dims: int) -> tuple[tuple[object, ...
     """Return an index of conversations and of their messages apart, or None where it has no part for the messages.
 
     Raises:
-        IndexError: when it has more parts than there are dimensions.
+        IndexError: if it has more parts than there are dimensions.
 
     Example:
         >>> message_index((0, -1), 1), message_index((..., slice(2)), 1), message_index(0, 1)
@@ -212,7 +212,7 @@ def at(chat: tuple[Message, ...], index: object) -> Chat:
     """Return a message of a conversation, or for a slice or several places, a conversation of those.
 
     Raises:
-        IndexError: when there is none.
+        IndexError: if there is no such entry.
 
     Example:
         >>> chat = ({"role": "user"}, {"role": "assistant"}, {"role": "tool"})

@@ -53,7 +53,7 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
     end-of-turn id, real tokens would be lost.
 
     Raises:
-        KeyError: when the entry is missing, naming it and those that are there.
+        KeyError: if the entry is missing, naming it and those that are there.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -91,7 +91,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
         rows: as many as the batch has elements, those of its last dimension beside each other.
 
     Raises:
-        ValueError: when a batch that is not lazily stacked has no place for rows of several lengths.
+        ValueError: if a batch that is not lazily stacked has no place for rows of several lengths.
 
     Example:
         >>> from tensordict import TensorDict
@@ -137,7 +137,7 @@ def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
     """Return one Python value per row, of a non-tensor or a scalar tensor entry.
 
     Raises:
-        KeyError: when the entry is missing, naming it and those that are there.
+        KeyError: if the entry is missing, naming it and those that are there.
     """
     check_entry(tensordict, key)
     column = tensordict.get(key)

@@ -36,7 +36,7 @@ def read_replay(batch: TensorDictBase, lengths: Sequence[int]) -> Replay:
         lengths: tokens of each row.
 
     Raises:
-        ValueError: when an entry has not one value a token.
+        ValueError: if an entry has not one value a token.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

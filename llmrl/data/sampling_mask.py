@@ -22,7 +22,7 @@ class SamplingMask:
     DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
 
     Raises:
-        ValueError: when the counts do not add up to the ids.
+        ValueError: if the counts do not add up to the ids.
 
     Example:
         >>> from array import array
@@ -92,7 +92,7 @@ def read_sampling_masks(batch: TensorDictBase, lengths: Sequence[int]) -> Sampli
         lengths: tokens of each row.
 
     Raises:
-        ValueError: when a row's mask has not one count a token, or its ids are not all there.
+        ValueError: if a row's mask has not one count a token, or its ids are not all there.
     """
     entries = [element.get(SAMPLING_MASK_KEY, None) for element in batch_elements(batch)]
     if all(entry is None for entry in entries):

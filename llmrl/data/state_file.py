@@ -49,7 +49,7 @@ def save_state(path: Path, state: StateDict) -> None:
             containers, however nested. Tensors come back on the CPU, a tensor that is there twice once.
 
     Raises:
-        TypeError: for anything else, saying where it is.
+        TypeError: if it is anything else, saying where it is.
     """
     encoder = _Encoder()
     structure = json.dumps(encoder.encode(state, "")).encode()
@@ -68,8 +68,8 @@ def load_state(path: Path, *, advice: str) -> StateDict:
         advice: what to do when it is damaged.
 
     Raises:
-        FileNotFoundError: when there is none.
-        DamagedFileError: when it is not as it was written, saying what was found.
+        FileNotFoundError: if there is no file.
+        DamagedFileError: if it is not as it was written, saying what was found.
     """
     with open_file(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
 
 
 class RolloutStatus(IntEnum):
@@ -30,8 +31,8 @@ class RolloutStatus(IntEnum):
         return self in (RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED)
 
 
-class StopReason:
-    """Words for why a rollout ended before its environment said done; kept beside the status."""
+class StopReason(StrEnum):
+    """Reason why a rollout ended before its environment said done; kept beside the status."""
 
     NONE = ""
     LENGTH = "length"
@@ -45,7 +46,7 @@ class StopReason:
     ENGINE_ERROR = "engine_error"
 
 
-_STATUS_OF_REASON = {
+_STATUS_OF_REASON: Mapping[str, RolloutStatus] = {
     StopReason.NONE: RolloutStatus.ONGOING,
     StopReason.LENGTH: RolloutStatus.TRUNCATED,
     StopReason.PROMPT_TOO_LONG: RolloutStatus.TRUNCATED,
@@ -66,15 +67,15 @@ def decide_status(*, is_terminated: bool, reason: str = StopReason.NONE) -> Roll
     turn, because its reward is then the reward of a finished episode.
 
     Raises:
-        ValueError: when `reason` is not one of `StopReason`.
+        ValueError: if `reason` is not one of `StopReason`.
 
     Example:
         >>> decide_status(is_terminated=True).name, decide_status(is_terminated=False, reason="max_turns").name
         ('COMPLETED', 'TRUNCATED')
     """
-    if reason not in _STATUS_OF_REASON:
-        raise ValueError(f"reason must be one of {sorted(_STATUS_OF_REASON)}, got {reason!r}.")
-    status = _STATUS_OF_REASON[reason]
+    status = _STATUS_OF_REASON.get(reason)
+    if status is None:
+        raise ValueError(f"reason must be one of {sorted(map(str, _STATUS_OF_REASON))}, got {reason!r}.")
     if status in (RolloutStatus.ABORTED, RolloutStatus.ERROR):
         return status
     return RolloutStatus.COMPLETED if is_terminated else status

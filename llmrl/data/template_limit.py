@@ -22,7 +22,7 @@ def written_in_time(write: Callable[[], object]) -> str:
         write: calls it.
 
     Raises:
-        SlowTemplateError: when it computes for more than `TEMPLATE_SECONDS`.
+        SlowTemplateError: if it computes for more than `TEMPLATE_SECONDS`.
 
     Example:
         >>> written_in_time(lambda: "user: Hello")

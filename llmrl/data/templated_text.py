@@ -87,7 +87,7 @@ def template_named(name: str) -> str:
     r"""Return the chat template of a family, or of a model, which writes contents alone, or one that was added.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: if the name is unknown.
 
     Example:
         >>> template_named("qwen") == template_named("chatml") != template_named("gemma")
@@ -158,7 +158,7 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
             by default the one with marks in the text.
 
     Raises:
-        ValueError: for an unknown family, or a text that has none of its marks.
+        ValueError: if the family is unknown, or the text has none of its marks.
 
     Example:
         >>> parse_templated("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel")
@@ -213,7 +213,7 @@ def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message]
         render: gives a rendering of messages, with the generation prompt or without.
 
     Raises:
-        ValueError: when the template writes an earlier turn differently once others follow.
+        ValueError: if the template writes an earlier turn differently once others follow.
 
     Example:
         >>> render = lambda chat, is_prompt: "".join(f"{m['role'][0]}:{m['content']};" for m in chat) + "a:" * is_prompt

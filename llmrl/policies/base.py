@@ -60,8 +60,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         fork_threshold_tokens: drift from which a rewritten history forks the training row.
 
     Raises:
-        ValueError: for an unknown `input_mode`, without what it needs, or for arguments that contradict each other.
-        TypeError: for an unknown argument, with what to do instead of one of TorchRL's.
+        ValueError: if `input_mode` is unknown, lacks what it needs, or if arguments contradict each other.
+        TypeError: if an argument is unknown, with what to do instead of one of TorchRL's.
     """
 
     return_text = return_masks = return_tokens = True
@@ -207,7 +207,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         """Say before anything is sampled whether conversations with tools can be rendered.
 
         Raises:
-            RenderingError: when they cannot, and what to do about it.
+            RenderingError: if they cannot, and what to do about it.
         """
         if self.renderer is not None and self.input_mode == "history":
             self.renderer.check_tools()
@@ -241,8 +241,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         """Return what the engine samples after `prompt_ids`, checked: every completion comes in here.
 
         Raises:
-            ValueError: when the prompt leaves no room for a token.
-            EngineError: when the engine died or refused, or answered with what could not be trained on or read again.
+            ValueError: if the prompt leaves no room for a token.
+            EngineError: if the engine died or refused, or answered with what could not be trained on or read again.
         """
         engine = self.engine
         completion = await engine.generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)

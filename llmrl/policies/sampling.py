@@ -29,8 +29,8 @@ def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig 
     """Read TorchRL-style generation arguments; every name is known or refused.
 
     Raises:
-        TypeError: for an unknown name, with the nearest known one.
-        ValueError: for a value out of range, or two that contradict each other.
+        TypeError: if a name is unknown, with the nearest known one.
+        ValueError: if a value is out of range, or two contradict each other.
 
     Example:
         >>> sampling_from_kwargs({"max_new_tokens": 8, "stop_sequences": ["END"], "do_sample": True}).stop

@@ -21,8 +21,8 @@ class vLLMWrapper(LLMWrapperBase):
         options: see `LLMWrapperBase`; tokenizer and renderer are loaded from the model when neither is given.
 
     Raises:
-        ImportError: when vLLM is not installed, naming the extra.
-        ValueError: without tokenizer and renderer, where they cannot be loaded from the model; see `LLMWrapperBase`.
+        ImportError: if vLLM is not installed, naming the extra.
+        ValueError: if tokenizer and renderer are missing and cannot be loaded from the model; see `LLMWrapperBase`.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class PolicyVersion(KnownArguments, Transform):
         source: gives the current count; by default a counter of its own, raised by `increment_version`.
 
     Raises:
-        ValueError: for another type of versions.
+        ValueError: if versions are of another type.
 
     Example:
         >>> transform = PolicyVersion()
@@ -66,7 +66,7 @@ class PolicyVersion(KnownArguments, Transform):
         """Count one update of the weights.
 
         Raises:
-            RuntimeError: when the version is counted elsewhere.
+            RuntimeError: if the version is counted elsewhere.
         """
         if self._source is not None:
             raise RuntimeError(

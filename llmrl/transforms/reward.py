@@ -44,7 +44,7 @@ class RubricReward(KnownArguments, Transform):
     Raises:
         UnknownRewardInput: when it is appended to an environment with a dataset, for a reward function that reads what
             this has not.
-        ValueError: when it is appended after another one with a reward function of the same name.
+        ValueError: if it is appended after another one with a reward function of the same name.
 
     Example:
         >>> from tensordict import TensorDict
@@ -223,7 +223,7 @@ def joint_rubric(rewards: Sequence[RubricReward]) -> Rubric | None:
     """Return what scores by all of these; None where there is none.
 
     Raises:
-        ValueError: when two of their reward functions have one name.
+        ValueError: if two of their reward functions have one name.
     """
     rubrics = [reward.rubric for reward in rewards]
     return JointRubric(rubrics) if len(rubrics) > 1 else next(iter(rubrics), None)

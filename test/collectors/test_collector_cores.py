@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.gates import DemandGate, StalenessGate
 from llmrl.collectors.groups import CollectionStalled, DropReason, GroupCounter, GroupRules, StallDetector
-from llmrl.collectors.staleness import StalenessGate
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.objectives import MCAdvantage
 

@@ -16,9 +16,8 @@ from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import EscapedError, contained
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.collectors import CollectionStalled, GroupRules, LLMCollector, RolloutLimits
-from llmrl.collectors.admission import DemandGate
+from llmrl.collectors.gates import DemandGate, StalenessGate
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
-from llmrl.collectors.staleness import StalenessGate
 from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import ChatHistory, Rollout, RolloutStatus, StopReason
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep

@@ -1,19 +1,30 @@
-"""Random programs of a collector: environments, scorers, tools, games, failures, limits; the books are kept twice."""
+"""Random programs of a collector: environments, agents, scorers, tools, games, failures, limits, time-outs."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import copy
 import random
 import zlib
 
+import httpx
 import pytest
 from fuzzing import fuzz_seeds
 from tensordict import TensorDictBase
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.collectors.groups import CollectionStalled
-from llmrl.envs import DatasetChatEnv, Game, GameEnv, MessageChatEnv, MessageEnv, MessageStep, MixedEnv, ToolEnv
+from llmrl.envs import (
+    AgentEnv,
+    DatasetChatEnv,
+    Game,
+    GameEnv,
+    MessageChatEnv,
+    MessageEnv,
+    MessageStep,
+    MixedEnv,
+    ToolEnv,
+)
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.testing import ScriptedEngine
@@ -63,9 +74,10 @@ def see(data: list) -> str:
 
 
 class Steps(MessageEnv):
-    """Edits what it is given, says one dict again and again, and fails for some rows."""
+    """Edits what it is given, says one dict again and again, and fails or hangs for some rows."""
 
-    def __init__(self, row):
+    def __init__(self, row, does_hang):
+        self.does_hang = does_hang
         self.number, self.num_turns = row["number"], 0
         row["things"].append("changed")
         self.told = {"role": "user", "content": "Go on."}
@@ -81,6 +93,8 @@ class Steps(MessageEnv):
         self.told["content"] = f"turn {self.num_turns}"
         if self.number % 7 == 5 and self.num_turns == 2:
             raise ValueError("cannot go on")
+        if self.does_hang and self.number % 7 == 4 and self.num_turns == 2:
+            await asyncio.sleep(3600)
         return MessageStep([self.told], reward=0.25, is_done=self.num_turns > self.number % 3)
 
 
@@ -104,6 +118,30 @@ class Alternate(Game):
         return {"first": 0.0, "second": 0.0}
 
 
+async def ask(row, model):
+    """Ask as often as the row says, in one conversation or in new ones; fail, or return no score, for some rows."""
+    number = row["number"]
+    row["things"].append("changed")
+    messages = [{"role": "user", "content": f"{number}?"}]
+    async with httpx.AsyncClient(base_url=model.base_url, timeout=600) as client:
+        for turn in range(number % 4):
+            asked = {"model": model.name, "messages": messages}
+            answer = await client.post(
+                "/chat/completions", json=asked, headers={"Authorization": f"Bearer {model.api_key}"}
+            )
+            answer.raise_for_status()
+            messages.append(answer.json()["choices"][0]["message"])
+            if number % 2:
+                messages = []
+            messages.append({"role": "user", "content": f"{number}, {turn}?"})
+    if number % 6 == 5:
+        raise ValueError("the agent fails")
+    return AGENT_RESULTS[number % 6]
+
+
+AGENT_RESULTS = [1.0, {"asked": 0.25, "told": 0.5}, None, "no score", 0.5]
+
+
 class Box:
     def reset(self, things):
         things.append("changed")
@@ -118,11 +156,13 @@ class Box:
         return 0.125 * self.num_calls
 
 
-def make_env(kind, random_, repeats, names):
+def make_env(kind, random_, repeats, names, *, does_hang):
     rows = [{"number": number, "things": [number]} for number in range(random_.randint(2, 9))]
     options = {"repeats": repeats, "num_epochs": 1, "shuffle": random_.random() < 0.5}
     if kind == "steps":
-        env = MessageChatEnv(Steps, rows, **options)
+        env = MessageChatEnv(lambda row: Steps(row, does_hang), rows, **options)
+    elif kind == "agent":
+        env = AgentEnv(ask, rows, **options)
     elif kind == "game":
         env = GameEnv(Alternate, rows, roles=Alternate.roles, **options)
     elif kind == "box":
@@ -143,17 +183,28 @@ def make_env(kind, random_, repeats, names):
 @pytest.mark.usefixtures("takes_long")
 def test_every_rollout_of_a_random_program_is_counted_once_and_rewarded_by_all_its_scorers(renderer):
     for seed in fuzz_seeds(6):
-        with contextlib.suppress(CollectionStalled):  # raised by programs with prompts that are all too long
-            play_program(seed, renderer)
+        play_program(seed, renderer)
+
+
+def delivered(collector):
+    """Yield every batch, and None where a program whose prompts are all too long, say, stalls; then it goes on."""
+    while True:
+        try:
+            yield collector.next()
+        except CollectionStalled:
+            yield None
+        except StopIteration:
+            return
 
 
 def play_program(seed, renderer):
     random_ = random.Random(seed)
     repeats = random_.choice([2, 4])
-    kinds = random_.sample(["steps", "game", "box", "chat"], random_.choice([1, 1, 2]))
+    kinds = random_.sample(["steps", "game", "box", "chat", "agent"], random_.choice([1, 1, 2]))
     names = {kind: random_.sample(["one", "three", "slow", "slower", "fails"], random_.randint(0, 3)) for kind in kinds}
     names = {kind: chosen or ["one"] * (kind == "chat") for kind, chosen in names.items()}
-    made = {kind: make_env(kind, random_, repeats, names[kind]) for kind in kinds}
+    timeouts = random_.choice([{}, {}, {"step_timeout_seconds": 2.0}, {"rollout_timeout_seconds": 3.0}])
+    made = {kind: make_env(kind, random_, repeats, names[kind], does_hang=bool(timeouts)) for kind in kinds}
     before = copy.deepcopy({kind: rows for kind, (_, rows) in made.items()})
     env = MixedEnv({kind: one for kind, (one, _) in made.items()}) if len(kinds) > 1 else made[kinds[0]][0]
     is_varied = random_.random() < 0.5
@@ -171,13 +222,17 @@ def play_program(seed, renderer):
             {"yield_completed_trajectories": True}, {"yield_only_last_steps": True, "dialog_turns_per_batch": size},
         ]
     )  # fmt: skip
-    limits = RolloutLimits(max_turns=random_.choice([1, 2, 5]), max_prompt_tokens=random_.choice([None, 60, 110]))
+    limits = RolloutLimits(
+        max_turns=random_.choice([1, 2, 5]), max_prompt_tokens=random_.choice([None, 60, 110]), **timeouts
+    )
     counted, num_rows_tokens, num_steps = [], 0, 0
     with LLMCollector(env, policy=policy, limits=limits, **shape) as collector:
-        for batch in collector:
+        for batch in delivered(collector):
             counted += collector.rollouts
-            assert isinstance(batch, TensorDictBase)
             assert sum(collector.report.num_by_status.values()) == len(collector.rollouts)
+            if batch is None:
+                continue
+            assert isinstance(batch, TensorDictBase)
             if "groups_per_batch" in shape or "tokens_per_batch" in shape:
                 num_rows_tokens += sum(int(row["masks", "all_assistant_mask"].sum()) for row in batch.unbind(0))
             num_steps += batch.shape[0]
@@ -192,17 +247,14 @@ def play_program(seed, renderer):
     for one in counted:
         kind = one.env or kinds[0]
         assert one.status.is_settled, (told, one)
-        if not one.columns:  # it could not be opened
-            assert one.status.name == "ERROR" and not one.is_scored, (told, one)
-            continue
         assert one.columns["things"] == [one.columns["number"]], (told, one)
-        expected = reward_by_hand(one, kind, names[kind], made[kind][0])
-        is_scored = expected is not None
-        assert one.is_scored == is_scored, (told, one.rollout_id, one.status, one.reason, one.error)
-        if is_scored:
-            assert one.reward == pytest.approx(expected), (told, one.rollout_id, one.messages, one.breakdown)
+        expected = rewards_by_hand(one, kind, names[kind], made[kind][0])
+        assert one.is_scored == bool(expected), (told, one.rollout_id, one.status, one.reason, one.error)
+        if expected:
+            rewards = [pytest.approx(reward) for reward in expected]
+            assert one.reward in rewards, (told, one.rollout_id, one.messages, one.breakdown, expected)
             num_trained += one.num_completion_tokens
-            num_stepped += len(one.steps)
+            num_stepped += len(one.steps) if one.num_completion_tokens else 0
         calls = [call["function"]["name"] for message in one.messages for call in message.get("tool_calls") or ()]
         results = [message["name"] for message in one.messages if message["role"] == "tool"]
         if kind == "chat" and results and {"look", "see"} <= set(results):
@@ -213,23 +265,25 @@ def play_program(seed, renderer):
         assert num_steps == num_stepped, told
 
 
-def reward_by_hand(rollout, kind, names, env):
-    """The reward by the record alone; None where the rollout failed, or one of its scorers."""
-    if not rollout.status.is_success:
-        return None
-    if kind == "game" and not rollout.num_turns:  # it was over before this player's first turn, and nothing is trained
-        return rollout.reward
-    own = {"chat": 0.0, "steps": 0.25 * rollout.num_turns}
-    own["game"] = {"first": 0.25, "second": 0.5}[rollout.role or "first"]
-    own["box"] = 0.125 * sum(str(message["content"]).startswith("look ") for message in rollout.messages)
-    row = {"number": rollout.columns["number"]}
+def rewards_by_hand(rollout, kind, names, env):
+    """The rewards that a record allows; none if the rollout failed, or one of its scorers."""
+    number = rollout.columns["number"]
     values = {
-        name: value_of(name, rollout.messages, is_answered=rollout.num_turns > 0, row=row) for name in names
-    }  # fmt: skip
-    if None in values.values():
-        return None
+        name: value_of(name, rollout.messages, is_answered=rollout.num_turns > 0, row={"number": number})
+        for name in names
+    }
+    if not rollout.status.is_success or None in values.values():
+        return []
     rubrics = [part.rubric for part in environment_parts(env) if isinstance(part, RubricReward)] if names else []
     shares = [[values[name] for name in rubric.names if name in values] for rubric in rubrics]
-    if kind == "game" and rollout.reward + 1e-3 < own["game"] + sum(sum(share) / len(share) for share in shares):
-        own["game"] = 0.0  # one of the players met a limit, and left
-    return own[kind] + sum(sum(share) / len(share) for share in shares if share)
+    score = sum(sum(share) / len(share) for share in shares if share)
+    own = {"chat": [0.0], "box": [0.125 * sum(str(one["content"]).startswith("look ") for one in rollout.messages)]}
+    # A time-out may have met the last turn while it was stepped.
+    own["steps"] = [0.25 * (rollout.num_turns - is_cut) for is_cut in range(1 + (rollout.reason == "timeout"))]
+    # One of the players may have met a limit, and left.
+    own["game"] = [{"first": 0.25, "second": 0.5}[rollout.role or "first"], 0.0]
+    if rollout.reason:  # an agent was refused an answer, or timed out, and returned nothing
+        own["agent"] = [0.0] if names else []
+    else:
+        own["agent"] = [[1.0], [0.75], [0.0] if names else [], [], [0.5]][number % 6]
+    return [reward + score for reward in own[kind]]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.collectors.mixed_source import MixedSource
+from llmrl.collectors.source import MixedSource
 from llmrl.envs import DatasetChatEnv, Game, GameEnv, MixedEnv, PromptSampler
 from llmrl.envs.mixed import MixedPrompts
 from llmrl.policies import LLMWrapperBase
