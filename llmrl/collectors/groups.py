@@ -165,6 +165,7 @@ class NoSignal(CollectionStalled):
 SIGNAL_PATIENCE = 64
 """Groups without signal in a row that are worth a warning: where a task is hard, or learned, most groups are."""
 
+_MAX_WARNINGS = 7
 _LEAST_TO_JUDGE = 16
 """Dropped groups from which on it may be said that all to come will be."""
 
@@ -172,22 +173,19 @@ _LEAST_TO_JUDGE = 16
 class StallDetector:
     """Warns, then raises, when dropped groups follow each other without one delivered: no silent stall.
 
-    Where none was ever delivered it raises much sooner: of a forgotten reward all groups to come are as these.
+    It raises when it would warn for the eighth time. If no group was ever delivered, it raises from 16 dropped groups
+    on, since all to come will be dropped for the same reason, such as a forgotten reward.
 
     Args:
         patience: dropped groups in a row after which it warns, and warns again.
-        max_warnings: it raises when it would warn once more; before the first delivery, when it would warn again.
         error: what it raises.
 
     Raises:
         CollectionStalled: on `dropped`.
     """
 
-    def __init__(
-        self, patience: int, *, max_warnings: int = 7, error: type[CollectionStalled] = CollectionStalled
-    ) -> None:
+    def __init__(self, patience: int, *, error: type[CollectionStalled] = CollectionStalled) -> None:
         self.patience = patience
-        self.max_warnings = max_warnings
         self.error = error
         self._has_delivered = False
         self._num_in_row = 0
@@ -211,7 +209,7 @@ class StallDetector:
             return
         why = f"rollouts dropped by reason: {self._reasons}"
         why += f"; the first error: {self._first_error}" if self._first_error else ""
-        limit = self.max_warnings * self.patience
+        limit = _MAX_WARNINGS * self.patience
         if not self._has_delivered:
             limit = min(limit, max(self.patience, _LEAST_TO_JUDGE - 1))
         if self._num_in_row > limit:

@@ -24,8 +24,6 @@ class RayLLMCollector(LLMCollector):
         policy_factory: builds an actor's policy, over an engine that it starts or reaches.
         num_collectors: actors.
         engine: what `weight_sync_schemes` send to, where engines are reached from here.
-        num_actor_retries: how often a group is played again because its actor died, and how often in a row an actor
-            that does not start is started again.
         remote_config: options of each actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`, ...
         num_cpus: CPUs of each actor, unless `remote_config` has them.
         num_gpus: GPUs of each actor, unless `remote_config` has them.
@@ -48,7 +46,6 @@ class RayLLMCollector(LLMCollector):
         policy_factory: Callable[[], LLMWrapperBase],
         num_collectors: int = 2,
         engine: object = None,
-        num_actor_retries: int = 3,
         remote_config: Mapping[str, object] | None = None,
         num_cpus: float | None = None,
         num_gpus: float | None = None,
@@ -64,7 +61,6 @@ class RayLLMCollector(LLMCollector):
         actors = RayActors(
             make_env=env,
             number=num_collectors,
-            num_retries=num_actor_retries,
             options={**shares, **(remote_config or {})},
             engine=engine,
             ray_init_config=ray_init_config,

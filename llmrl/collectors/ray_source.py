@@ -30,6 +30,9 @@ logger = logging.getLogger("llmrl")
 MAX_IN_FLIGHT = 1 << 16
 """Calls that an actor works on at once."""
 
+_NUM_RETRIES = 3
+"""How often a group is played again after its actor died, and an actor that did not start is started again."""
+
 
 class CollectorActor:
     """Plays groups where it stands: an environment and a policy of its own, one group a call, many calls at once.
@@ -80,8 +83,6 @@ class RayActors:
     make_env: Callable[[], EnvBase]
     """Builds an environment with a dataset; called here once, and in every actor."""
     number: int
-    num_retries: int
-    """How often a group is played again after its actor died, and an actor that did not start is started again."""
     options: Mapping[str, object]
     """Options of each actor: `num_cpus`, `num_gpus`, `resources`, ..."""
     engine: object
@@ -140,7 +141,6 @@ class RaySource:
         is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
         self.is_open = asyncio.Event()
         self.engine = actors.engine
-        self._num_retries = actors.num_retries
         self._prompts = self.dataset_env.prompts
         self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
         self._are_groups_whole = is_group_scored or self.num_players > 1
@@ -196,7 +196,7 @@ class RaySource:
         """Play a group on the least loaded actor.
 
         Raises:
-            ray.exceptions.RayError: when actors died under it more often than `num_retries`.
+            ray.exceptions.RayError: if actors died under it four times.
         """
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -206,15 +206,16 @@ class RaySource:
             slot.load += 1
             try:
                 rollouts: list[Rollout] = await actor.play.remote(job.payload)
-                for rollout, record in zip(rollouts, job.records, strict=True):
-                    rollout.columns = record.columns
+                columns = {record.rollout_id: record.columns for record in job.records}
+                for rollout in rollouts:
+                    rollout.columns = columns.get(rollout.rollout_id, {})
                 return rollouts
             except RayTaskError:
                 raise
             except RayError as error:  # the actor died, or its node with the answer on it
                 if isinstance(error, RayActorError) and slot.actor is actor:
                     self._replace(slot, error)
-                if attempt == self._num_retries:
+                if attempt == _NUM_RETRIES:
                     raise
             finally:
                 slot.load -= 1
@@ -249,7 +250,7 @@ class RaySource:
             await slot.actor.process_id.remote()
         except RayError as error:
             slot.num_failed_starts += 1
-            if slot.num_failed_starts <= self._num_retries:
+            if slot.num_failed_starts <= _NUM_RETRIES:
                 self._replace(slot, error)
         else:
             slot.is_ready = True

@@ -217,6 +217,7 @@ class RolloutRunner:
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)
+        rollout.reason = session.reason  # if it went on, without the answers that it was refused
         element.set(("rollout", "reason"), non_tensor(str(rollout.reason)))
         try:
             stepped, element = await self.stepper.step(element)
@@ -224,10 +225,6 @@ class RolloutRunner:
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         held[:] = [element]
         self._settle(rollout, stepped)
-        if session.reason:  # it went on, without the answers that it was refused
-            rollout.reason = session.reason
-            rollout.status = decide_status(is_terminated=False, reason=session.reason)
-            rollout.is_scored &= rollout.status.is_success
 
     async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
         while not rollout.status.is_settled:
@@ -305,7 +302,7 @@ class RolloutRunner:
         reward = step["reward"]
         rollout.add_reward(float(reward if reward.numel() == 1 else reward.sum()))
         rollout.info |= plain(step.get("env_info")) or {}
-        if "is_scored" in step:  # a rubric or an agent scores
+        if self.rubric is not None or self._agent_env is not None:
             rollout.is_scored = _is_any(step["is_scored"])
             rollout.error = plain(step["score_error"])
             rollout.breakdown = {
@@ -319,9 +316,8 @@ class RolloutRunner:
             rollout.steps.append(stepped)
 
     async def _score_at_end(self, rollout: Rollout) -> None:
-        if self.rubric is None:
-            if self._agent_env is None:  # its reward is what its environment gave
-                rollout.is_scored = rollout.status.is_success
+        if self.rubric is None:  # its reward is what its environment gave, or its agent
+            rollout.is_scored = rollout.status.is_success and (self._agent_env is None or rollout.is_scored)
             return
         is_scoring_failed = rollout.status.is_success and bool(rollout.error)
         if not (rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored):

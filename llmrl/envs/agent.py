@@ -103,7 +103,8 @@ class AgentEnv(DatasetChatEnv):
                 raise RuntimeError(
                     "an AgentEnv is played by a collector, or an Evaluator: its agent asks the policy itself."
                 )
-            flags = {key: torch.ones(1, dtype=torch.bool) for key in ("terminated", "done")}
+            end = "truncated" if plain(element.get(("rollout", "reason"), "")) else "terminated"
+            flags = {key: torch.ones(1, dtype=torch.bool) for key in (end, "done")}
             step = tensordict_of({**dict(super()._step(element).items()), **flags})
             write_score(step, score, list(score.breakdown))
             steps.append(step)

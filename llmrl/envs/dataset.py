@@ -160,9 +160,8 @@ class DatasetChatEnv(ChatEnv):
         # Non-tensor wrapping keeps lists, numbers and None columns as they are.
         entries = {key: non_tensor(value) for key, value in with_columns(item, self.columns).items()}
         apart = {key: entries.pop(key) for key in RESERVED_ENTRIES.intersection(entries)}
+        entries.setdefault(self.data_key, non_tensor(query))  # a column of the row's own stays
         step = tensordict_of({**entries, "columns": tensordict_of(apart)} if apart else entries)
-        if self.data_key not in step:
-            step.set(self.data_key, non_tensor(query))
         rollout = {
             "group_id": non_tensor(group_id),
             "sample_index": torch.tensor(sample_index),

@@ -154,13 +154,15 @@ class RubricReward(KnownArguments, Transform):
         reason_of_collector = element.get(("rollout", "reason"), None)
         reason = plain(reason_of_collector) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
-        # An answer that was cut is none: its conversation is truncated, not terminated.
-        is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED)
+        # An answer that was cut is none: its conversation is truncated, not terminated. So is an agent's, which was
+        # refused answers: its environment says so.
+        is_truncated = bool(next_element.get("truncated").any())
+        is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED) or (bool(reason) and is_truncated)
         if not (is_terminated or is_cut) and self.terminate_when_answered and _is_answered(messages):
             is_terminated = True
             for key in ("terminated", "done"):
                 next_element.set(key, torch.ones(1, dtype=torch.bool))
-        if not reason and not is_terminated and next_element.get("truncated").any():
+        if not reason and not is_terminated and is_truncated:
             reason = StopReason.ENVIRONMENT_TRUNCATED
         status = decide_status(is_terminated=is_terminated, reason=reason)
         if not status.is_settled or (reason_of_collector is not None and self._is_left_to_collectors()):

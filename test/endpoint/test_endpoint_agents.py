@@ -266,6 +266,27 @@ def test_an_agent_whose_result_is_no_score_is_not_scored(renderer, rubric):
     assert all("Returned by" in one.error for one in rollouts)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_agent_that_was_refused_answers_is_truncated_for_its_rubric_too(renderer, is_async):
+    def right(status, reason):
+        assert (status, reason) == (RolloutStatus.TRUNCATED, "max_turns")
+        return 1.0
+
+    async def judge(status, reason):
+        return right(status, reason)
+
+    async def play(row, model):
+        await ask_once(row, model)
+        with contextlib.suppress(openai.PermissionDeniedError):
+            await ask_once(row, model)
+        return 0.5
+
+    limits = RolloutLimits(max_turns=1)
+    rollouts, _ = play_group(play, renderer, rubric=judge if is_async else right, limits=limits)
+    expected = (RolloutStatus.TRUNCATED, 1.5, True, "max_turns")
+    assert [(one.status, one.reward, one.is_scored, one.reason) for one in rollouts] == [expected] * 2
+
+
 def test_agents_with_different_parts_are_stepped_together(renderer):
     results = iter([{"a": 1.0}, {"b": 2.0}, None, 3.0])
     both = threading.Barrier(4)
