@@ -202,7 +202,7 @@ class BatchCollector:
         """Collect another batch in place of the current one."""
         self._mark_delivered()
         self._background.post(self._scheduler.rollback)
-        self.rollouts, self.report = list(self._collected.rollouts), self._collected.report()
+        self._show(self._collected)
         self.on_empty_batch()
         for group_id in {group[0].group_id for group in self._groups}:
             self._signal_detector.dropped([one for one in left_out if one[0].group_id == group_id])
@@ -240,10 +240,15 @@ class BatchCollector:
                 self._pending_batch = None
 
     def _report(self) -> None:
-        self._reported, self._collected = self._collected, CollectionTally(is_grouped=self._shape.is_grouped)
-        self.rollouts, self.report = list(self._reported.rollouts), self._reported.report()
+        self._reported = self._collected
+        self._collected = CollectionTally(is_grouped=self._shape.is_grouped)
+        self._show(self._reported)
         if self.verbose:
             print(f"{type(self).__name__}: {self.report}", file=sys.stderr)
+
+    def _show(self, tally: CollectionTally) -> None:
+        self.rollouts = list(tally.rollouts)
+        self.report = tally.report()
 
     def _count_turns(self, batch: TensorDictBase | None, delivery: ReadyBatch | None) -> int:
         if self._shape.kind == "turns":  # turns that wait for the next batch are not in this one's budget

@@ -100,7 +100,8 @@ class Demonstrations:
 
     def connect(self, engine: object, weight_sync_schemes: Mapping[str, WeightScheme] | None = None) -> None:
         """Send the trainer's weights to an engine from now on, see `LLMCollector`."""
-        self.engine, self._weight_senders = engine, WeightSenders(weight_sync_schemes or {}, self)
+        self.engine = engine
+        self._weight_senders = WeightSenders(weight_sync_schemes or {}, self)
 
     def update_policy_weights_(self, model: Weights | None = None) -> int:
         """Send the trainer's weights to the engine, if there is one, and return the policy version."""

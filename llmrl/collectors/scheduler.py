@@ -372,7 +372,8 @@ class RolloutScheduler:
         dropped = [*dropped, *((rollout, rollout.reason or DropReason.NOTHING_TRAINED) for rollout in empty)]
         kept = [rollout for rollout in kept if all(rollout is not one for one in empty)]
         if kept:
-            self._groups[group_id].kept, self._groups[group_id].dropped = kept, dropped
+            self._groups[group_id].kept = kept
+            self._groups[group_id].dropped = dropped
             self.gate.mark_ready(group_id, self._units(kept))
             self._failure_detector.delivered()
             self._signal_detector.delivered()

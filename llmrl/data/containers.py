@@ -148,7 +148,8 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
             )
             response = None
             if prompt is not None and full is not None:
-                [given], [whole] = flatten(prompt.chats), flatten(full.chats)
+                [given] = flatten(prompt.chats)
+                [whole] = flatten(full.chats)
                 response = History.from_chats(whole[len(given) :], check=False)
             return ChatHistory(prompt=prompt, response=response, full=full)
 

@@ -122,7 +122,8 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
 
     made.__init__ = initialize
     made.__repr__ = represent
-    made.shape, made.ndim = property(shape), property(lambda self: len(shape(self)))
+    made.shape = property(shape)
+    made.ndim = property(lambda self: len(shape(self)))
     for name in ("expand", "view", "reshape"):
         setattr(made, name, with_shape(name))
     made.__getitem__ = get

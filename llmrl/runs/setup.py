@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector, RayLLMCollector
+from llmrl.collectors.collector import CollectorOptions
 from llmrl.config.dry_run import with_differing_rewards
 from llmrl.config.imitation import DistillationConfig
 from llmrl.config.ranks import this_rank
@@ -30,7 +31,7 @@ from llmrl.runs.null_engine import NullEngine
 from llmrl.testing import ensure_embedded_model
 from llmrl.trainer import EngineTeacher, LoRAConfig, TransformersWrapper, load_teacher
 from llmrl.trainer.optimizer import ScheduleName
-from llmrl.transforms import writes_reward
+from llmrl.transforms.parts import writes_reward
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 from llmrl.weight_sync.gloo import own_address
 
@@ -300,14 +301,17 @@ class PolicyFactory:
         return vLLMWrapper(self.registry.connect(), renderer=self.renderer, generate_kwargs=self.sampling)
 
 
-def make_collector(cfg: ScriptConfig, env: EnvBase, *, policy: vLLMWrapper, **arguments: Any) -> LLMCollector:
+def make_collector(
+    cfg: ScriptConfig, env: EnvBase, *, policy: vLLMWrapper, **arguments: Unpack[CollectorOptions]
+) -> LLMCollector:
     """Make `LLMCollector(env, policy=policy, **arguments)`, or with `collect.num_collectors` the same on Ray.
 
     There each actor builds an environment (`make_env`) and a policy of its own, over the engines that this one has. The
     rewards of a dry run are made to differ, so that there is something to learn.
     """
-    if cfg.dry_run and arguments.get("postproc") is not None:
-        arguments["postproc"] = _after(with_differing_rewards, arguments["postproc"])
+    postproc = arguments.get("postproc")
+    if cfg.dry_run and postproc is not None:
+        arguments["postproc"] = _after(with_differing_rewards, postproc)
     if cfg.collect.num_collectors is None or this_rank() > 0:
         return LLMCollector(env, policy=policy, **arguments)
     assert isinstance(policy.engine, EngineReplicas), "start_engine makes no other on Ray"

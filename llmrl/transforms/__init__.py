@@ -16,7 +16,7 @@ from llmrl.tools import (
 )
 from llmrl.transforms.incremental_tokenizer import IncrementalTokenizer
 from llmrl.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
-from llmrl.transforms.parts import environment_parts, is_ours, reads_turns, writes_reward
+from llmrl.transforms.parts import environment_parts, is_ours, reads_turns
 from llmrl.transforms.policy_version import PolicyVersion
 from llmrl.transforms.reward import RubricReward, find_rubric_rewards, joint_rubric, write_score
 
@@ -65,7 +65,6 @@ __all__ = [
     "reads_turns",
     "states_of",
     "write_score",
-    "writes_reward",
 ]
 
 if not TYPE_CHECKING:

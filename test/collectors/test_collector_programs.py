@@ -187,7 +187,7 @@ def test_every_rollout_of_a_random_program_is_counted_once_and_rewarded_by_all_i
 
 
 def delivered(collector):
-    """Yield every batch, and None where a program whose prompts are all too long, say, stalls; then it goes on."""
+    """Yield every batch, and None where a program stalls, since its prompts are all too long; then it goes on."""
     while True:
         try:
             yield collector.next()

@@ -30,7 +30,8 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric, Score, UnknownRewardInput
 from llmrl.testing import ScriptedEngine
 from llmrl.tools import ToolTransform
-from llmrl.transforms import KLComputation, PolicyVersion, RubricReward, writes_reward
+from llmrl.transforms import KLComputation, PolicyVersion, RubricReward
+from llmrl.transforms.parts import writes_reward
 
 DATASET = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(4)]
 
