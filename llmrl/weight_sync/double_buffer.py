@@ -110,11 +110,11 @@ class DoubleBuffer:
         serial = 1 if current is None else current.serial + 1
         pointer = None if current is None else self._write_delta(current, source, version)
         if pointer is None or pointer.serial - pointer.anchor_serial >= self._anchor_every:
-            whole = self._written
+            whole = None if pointer is None else self._written  # without a pointer it may be of a write taken back
             self._written = None
             slot = 0 if current is None else 1 - current.slot
             path = self._cleared(slot, current)
-            if whole is None or pointer is None:
+            if pointer is None or whole is None:
                 self.delta_path(serial).unlink(missing_ok=True)  # of a write that was taken back
                 num_bytes, checksum = write_safetensors(path, source.metadata(), source)
             else:

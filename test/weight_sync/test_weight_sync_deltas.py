@@ -146,6 +146,18 @@ def test_what_was_taken_back_is_no_base_and_another_writer_starts_with_a_file(tm
     assert is_same(buffer.read(buffer.write(other)).tensors(), other)
 
 
+def test_a_first_write_that_was_taken_back_is_no_base_of_deltas_either(tmp_path):
+    buffer, weights = DoubleBuffer(tmp_path, anchor_every=8), {"w": torch.zeros(1 << 12)}
+    buffer.write(weights)
+    buffer.point_to(None)  # no engine took it, and nothing was written before
+    weights["w"][3] = 1
+    buffer.write(weights)
+    weights["w"][4] = 2
+    pointer = buffer.write(weights)
+    assert (pointer.serial, pointer.anchor_serial) == (2, 1)
+    assert is_same(buffer.read(pointer).tensors(), weights)
+
+
 def test_a_damaged_delta_is_refused_and_the_next_anchor_read(tmp_path):
     buffer, weights = DoubleBuffer(tmp_path, anchor_every=3), {"w": torch.zeros(1 << 12)}
     reader = buffer.read(buffer.write(weights))
