@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import ChatHistory, History, Text
 from llmrl.envs import DatasetChatEnv
+from llmrl.objectives import KLPenalty
 from llmrl.policies import LLMWrapperBase
 from llmrl.testing import ScriptedEngine
 from llmrl.trainer import TransformersWrapper
@@ -86,6 +87,15 @@ def test_the_turns_reward_stands_at_the_last_sampled_token():
     step["next", "ref_log_probs"] = TensorDict({"full": torch.tensor([9.0, 9.0, -1.5, -2.5])})
     dense = KLComputation(coeff=2.0)(step)["next", "reward"][:, 0]
     torch.testing.assert_close(dense, torch.tensor([0.0, 0.0, -1.0, -1.0 + 1.0]))
+
+
+def test_a_turn_pays_in_sum_what_its_rollout_pays_as_a_row():
+    step = turn([1, 2], [3, 4], [-1.0, -2.0])
+    step["next", "ref_log_probs"] = TensorDict({"full": torch.tensor([9.0, 9.0, -1.5, -2.25])})
+    row = step.clone()
+    row["rollout"] = TensorDict(rollout_id="a")
+    dense = KLComputation(coeff=2.0)(step)["next", "reward"]
+    assert float(dense.sum()) == float(KLPenalty(2.0)(lazy_stack([row]))["next", "reward"]) == 1 - 2 * (0.5 + 0.25)
 
 
 def test_a_kl_that_is_not_added_leaves_the_reward():
