@@ -216,7 +216,7 @@ class Launcher:
         error = json.loads(greeting).get("error") if greeting else "its process ended"
         if error:
             ours.close()
-            raise IsolationError(f"{self.level} cannot be had here: {error}.")
+            raise IsolationError(f"{self.level} is not available here: {error}.")
         if self._control is not None:
             self._control.close()
         self._control = ours

@@ -218,7 +218,7 @@ class Signature:
         parts = (documentation.short_description, documentation.long_description)
         self.description = "\n\n".join(part for part in parts if part)
         if not self.description:
-            raise TypeError(f"tool {name!r} has no docstring; the model is told what it says.")
+            raise TypeError(f"tool {name!r} has no docstring, which is what the model reads about it.")
         described = {parameter.arg_name: parameter.description for parameter in documentation.params}
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, tuple[object, FieldInfo]] = {}
