@@ -285,5 +285,5 @@ def rewards_by_hand(rollout, kind, names, env):
     if rollout.reason:  # an agent was refused an answer, or timed out, and returned nothing
         own["agent"] = [0.0] if names else []
     else:
-        own["agent"] = [[1.0], [0.75], [0.0] if names else [], [], [0.5]][number % 6]
+        own["agent"] = [[1.0], [0.75], [0.0] if names else [], [], [0.5], []][number % 6]
     return [reward + score for reward in own[kind]]
