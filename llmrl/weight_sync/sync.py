@@ -131,6 +131,7 @@ class WeightSync:
                 _require_same(get_model_metadata(self._model), model_metadata)
             if self._group is None or self._channel is None:
                 return
+            self._last_version = max(self._last_version, self._group.last_version)  # the list may forget its dead
             if (record := self._record()) is not None:
                 record.engine_dtype = self._group.model_dtype
                 record.is_engine_int8 = self._group.is_quantized
