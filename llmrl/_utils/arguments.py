@@ -57,6 +57,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "hub_model_id": ("push_to_hub",),
     "reward_funcs": ("reward_fns",),
     "lr": ("learning_rate",),
+    **dict.fromkeys(("loss_type", "loss_mode"), ("loss",)),
     "lr_scheduler_type": ("schedule",),
     "max_prompt_length": ("max_prompt_tokens",),
     "vllm_gpu_memory_utilization": ("gpu_memory_utilization",),

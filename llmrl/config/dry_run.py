@@ -91,7 +91,7 @@ def _memory(cfg: ScriptConfig) -> str:
     model = shape_of(cfg)
     if model is None:
         return "of the trainer is known when the model is here, and a dense transformer"
-    plan = plan_memory(model, training_shape(cfg))
+    plan = plan_memory(model, training_shape(cfg.model, cfg.train, budget=cfg.collect.budget))
     served = model.num_parameters * (4 if cfg.model.dtype == "float32" else 2)
     return (
         f"{model.num_parameters / 1e9:.2f} B parameters: the trainer about {plan.total / GIB:.1f} GiB on each device "

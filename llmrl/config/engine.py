@@ -1,4 +1,4 @@
-"""What a training run can be told of its engines, of how weights reach them, and of the cluster that they are on."""
+"""The configuration of the engines, of how weights reach them, and of the cluster that they are on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     Quantization = Literal["int8"]
     SentLoRA = Literal["merged", "adapter"]
     Transport = Literal["direct", "ipc", "files"]
-else:  # OmegaConf knows no Literal: it checks that they are strings, and we which ones
+else:  # OmegaConf does not support Literal: it checks that they are strings, and `one_of` which ones
     PauseMode = Quantization = SentLoRA = Transport = str
 
 
@@ -32,7 +32,7 @@ class EngineConfig(Section):
     enforce_eager: bool | None = None
     """No compilation; null is true on CPU, where it costs more than it saves in minutes."""
     cpu_threads: int | None = field(default=None, metadata=at_least(1))
-    """Of an engine on CPU; null is all cores."""
+    """Threads of an engine on CPU; null is all cores."""
     quantization: Quantization | None = field(default=None, metadata=one_of("int8"))
     """`int8` rounds the linear layers of an engine on CPU; `train.importance_cap` corrects for it."""
     sleep_while_training: bool | None = None
@@ -40,7 +40,7 @@ class EngineConfig(Section):
     use_ray: bool = False
     """Start engines in Ray actors."""
     ray_options: dict[str, Any] = field(default_factory=dict)
-    """Of each engine's actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`."""
+    """Options of each engine's actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class SyncConfig(Section):
     transport: Transport = field(default="direct", metadata=one_of("direct", "ipc", "files"))
     """`direct`: shared memory on CPU, NCCL on GPU. `ipc`: one GPU for both. `files`: a double buffer."""
     folder: str | None = field(default=None, metadata=NAMED)
-    """Of `files`; null is `weights` in the run's folder."""
+    """Folder of the transport `files`; null is `weights` in the run's folder."""
     pause_mode: PauseMode = field(default="keep", metadata=one_of("keep", "wait", "abort"))
     """Requests in flight go on with the new weights (`keep`), are waited for (`wait`) or end (`abort`)."""
     reset_running_requests: bool = True
@@ -61,7 +61,7 @@ class SyncConfig(Section):
     lora: SentLoRA = field(default="merged", metadata=one_of("merged", "adapter"))
     """Adapters are added to the weights that are sent, or go alone (`adapter`): requests then end on their own."""
     max_adapters: int = field(default=4, metadata=at_least(2))
-    """Of `lora=adapter`: versions that may have requests in flight, or an update waits for the end of one."""
+    """Versions that may have requests in flight with `lora=adapter`; an update waits until there is room."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -81,4 +81,11 @@ class RayConfig(Section):
 
     section: ClassVar[str] = "ray"
     address: str | None = field(default=None, metadata=NAMED)
-    """Of a cluster that exists (`auto`: this machine's); null starts one on this machine."""
+    """Address of a cluster that exists (`auto`: this machine's); null starts one on this machine."""
+
+    @property
+    def init_config(self) -> dict[str, object]:
+        """Arguments of `ray.init`: the cluster at `address`, or a new one here, even where one runs."""
+        if self.address is None:
+            return {"address": "local", "include_dashboard": False}
+        return {"address": self.address}

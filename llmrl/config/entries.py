@@ -9,15 +9,16 @@ import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from llmrl._utils.arguments import nearest
+from llmrl._utils.arguments import keywords_of, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+Config = TypeVar("Config", bound="DataclassInstance")
 Metadata = Mapping[str, object]
-"""Of a dataclass's field: `field(default=1, metadata=at_least(1))`."""
+"""Metadata of a dataclass's field: `field(default=1, metadata=at_least(1))`."""
 
 _ALLOWED = "allowed"
 _KINDS: dict[object, str] = {
@@ -98,7 +99,7 @@ def any_value(reason: str) -> Metadata:
 
 
 NAMED: Metadata = matching(r"[^\0]*[^\s\0][^\0]*", "some text")
-"""Of names and paths."""
+"""For names and paths."""
 
 
 class Section:
@@ -111,6 +112,12 @@ class Section:
     def __post_init__(self) -> None:
         assert dataclasses.is_dataclass(self)
         check_entries(self, self.section)
+
+    def arguments_of(self, function: Callable[..., object]) -> dict[str, Any]:
+        """Return the entries that a function or a class has keywords of the same names for."""
+        assert dataclasses.is_dataclass(self)
+        known = keywords_of(function) or ()
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in known}
 
 
 def check_entries(section: DataclassInstance, name: str) -> None:
@@ -130,6 +137,65 @@ def check_entries(section: DataclassInstance, name: str) -> None:
         kept = _checked(entry, value, kinds[field.name], field.metadata.get(_ALLOWED))
         if kept is not value:
             setattr(section, field.name, kept)
+
+
+def from_entries(config_type: type[Config], entries: Mapping[str, object]) -> Config:
+    """Return a configuration from its entries, given by dotted names.
+
+    Example:
+        >>> from llmrl.config.sections import RunConfig
+        >>> from_entries(RunConfig, {"path": "runs/one", "trackers": ["wandb"]}).trackers
+        ['wandb']
+    """
+    arguments: dict[str, object] = {}
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in entries.items():
+        section, _, rest = name.partition(".")
+        if rest:
+            sections.setdefault(section, {})[rest] = value
+        else:
+            arguments[name] = value
+    kinds: dict[str, Any] = _hints(config_type)
+    return config_type(**arguments, **{name: from_entries(kinds[name], inner) for name, inner in sections.items()})
+
+
+def entries_by_name(config_type: type[DataclassInstance]) -> dict[str, str]:
+    """Return the dotted names of a configuration's entries by their last parts; of several the first section's.
+
+    Example:
+        >>> from llmrl.config.sections import GRPOConfig
+        >>> [entries_by_name(GRPOConfig)[name] for name in ("seed", "learning_rate", "every")]
+        ['seed', 'train.learning_rate', 'eval.every']
+    """
+    kinds = _hints(config_type)
+    names: dict[str, str] = {}
+    for field in dataclasses.fields(config_type):
+        kind = kinds[field.name]
+        if not dataclasses.is_dataclass(kind):
+            names[field.name] = field.name
+            continue
+        for entry in dataclasses.fields(kind):
+            names.setdefault(entry.name, f"{field.name}.{entry.name}")
+    return names
+
+
+def choices_of(config_type: type[DataclassInstance], prefix: str = "") -> dict[str, tuple[str, ...]]:
+    """Return the values of all entries that have few, by their dotted names.
+
+    Example:
+        >>> from llmrl.config.sections import TrainerConfig
+        >>> choices_of(TrainerConfig)
+        {'head_kernel': ('torch', 'liger')}
+    """
+    choices: dict[str, tuple[str, ...]] = {}
+    for field in dataclasses.fields(config_type):
+        kind: Any = _hints(config_type)[field.name]
+        allowed = field.metadata.get(_ALLOWED)
+        if dataclasses.is_dataclass(kind):
+            choices |= choices_of(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        elif isinstance(allowed, Allowed) and allowed.choices:
+            choices[prefix + field.name] = allowed.choices
+    return choices
 
 
 @functools.cache

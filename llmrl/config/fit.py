@@ -5,39 +5,61 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from llmrl.config.sections import GRPOTrainConfig, ScriptConfig
-from llmrl.testing import ensure_embedded_model
+from llmrl.config.entries import Section, at_least
+from llmrl.config.model import ModelConfig
+from llmrl.config.sections import ScriptConfig, TrainerConfig
 from llmrl.trainer.memory_plan import MemoryPlan, ModelShape, TrainingShape, plan_memory, what_fits
 
 GIB = 2**30
 _USABLE = 0.92
-"""Of a device: the rest is the context's, and what allocators cannot use."""
+"""Share of a device that can be used: the rest is the context's, and what allocators cannot use."""
 
 
-def training_shape(cfg: ScriptConfig) -> TrainingShape:
-    """Return what a configuration says of the trainer."""
-    train = cfg.train
-    longest = cfg.model.max_model_len or train.token_budget
-    answers = cfg.collect.max_turns * cfg.collect.max_new_tokens  # of a conversation, without what is answered
+@dataclass(slots=True, kw_only=True)
+class PlannedTrainConfig(TrainerConfig):
+    """What decides the trainer's memory."""
+
+    kl_to_ref_coeff: float | None = field(default=None, metadata=at_least(0))
+    """Whether there is a reference model, see `GRPOTrainConfig`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanConfig(Section):
+    """The entries of a run's configuration that decide the trainer's memory."""
+
+    model: ModelConfig
+    """What is trained."""
+    train: PlannedTrainConfig
+    """How it is computed."""
+
+
+def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0) -> TrainingShape:
+    """Return what a configuration says of the trainer.
+
+    Args:
+        model, train: its sections.
+        budget: tokens that the answers of one conversation may have.
+    """
+    longest = model.max_model_len or train.token_budget
     return TrainingShape(
         num_ranks=train.num_ranks,
         token_budget=train.token_budget,
         bin_length=min(train.bin_length or longest, train.token_budget),
-        longest_row=cfg.model.max_model_len or answers,
+        longest_row=model.max_model_len or budget,
         gradient_checkpointing=train.gradient_checkpointing,
         offload_activations=train.offload_activations,
-        is_bfloat16=cfg.model.dtype == "bfloat16",
-        lora_rank=cfg.model.lora.rank,
-        has_reference=isinstance(train, GRPOTrainConfig) and train.kl_to_ref_coeff is not None,
+        is_bfloat16=model.dtype == "bfloat16",
+        lora_rank=model.lora.rank,
+        has_reference=getattr(train, "kl_to_ref_coeff", None) is not None,
         is_gpu=train.device != "cpu",
     )
 
 
 def shape_of(cfg: ScriptConfig) -> ModelShape | None:
     """Return the shape of the model, where it is here and of a kind that can be planned."""
-    folder = ensure_embedded_model() if cfg.model.path == "embedded" else Path(cfg.model.path)
+    folder = cfg.model.folder
     try:
         return ModelShape.read(folder)
     except (ValueError, OSError):
@@ -52,7 +74,7 @@ def check_fit(cfg: ScriptConfig) -> None:
             hub, another architecture, no GPU here), and a CPU, is not refused.
     """
     model = shape_of(cfg)
-    training = training_shape(cfg)
+    training = training_shape(cfg.model, cfg.train, budget=cfg.collect.budget)
     num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its small batches fill no budget
     if model is None or num_bytes is None:
         return

@@ -1,4 +1,4 @@
-"""What a run can be told that imitates: conversations, a teacher, its own best answers. See `llmrl.config.sections`."""
+"""The configuration of runs that imitate conversations, a teacher, or their own best answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from llmrl._utils.types import Row
 from llmrl.config.entries import NAMED, Section, above, at_least, matching
-from llmrl.config.sections import CollectConfig, GRPOTrainConfig, ScriptConfig, TrainConfig
+from llmrl.config.sections import ClippedTrainConfig, CollectConfig, ScriptConfig, TrainConfig
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ConversationsConfig(Section):
 
 @dataclass(slots=True, kw_only=True)
 class SFTConfig(ScriptConfig):
-    """Of `sota-implementations/sft/sft.py`."""
+    """Configuration of `sota-implementations/sft/sft.py`."""
 
     conversations: ConversationsConfig
     """What is learned."""
@@ -43,7 +43,7 @@ class TeacherConfig(Section):
     hint: str | None = field(default=None, metadata=NAMED)
     """What the teacher's prompt says besides, with columns of the problem: `The answer is {answer}.`; null: nothing."""
     coeff: float = field(default=1.0, metadata=above(0))
-    """Of the teacher's part of each token's advantage; 1 is the gradient of the KL itself."""
+    """Weight of the teacher's part of each token's advantage; 1 is the gradient of the KL itself."""
     top_k: int | None = field(default=None, metadata=at_least(1))
     """Compare whole distributions instead, over so many of the teacher's likeliest ids, all others as one."""
     use_reward: bool = False
@@ -95,9 +95,9 @@ class TeacherConfig(Section):
 
 @dataclass(slots=True, kw_only=True)
 class DistillationConfig(ScriptConfig):
-    """Of `sota-implementations/distillation/distillation.py`."""
+    """Configuration of `sota-implementations/distillation/distillation.py`."""
 
-    train: GRPOTrainConfig
+    train: ClippedTrainConfig
     teacher: TeacherConfig
     algorithm: str = "distillation"
 
@@ -140,18 +140,18 @@ class ExpertIterationTrainConfig(TrainConfig):
     """Supervised training on a buffer of the best answers."""
 
     num_updates: int = field(default=4, metadata=at_least(1))
-    """A step: supervised updates are safe to repeat, answers are expensive to come by."""
+    """Updates of a step: supervised updates are safe to repeat, answers are expensive to come by."""
     rows_per_update: int = field(default=16, metadata=at_least(1))
-    """With four updates per step, about what is kept of one."""
+    """Rows of an update: with four updates per step, about what is kept of one."""
     max_reuse: int = field(default=8, metadata=at_least(1))
     """Times that a row is learned, on average, before new ones are waited for in the background."""
     buffer_size: int = field(default=512, metadata=at_least(1))
-    """Rows: those of the last 16 steps and more, older ones are of a worse policy."""
+    """Rows of the buffer: those of the last 16 steps and more, older ones are of a worse policy."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ExpertIterationConfig(ScriptConfig):
-    """Of `sota-implementations/expert-iteration/expert_iteration.py`."""
+    """Configuration of `sota-implementations/expert-iteration/expert_iteration.py`."""
 
     collect: BestOfGroupConfig
     train: ExpertIterationTrainConfig

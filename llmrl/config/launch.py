@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmrl._utils.arguments import SYNONYMS, nearest
 from llmrl._utils.imports import require
 from llmrl.config.dry_run import as_dry_run, plan_of
+from llmrl.config.entries import choices_of, entries_by_name
 from llmrl.config.fit import check_fit
 from llmrl.config.imitation import DistillationConfig, ExpertIterationConfig, SFTConfig
 from llmrl.config.ranks import leave_ranks, start_ranks
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Config = TypeVar("Config", bound=ScriptConfig)
+AnyConfig = TypeVar("AnyConfig")
 
 # What a file's defaults list names to have the entries of an algorithm, with their types.
 _SCHEMAS: dict[str, type[ScriptConfig]] = {
@@ -68,8 +70,12 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
     try:
         hydra.main(config_path=str(path.parent), config_name=path.stem, version_base=None)(task)()
     except SystemExit:
-        if not is_composed:
-            for hint in _hints(sys.argv[1:], config_type):
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            print("== Values of entries ==")
+            for name, values in choices_of(config_type).items():
+                print(f"  {name}: {', '.join(values)}")
+        elif not is_composed:
+            for hint in hints(sys.argv[1:], config_type):
                 print(hint, file=sys.stderr)
         raise
 
@@ -98,7 +104,7 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
     return as_dry_run(config)
 
 
-def typed(cfg: DictConfig, config_type: type[Config]) -> Config:
+def typed(cfg: DictConfig, config_type: type[AnyConfig]) -> AnyConfig:
     """Return nested dicts, or hydra's, as a configuration class.
 
     Raises:
@@ -144,17 +150,7 @@ def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None =
     return f"the configuration has no entry {name!r}. {hint}"
 
 
-def _entries(config_type: type[ScriptConfig]) -> dict[str, str]:
-    """Return all entries of a configuration's sections, by their last names; of several the first."""
-    entries: dict[str, str] = {}
-    for section in dataclasses.fields(config_type):
-        kind = _section_of(section, config_type)
-        for entry in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-            entries.setdefault(entry.name, f"{section.name}.{entry.name}")
-    return entries
-
-
-def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
+def hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
     """Return, for each entry of a command line that does not exist, what it may have been meant to be."""
     found = []
     for override in overrides:
@@ -167,7 +163,7 @@ def _hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
             if part not in known:
                 parts = name.split(".")
                 shown = name if parts[-1] in SYNONYMS else ".".join(parts[: place + 1])
-                found.append(_no_entry(shown, list(known), _entries(config_type)))
+                found.append(_no_entry(shown, list(known), entries_by_name(config_type)))
                 break
             section = _section_of(known[part], section)
     return found

@@ -1,26 +1,40 @@
-"""What a training run can be told: one dataclass a section, with the reason of each default.
+"""The configuration of a training run: one dataclass for each section, with the reason of each default.
 
 `llmrl.config.launch` composes them from YAML files and the command line with hydra; Python builds them as they are. An
 entry without a default is decided by a task or by the caller. What depends on task, hardware or algorithm stands, with
-its reason, in the YAML files of `sota-implementations/config/`.
+its reason, in the YAML files of `sota-implementations/config/`. A section also builds what its entries describe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+
+from llmrl.collectors import RolloutLimits
 from llmrl.config.engine import EngineConfig, RayConfig, SyncConfig
 from llmrl.config.entries import NAMED, Section, above, any_value, at_least, matching, one_of, within
+from llmrl.config.losses import LOSSES, build_loss, check_loss_entries
+from llmrl.config.model import ModelConfig
+from llmrl.objectives import GRPOLoss
+from llmrl.objectives.normalization import Normalization
+from llmrl.trainer import TransformersWrapper, load_model, make_optimizer
 from llmrl.watch.tracking import TRACKERS
 
 if TYPE_CHECKING:
-    ComputeDtype = Literal["float32", "bfloat16"]
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedModel
+
+    Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "sequence_sum"]
+    Divergence = Literal["tv", "kl"]
     HeadKernel = Literal["torch", "liger"]
     InFlight = int | Literal["auto"] | None
+    LossName = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "dppo"]
     Schedule = Literal["constant", "linear", "cosine"]
-else:  # OmegaConf knows no Literal, and fails of unions: it checks that they are strings, and we which ones
-    ComputeDtype = HeadKernel = Schedule = str
+else:  # OmegaConf supports neither Literal nor unions: it checks that they are strings, and `one_of` which ones
+    Aggregation = Divergence = HeadKernel = LossName = Schedule = str
     InFlight = Any
 
 
@@ -49,48 +63,18 @@ class RunConfig(Section):
 
 
 @dataclass(slots=True, kw_only=True)
-class LoRAEntries(Section):
-    """Low-rank adapters, trained in place of the model's weights."""
-
-    section: ClassVar[str] = "model.lora"
-    rank: int | None = field(default=None, metadata=at_least(1))
-    """Of the update of each weight; null trains all weights."""
-    alpha: int = field(default=32, metadata=at_least(1))
-    """The update is multiplied by `alpha / rank`."""
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata=NAMED)
-    """Names of the layers that are adapted; `all-linear` is all but the output head."""
-
-
-@dataclass(slots=True, kw_only=True)
-class ModelConfig(Section):
-    """The model that is trained and generates."""
-
-    section: ClassVar[str] = "model"
-    path: str = field(metadata=NAMED)
-    """A Hugging Face name or folder; `embedded` is SmolLM2-135M-Instruct from the package."""
-    max_model_len: int | None = field(default=None, metadata=at_least(2))
-    """Tokens of a whole conversation; null is the model's own limit."""
-    chat_template: str | None = field(default=None, metadata=NAMED)
-    """In place of the model's own, as base models have none: a file, or Jinja text."""
-    dtype: ComputeDtype = field(default="float32", metadata=one_of("float32", "bfloat16"))
-    """That engine and trainer compute in, both, since an update below the engine's rounding never reaches it."""
-    lora: LoRAEntries = field(default_factory=LoRAEntries)
-    """Adapters; `sync.lora` says how the engine gets them."""
-
-
-@dataclass(slots=True, kw_only=True)
 class EnvConfig(Section):
     """A task environment (`llmrl.envs.make_task_env`)."""
 
     section: ClassVar[str] = "env"
     name: str = field(metadata=NAMED)
-    """Of the task, such as `addition` or `gsm8k`."""
+    """Name of the task, such as `addition` or `gsm8k`."""
     data: Any = None
     """A file, folder or hub name in place of the task's own problems."""
     train_split: str = field(default="train", metadata=NAMED)
-    """Of the problems that are trained on."""
+    """Split of the problems that are trained on."""
     eval_split: str = field(default="test", metadata=NAMED)
-    """Of the problems that are held out."""
+    """Split of the problems that are held out."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task, such as `num_digits`."""
 
@@ -105,15 +89,15 @@ class CollectConfig(Section):
     group_size: int = field(metadata=at_least(1))
     """Answers to each prompt."""
     max_new_tokens: int = field(metadata=at_least(1))
-    """Of a turn."""
+    """Maximum number of tokens of a turn."""
     max_turns: int = field(default=1, metadata=at_least(1))
     """Answers of one conversation; 1 is a question and its answer."""
     temperature: float = field(default=1.0, metadata=at_least(0.01))
-    """1 samples from the policy itself."""
+    """Temperature of sampling; 1 samples from the policy itself."""
     top_p: float = field(default=1.0, metadata=above(0, at_most=1))
     """Below 1 the least likely tokens are never sampled; vLLM needs `top_k` beside it."""
     top_k: int = field(default=0, metadata=at_least(0))
-    """0 keeps all tokens."""
+    """Number of the likeliest tokens that are sampled from; 0 keeps all."""
     min_p: float = field(default=0.0, metadata=within(0, 0.999))
     """Tokens less likely than this share of the likeliest are never sampled; vLLM needs `top_k` beside it."""
     max_staleness: int | None = field(default=None, metadata=at_least(0))
@@ -142,36 +126,32 @@ class CollectConfig(Section):
             )
 
     @property
+    def budget(self) -> int:
+        """Tokens that the answers of one conversation may have."""
+        return self.max_turns * self.max_new_tokens
+
+    @property
+    def limits(self) -> RolloutLimits:
+        """The limits of a conversation."""
+        return RolloutLimits(max_turns=self.max_turns)
+
+    @property
     def generate_kwargs(self) -> dict[str, float]:
         """What a policy samples by, and its trainer replays."""
         return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")}
 
 
 @dataclass(slots=True, kw_only=True)
-class TrainConfig(Section):
-    """The trainer's model, its optimizer, and how long it trains."""
+class TrainerConfig(Section):
+    """The trainer's model: where it is, and how it is computed."""
 
     section: ClassVar[str] = "train"
-    num_steps: int = field(metadata=at_least(1))
-    """Batches of the whole run."""
-    learning_rate: float = field(metadata=above(0))
-    """The highest of the schedule."""
-    schedule: Schedule = field(default="constant", metadata=one_of("constant", "linear", "cosine"))
-    """After the warm-up; `linear` and `cosine` decay to 0 at `num_steps`, which short runs end before."""
-    warmup_steps: int = field(default=0, metadata=at_least(0))
-    """Steps over which the learning rate rises; AdamW's first steps are small enough for a model that is tuned."""
-    weight_decay: float = field(default=0.0, metadata=at_least(0))
-    """A few hundred small steps are too few for it."""
-    max_grad_norm: float | None = field(default=1.0, metadata=above(0))
-    """Gradients are scaled down to it: the first steps have norms of 5 and more."""
-    target_reward: float | None = field(default=None, metadata=any_value("rewards are of any size"))
-    """End the training once a batch's mean reward is this high; null: never."""
     device: str = field(default="cpu", metadata=matching(r"cpu|cuda(:\d+)?", "cpu, cuda or one GPU of it, as cuda:1"))
-    """Of the trainer: `cpu`, `cuda`, `cuda:1`."""
+    """Device of the trainer: `cpu`, `cuda`, `cuda:1`."""
     num_ranks: int = field(default=1, metadata=at_least(1))
     """Processes that the trainer is sharded over, one a GPU; under `torchrun` as many as that started."""
     cpu_threads: int | None = field(default=None, metadata=at_least(1))
-    """Of each process of the trainer; null is all cores, which ranks on a CPU divide."""
+    """Threads of each process of the trainer; null is all cores, which ranks on a CPU divide."""
     token_budget: int = field(default=8192, metadata=at_least(1))
     """Packed tokens of a micro-batch: bounds memory, changes no gradient."""
     bin_length: int | None = field(default=None, metadata=at_least(1))
@@ -187,11 +167,6 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        if self.schedule != "constant" and self.warmup_steps >= self.num_steps:
-            raise ValueError(
-                f"train.warmup_steps={self.warmup_steps} leaves nothing of train.num_steps={self.num_steps} to decay "
-                "in."
-            )
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("train.offload_activations=true needs train.gradient_checkpointing=true.")
         if self.num_ranks > 1 and self.device not in ("cpu", "cuda"):
@@ -199,15 +174,48 @@ class TrainConfig(Section):
 
 
 @dataclass(slots=True, kw_only=True)
+class TrainConfig(TrainerConfig):
+    """The trainer: its model, its optimizer, and how long it trains."""
+
+    num_steps: int = field(metadata=at_least(1))
+    """Batches of the whole run."""
+    learning_rate: float = field(metadata=above(0))
+    """Highest learning rate of the schedule."""
+    schedule: Schedule = field(default="constant", metadata=one_of("constant", "linear", "cosine"))
+    """Schedule after the warm-up; `linear` and `cosine` decay to 0 at `num_steps`, which short runs end before."""
+    warmup_steps: int = field(default=0, metadata=at_least(0))
+    """Steps over which the learning rate rises; AdamW's first steps are small enough for a model that is tuned."""
+    weight_decay: float = field(default=0.0, metadata=at_least(0))
+    """Weight decay of matrices; a few hundred small steps are too few for it."""
+    max_grad_norm: float | None = field(default=1.0, metadata=above(0))
+    """Gradients are scaled down to it: the first steps have norms of 5 and more."""
+    target_reward: float | None = field(default=None, metadata=any_value("rewards are of any size"))
+    """End the training once a batch's mean reward is this high; null: never."""
+
+    def __post_init__(self) -> None:
+        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        TrainerConfig.__post_init__(self)
+        if self.schedule != "constant" and self.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"train.warmup_steps={self.warmup_steps} leaves nothing of train.num_steps={self.num_steps} to decay "
+                "in."
+            )
+
+    def build_optimizer(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
+        """Return AdamW over what of a model is trained, and the schedule of its learning rate."""
+        return make_optimizer(model, **self.arguments_of(make_optimizer))
+
+
+@dataclass(slots=True, kw_only=True)
 class EvalEnvConfig:
     """A further environment to evaluate in."""
 
     name: str = field(metadata=NAMED)
-    """Of the task, such as `gsm8k`."""
+    """Name of the task, such as `gsm8k`."""
     data: Any = None
     """A file, folder or hub name in place of the task's own problems."""
     split: str = field(default="test", metadata=NAMED)
-    """Which of its problems."""
+    """Split of its problems."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task."""
 
@@ -248,7 +256,7 @@ class ExportConfig(Section):
     save_total_limit: int | None = field(default=None, metadata=at_least(1))
     """Exports that are kept, the last ones; null keeps all."""
     max_shard_size: str = field(default="5GB", metadata=matching(r"[1-9]\d*[KMGT]B", "like 500MB or 5GB"))
-    """Of a file of weights, in KB, MB, GB or TB."""
+    """Maximum size of a file of weights, in KB, MB, GB or TB."""
     push_to_hub: str | None = field(default=None, metadata=NAMED)
     """A repository, `me/my-model`, that is given each export and the model; private where it is made; null: none."""
 
@@ -283,9 +291,9 @@ class ScriptConfig(Section):
     ray: RayConfig = field(default_factory=RayConfig)
     """Where actors are."""
     algorithm: str = ""
-    """A run is resumed by its own."""
+    """Name of the algorithm; a run is resumed by its own."""
     seed: int = field(default=0, metadata=within(0, 2**32 - 1))
-    """Of the data order, the sampling and torch."""
+    """Seed of the data order, the sampling and torch."""
     resume: bool = False
     """Go on with the run in `run.path` where it stopped."""
     dry_run: bool = False
@@ -321,17 +329,61 @@ class ScriptConfig(Section):
         is_ahead = self.collect.max_staleness is not None or getattr(self.collect, "in_background", False)
         return self.sync.transport == "ipc" and not is_ahead and self.engine.sleep_while_training is not False
 
+    def load_model(self, device: str) -> PreTrainedModel:
+        """Load the model that is trained, in float32, with its adapters."""
+        return load_model(
+            self.model.folder,
+            device=device,
+            gradient_checkpointing=self.train.gradient_checkpointing,
+            lora=self.model.lora.build(),
+        )
+
+    def build_actor(
+        self, model: PreTrainedModel, *, generate_kwargs: Mapping[str, float] | None = None
+    ) -> TransformersWrapper:
+        """Return the policy that scores rows with the trained model.
+
+        Args:
+            model: the model.
+            generate_kwargs: how the rows were sampled, which is replayed; None for rows that were not sampled.
+        """
+        return TransformersWrapper(
+            model,
+            generate=False,
+            generate_kwargs=generate_kwargs,
+            autocast_dtype=self.model.autocast_dtype,
+            **self.train.arguments_of(TransformersWrapper.__init__),
+        )
+
 
 @dataclass(slots=True, kw_only=True)
-class GRPOTrainConfig(TrainConfig):
-    """Training by group-relative policy optimization (`GRPOLoss`)."""
+class ClippedTrainConfig(TrainConfig):
+    """Training by a clipped policy gradient (`GRPOLoss`)."""
 
-    clip_epsilon: float = field(default=0.2, metadata=above(0, at_most=1))
-    """Bound of the ratio to the trainer's own log-probs before the step (PPO's); it is 1 while there is one update."""
+    clip_epsilon: float | None = field(default=None, metadata=above(0, at_most=1))
+    """Bound of the ratio to the trainer's own log-probs before the step (PPO's); null is the loss's own, GRPO's 0.2."""
     clip_epsilon_high: float | None = field(default=None, metadata=above(0))
-    """The upper bound where it is another one (DAPO's 0.28); null is `clip_epsilon`."""
+    """The upper bound, if it is another one (DAPO's 0.28); null is the loss's own, of GRPO `clip_epsilon`."""
     importance_cap: float | None = field(default=2.0, metadata=above(0))
     """Bound of the weight that makes up for trainer and engine differing: few tokens reach 2 (Yao et al., 2025)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GRPOTrainConfig(ClippedTrainConfig):
+    """Training by group-relative policy optimization, or by the loss that `loss` names."""
+
+    dual_clip: float | None = field(default=None, metadata=above(1))
+    """Bound of the ratio of tokens with a negative advantage; null has none."""
+    aggregation: Aggregation | None = field(
+        default=None, metadata=one_of("token_mean", "sequence_mean", "group_mean", "sequence_sum")
+    )
+    """How the losses of tokens become one number; null is the loss's own."""
+    fixed_length: int | None = field(default=None, metadata=at_least(1))
+    """What `dr_grpo` divides by; null is the budget, `collect.max_turns` times `collect.max_new_tokens`."""
+    max_divergence: float | None = field(default=None, metadata=above(0))
+    """Bound of an update in `dppo`, at each token; null is 0.15."""
+    divergence: Divergence | None = field(default=None, metadata=one_of("tv", "kl"))
+    """What `dppo` bounds: the total variation (`tv`) or the KL of a token against all others; null is `tv`."""
     kl_to_ref_coeff: float | None = field(default=None, metadata=at_least(0))
     """Weight of the KL to the model that training began with; null, since short runs stay near it."""
     num_epochs: int = field(default=1, metadata=at_least(1))
@@ -342,7 +394,23 @@ class GRPOTrainConfig(TrainConfig):
 
 @dataclass(slots=True, kw_only=True)
 class GRPOConfig(ScriptConfig):
-    """Of `sota-implementations/grpo/grpo.py`."""
+    """Configuration of `sota-implementations/grpo/grpo.py`."""
 
     train: GRPOTrainConfig
+    loss: LossName = field(default="grpo", metadata=one_of(*LOSSES))
+    """GRPO's, or a relative's; the advantage is the one that belongs to it."""
     algorithm: str = "grpo"
+
+    def __post_init__(self) -> None:
+        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        ScriptConfig.__post_init__(self)
+        check_loss_entries(self.loss, self.train)
+
+    @property
+    def normalization(self) -> Normalization:
+        """How `MCAdvantage` compares the answers of a group, as the loss wants it."""
+        return LOSSES[self.loss].normalization
+
+    def build_loss(self, actor: TransformersWrapper) -> GRPOLoss:
+        """Return the loss that `loss` names, with the entries of `train` that it takes."""
+        return build_loss(self.loss, self.train, actor, budget=self.collect.budget)

@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 
 from torchrl.envs import EnvBase
 
+from llmrl._utils.arguments import nearest
 from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.config.entries import EntryError
 from llmrl.data import Rollout
 from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
+from llmrl.rewards import Rubric
 from llmrl.runs.estimates import Estimate, estimate_of_mean, pass_at_k
+from llmrl.transforms import RubricReward, environment_parts
 from llmrl.watch.rollout_metrics import right_answers, rollout_metrics
 from llmrl.watch.tracking import as_recorded
 
@@ -208,6 +212,60 @@ def metrics_of_evaluation(reports: Mapping[str, EvaluationReport]) -> dict[str, 
     """Return all environments' metrics, as `eval/NAME/METRIC`."""
     named = ((name, report.to_metrics()) for name, report in reports.items())
     return {f"eval/{name}/{metric}": value for name, metrics in named for metric, value in metrics.items()}
+
+
+def check_metric(metric: str | None, envs: Mapping[str, EnvBase], *, measured: Sequence[str] = ()) -> None:
+    """Refuse a metric for choosing the best model that no evaluation has, before anything is started.
+
+    Args:
+        metric: `eval.metric`, or None.
+        envs: environments of the evaluation, by name.
+        measured: names of what the loop measures beside them.
+
+    Raises:
+        EntryError: naming the nearest metric, and all that there are.
+    """
+    known = [f"eval/{name}" for name in measured]
+    for name, env in envs.items():
+        metrics = EvaluationReport.of(_example_rollouts(env)).to_metrics()
+        known += [f"eval/{name}/{one}" for one in metrics]
+        open_groups = ["tool_calls"] if _reward_names(env) is not None else ["tool_calls", "reward"]
+        known += [metric for group in open_groups if metric and metric.startswith(f"eval/{name}/{group}/")]
+    if metric is None or metric in known:
+        return
+    near = nearest(metric, known)
+    hint = f"Did you mean {near!r}? " if near else ""
+    there = f"the metrics are {', '.join(known)}." if known else "nothing is evaluated (eval.num_problems=0)."
+    raise EntryError("eval.metric", f"must be a metric of the evaluation, got {metric!r}. {hint}Here {there}")
+
+
+def _reward_names(env: EnvBase) -> list[str] | None:
+    """Return the names of an environment's reward functions; None if a rubric of a user's may report others."""
+    rubrics = [part.rubric for part in environment_parts(env) if isinstance(part, RubricReward)]
+    if any((type(one).score, type(one).score_group) != (Rubric.score, Rubric.score_group) for one in rubrics):
+        return None
+    return [name for rubric in rubrics for name in rubric.names]
+
+
+def _example_rollouts(env: EnvBase) -> list[Rollout]:
+    """Return rollouts as an evaluation in `env` plays them: wrong answers to one problem, right ones to another."""
+    dataset_env = dataset_env_of(env)
+    num_samples = 1 if dataset_env is None else dataset_env.prompts.num_samples
+    return [
+        Rollout(
+            rollout_id="",
+            group_id=str(reward),
+            sample_index=place,
+            group_size=num_samples,
+            messages=({"role": "assistant", "content": "a"},),
+            reward=reward,
+            breakdown=dict.fromkeys(_reward_names(env) or (), reward),
+            is_scored=True,
+            tool_calls={"answered": 1},
+        )
+        for reward in (0.0, 1.0)
+        for place in range(num_samples)
+    ]
 
 
 @dataclass(slots=True)

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from llmrl._utils.types import Tokenizer
 from llmrl.collectors import LLMCollector, RayLLMCollector
-from llmrl.collectors.collector import CollectorOptions
+from llmrl.collectors.weights import WeightScheme
 from llmrl.config.dry_run import with_differing_rewards
-from llmrl.config.imitation import DistillationConfig
+from llmrl.config.imitation import DistillationConfig, SFTConfig
 from llmrl.config.ranks import this_rank
-from llmrl.config.sections import EvalEnvConfig, GRPOConfig, ScriptConfig
-from llmrl.engines import AsyncVLLM, EngineRegistry, EngineReplicas, SamplingConfig, ServerEngine
-from llmrl.engines.base import HasTokenizer
+from llmrl.config.sections import EvalEnvConfig, ScriptConfig
+from llmrl.engines import AsyncVLLM, Engine, EngineRegistry, EngineReplicas, SamplingConfig, ServerEngine
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND
-from llmrl.envs import make_task_env
-from llmrl.policies import vLLMWrapper
+from llmrl.envs import MixedEnv, make_task_env
+from llmrl.policies import LLMWrapperBase, vLLMWrapper
 from llmrl.rendering import Renderer
+from llmrl.runs.evaluation import check_metric
 from llmrl.runs.null_engine import NullEngine
-from llmrl.testing import ensure_embedded_model
-from llmrl.trainer import EngineTeacher, LoRAConfig, TransformersWrapper, load_teacher
-from llmrl.trainer.optimizer import ScheduleName
+from llmrl.trainer import EngineTeacher, TransformersWrapper, load_teacher
 from llmrl.transforms.parts import writes_reward
-from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
+from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, default_scheme
 from llmrl.weight_sync.gloo import own_address
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from llmrl.weight_sync.in_process import LoadsWeights
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 
@@ -60,21 +54,22 @@ def make_env(cfg: ScriptConfig) -> EnvBase:
 
 
 def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
-    """Make what is evaluated, by name: the task's held-out problems, and `eval.envs`, `eval.num_samples` answers each.
-
-    Nothing where `eval.num_problems` is 0.
+    """Make what is evaluated, by name: the task's held-out problems, and `eval.envs`; none if `eval.num_problems` is 0.
 
     Raises:
-        ValueError, TypeError: see `make_task_env`.
+        ValueError, TypeError: see `make_task_env`; ValueError for an `eval.metric` that they do not have.
     """
-    if cfg.eval.num_problems == 0:
-        return {}
-    held_out = {"name": cfg.env.name, "data": cfg.env.data, "split": cfg.env.eval_split, "options": cfg.env.options}
-    envs = {cfg.env.name: EvalEnvConfig(**held_out), **cfg.eval.envs}
+    envs: dict[str, EvalEnvConfig] = {}
+    if cfg.eval.num_problems != 0:
+        held_out = {"name": cfg.env.name, "data": cfg.env.data, "split": cfg.env.eval_split, "options": cfg.env.options}
+        envs = {cfg.env.name: EvalEnvConfig(**held_out), **cfg.eval.envs}
     samples = {"repeats": cfg.eval.num_samples, "seed": cfg.seed}
-    return {
+    made = {
         name: make_task_env(env.name, env.split, data=env.data, **samples, **env.options) for name, env in envs.items()
     }
+    has_loss = isinstance(cfg, SFTConfig) and cfg.conversations.held_out is not None
+    check_metric(cfg.eval.metric, made, measured=["loss"] * has_loss)
+    return made
 
 
 def check_reward(env: EnvBase, name: str) -> None:
@@ -94,129 +89,6 @@ def check_reward(env: EnvBase, name: str) -> None:
         )
 
 
-def check_template(cfg: ScriptConfig, engine: HasTokenizer | None = None) -> None:
-    """Refuse a model without a chat template, before an engine is started.
-
-    Args:
-        cfg: configuration of the run.
-        engine: that is there already. A model that is not on this machine is left to the engine that loads it.
-
-    Raises:
-        ValueError: naming the entry that gives one.
-    """
-    if cfg.model.chat_template is not None:
-        chat_template(cfg)
-        return
-    try:
-        from transformers import AutoTokenizer
-
-        if engine is not None:
-            tokenizer = engine.get_tokenizer()
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(model_folder(cfg), local_files_only=True)
-    except (OSError, ValueError):
-        return
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"the model {cfg.model.path} has no chat template, as base models have none: give the one to train it with "
-            "as model.chat_template (chat_template of train), a file or Jinja text, or take a model that has one."
-        )
-
-
-def chat_template(cfg: ScriptConfig) -> str | None:
-    """Return the text of `model.chat_template`; None where the model's own is taken.
-
-    Raises:
-        ValueError: when it is neither a file nor Jinja text.
-    """
-    given = cfg.model.chat_template
-    if given is None or "{" in given:
-        return given
-    if not Path(given).is_file():
-        raise ValueError(f"model.chat_template={given!r} is no file here and no Jinja text.")
-    return Path(given).read_text(encoding="utf-8")
-
-
-def tokenizer_of(cfg: ScriptConfig, engine: HasTokenizer) -> PreTrainedTokenizerBase:
-    """Return the engine's tokenizer, with the chat template that `model` gives it."""
-    tokenizer = engine.get_tokenizer()
-    template = chat_template(cfg)
-    if template is not None:
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.chat_template = template
-    return tokenizer
-
-
-def model_folder(cfg: ScriptConfig) -> str:
-    """Return what transformers and vLLM load: `model.path`, or the folder of the embedded model."""
-    return str(ensure_embedded_model() if cfg.model.path == "embedded" else cfg.model.path)
-
-
-def autocast_dtype(cfg: ScriptConfig) -> torch.dtype | None:
-    """Return what the trainer computes in over its float32 weights; None where that is float32, too."""
-    return None if cfg.model.dtype == "float32" else torch.bfloat16
-
-
-class ScoringOptions(TypedDict):
-    """How the trainer's model is computed: arguments of `TransformersWrapper`."""
-
-    autocast_dtype: torch.dtype | None
-    token_budget: int
-    bin_length: int | None
-    head_kernel: Literal["torch", "liger"]
-    compile_layers: bool
-    offload_activations: bool
-
-
-def scoring_options(cfg: ScriptConfig) -> ScoringOptions:
-    """Return how the trainer's model is computed, as `train` and `model` say."""
-    return {
-        "autocast_dtype": autocast_dtype(cfg),
-        "token_budget": cfg.train.token_budget,
-        "bin_length": cfg.train.bin_length,
-        "head_kernel": cfg.train.head_kernel,
-        "compile_layers": cfg.train.compile_layers,
-        "offload_activations": cfg.train.offload_activations,
-    }
-
-
-class OptimizerOptions(TypedDict):
-    """What is trained how fast: arguments of `make_optimizer`."""
-
-    learning_rate: float
-    weight_decay: float
-    schedule: ScheduleName
-    warmup_steps: int
-    num_steps: int
-
-
-def optimizer_options(cfg: ScriptConfig) -> OptimizerOptions:
-    """Return how fast the model learns, as `train` says."""
-    return {
-        "learning_rate": cfg.train.learning_rate,
-        "weight_decay": cfg.train.weight_decay,
-        "schedule": cfg.train.schedule,
-        "warmup_steps": cfg.train.warmup_steps,
-        "num_steps": cfg.train.num_steps,
-    }
-
-
-def clip_bounds(cfg: GRPOConfig | DistillationConfig) -> tuple[float, float]:
-    """Return how far below and above 1 the ratio goes before it is clipped."""
-    low = cfg.train.clip_epsilon
-    high = cfg.train.clip_epsilon_high
-    return low, low if high is None else high
-
-
-def lora_config(cfg: ScriptConfig) -> LoRAConfig | None:
-    """Return the adapters that `model.lora` describes; None where all weights are trained."""
-    lora = cfg.model.lora
-    if lora.rank is None:
-        return None
-    targets = "all-linear" if lora.target_modules == ["all-linear"] else tuple(lora.target_modules)
-    return LoRAConfig(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
-
-
 def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | EngineReplicas | NullEngine]:
     """Start vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
 
@@ -227,8 +99,8 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         EngineError: when an engine does not start.
     """
     if this_rank() > 0:
-        return nullcontext(NullEngine(model_folder(cfg)))
-    check_template(cfg)
+        return nullcontext(NullEngine(cfg.model.folder))
+    cfg.model.check_template()
     options: dict[str, Any] = {
         "max_model_len": cfg.model.max_model_len,
         "dtype": cfg.model.dtype,
@@ -246,11 +118,11 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         options["weight_transfer"] = ADAPTER_BACKEND
         options["engine_args"] |= {"max_lora_rank": cfg.model.lora.rank, "max_loras": cfg.sync.max_adapters}
     if cfg.engine.use_ray:
-        options |= {"ray_options": cfg.engine.ray_options, "ray_init_config": ray_config(cfg), "use_ray": True}
+        options |= {"ray_options": cfg.engine.ray_options, "ray_init_config": cfg.ray.init_config, "use_ray": True}
     elif cfg.engine.num_replicas is None:
-        return AsyncVLLM.from_pretrained(model_folder(cfg), **options)
+        return AsyncVLLM.from_pretrained(cfg.model.folder, **options)
     options["num_replicas"] = 1 if cfg.engine.num_replicas is None else cfg.engine.num_replicas
-    return EngineReplicas.from_pretrained(model_folder(cfg), **options)
+    return EngineReplicas.from_pretrained(cfg.model.folder, **options)
 
 
 @contextmanager
@@ -272,20 +144,18 @@ def start_teacher(
         yield policy
 
 
-def sync_scheme(cfg: ScriptConfig) -> VLLMWeightSyncScheme:
-    """Make what brings new weights to the engines, as `sync` says."""
-    kept: dict[str, Any] = {
-        "pause_mode": cfg.sync.pause_mode,
-        "reset_running_requests": cfg.sync.reset_running_requests,
-        "rank": this_rank(),
-        "anchor_every": cfg.sync.anchor_every,
-    }
+def sync_scheme(cfg: ScriptConfig, engine: Engine) -> WeightScheme:
+    """Return how new weights reach an engine: a copy if it is in this process, otherwise as `sync` says."""
+    if isinstance(engine, LoadsWeights):
+        return default_scheme(engine)
     if cfg.sync.transport == "files":
         folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
-        return VLLMDoubleBufferSyncScheme(remote_addr=folder, **kept)
+        options = cfg.sync.arguments_of(VLLMDoubleBufferSyncScheme)
+        return VLLMDoubleBufferSyncScheme(remote_addr=folder, rank=this_rank(), **options)
     # Engines on other hosts meet the trainer at an address that they can reach.
     address = own_address() if cfg.ray.address is not None else None
-    return VLLMWeightSyncScheme(master_address=address, lora=cfg.sync.lora, **kept)
+    options = cfg.sync.arguments_of(VLLMWeightSyncScheme)
+    return VLLMWeightSyncScheme(master_address=address, rank=this_rank(), **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,16 +172,26 @@ class PolicyFactory:
 
 
 def make_collector(
-    cfg: ScriptConfig, env: EnvBase, *, policy: vLLMWrapper, **arguments: Unpack[CollectorOptions]
+    cfg: ScriptConfig, env: EnvBase | MixedEnv, *, policy: LLMWrapperBase, postproc: Postproc | None
 ) -> LLMCollector:
-    """Make `LLMCollector(env, policy=policy, **arguments)`, or with `collect.num_collectors` the same on Ray.
+    """Return what plays `env` as `collect` says, or, with `collect.num_collectors`, the same on Ray.
 
     There each actor builds an environment (`make_env`) and a policy of its own, over the engines that this one has. The
     rewards of a dry run are made to differ, so that there is something to learn.
+
+    Args:
+        cfg: configuration of the run.
+        env: environment, with groups of `collect.group_size`.
+        policy: generates.
+        postproc: called with each batch, such as `MCAdvantage`.
     """
-    postproc = arguments.get("postproc")
     if cfg.dry_run and postproc is not None:
-        arguments["postproc"] = _after(with_differing_rewards, postproc)
+        postproc = _after(with_differing_rewards, postproc)
+    arguments = cfg.collect.arguments_of(LLMCollector.__init__) | {
+        "limits": cfg.collect.limits,
+        "weight_sync_schemes": {"policy": sync_scheme(cfg, policy.engine)},
+        "postproc": postproc,
+    }
     if cfg.collect.num_collectors is None or this_rank() > 0:
         return LLMCollector(env, policy=policy, **arguments)
     assert isinstance(policy.engine, EngineReplicas), "start_engine makes no other on Ray"
@@ -323,17 +203,10 @@ def make_collector(
         num_collectors=cfg.collect.num_collectors,
         engine=policy.engine,
         num_cpus=cfg.collect.cpus_per_collector,
-        ray_init_config=ray_config(cfg),
+        ray_init_config=cfg.ray.init_config,
         **arguments,
     )
 
 
 def _after(first: Postproc, then: Postproc) -> Postproc:
     return lambda batch: then(first(batch))
-
-
-def ray_config(cfg: ScriptConfig) -> dict[str, object]:
-    """Return the arguments of `ray.init`: the cluster at `ray.address`, or a new one here, even where one runs."""
-    if cfg.ray.address is None:
-        return {"address": "local", "include_dashboard": False}
-    return {"address": cfg.ray.address}

@@ -11,7 +11,6 @@ from llmrl.config.ranks import this_rank
 from llmrl.config.sections import ScriptConfig
 from llmrl.engines import AsyncVLLM, Engine
 from llmrl.engines.ray.cluster import connect
-from llmrl.runs.setup import autocast_dtype, ray_config
 from llmrl.trainer import shard_model
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class TrainerDevice:
     def __init__(self, cfg: ScriptConfig) -> None:
         self.name: str = cfg.train.device
         self._engine_sleeps = cfg.engine_sleeps
-        self._compute_dtype = autocast_dtype(cfg)
+        self._compute_dtype = cfg.model.autocast_dtype
         self._reservations: list[ActorHandle] = []
         if cfg.train.cpu_threads is not None:
             torch.set_num_threads(cfg.train.cpu_threads)
@@ -71,7 +70,7 @@ class TrainerDevice:
         torch.cuda.set_device(torch.device(self.name).index or 0)
 
     def _reserve(self, cfg: ScriptConfig, num_gpus: int) -> list[int]:
-        ray = connect(ray_config(cfg))
+        ray = connect(cfg.ray.init_config)
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

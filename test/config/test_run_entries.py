@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from llmrl.collectors import LLMCollector
 from llmrl.config.entries import EntryError
 from llmrl.config.imitation import DistillationConfig, ExpertIterationConfig, SFTConfig
 from llmrl.config.launch import launch, typed
 from llmrl.config.sections import GRPOConfig
+from llmrl.trainer import TransformersWrapper, make_optimizer
+from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 
 CONFIGS = (GRPOConfig, DistillationConfig, ExpertIterationConfig, SFTConfig)
 COUNT, SIZE, SHARE, RATE = (0, -1), (-1,), (0.0, -0.5, 1.5, math.nan), (0.0, -1.0, math.nan, math.inf)
@@ -65,6 +68,11 @@ ODD = {
     "train.clip_epsilon_high": RATE,
     "train.importance_cap": RATE,
     "train.kl_to_ref_coeff": (-0.1, math.nan, math.inf),
+    "train.dual_clip": (1.0, 0.0, math.nan),
+    "train.aggregation": ("mean", "none", "fixed_length"),
+    "train.fixed_length": COUNT,
+    "train.max_divergence": RATE,
+    "train.divergence": ("js",),
     "train.num_epochs": COUNT,
     "train.num_minibatches": COUNT,
     "train.num_updates": COUNT,
@@ -94,6 +102,7 @@ ODD = {
     "sync.max_adapters": (1, 0, -1),
     "ray.address": NAME,
     "seed": (-1, 2**64),
+    "loss": ("ppo", ""),
     "conversations.path": NAME,
     "conversations.held_out": NAME,
     "teacher.path": NAME,
@@ -196,6 +205,23 @@ def test_in_python_types_are_checked_and_numpys_numbers_become_pythons_own():
     assert type(cfg.num_steps) is int and type(cfg.learning_rate) is float
     with pytest.raises(EntryError, match=r"num_steps must be a whole number, at least 1; got 3.0, a float"):
         TrainConfig(num_steps=3.0, learning_rate=1)
+
+
+def test_what_a_section_builds_is_given_its_entries_and_no_others():
+    cfg = typed(small(GRPOConfig), GRPOConfig)
+    for section, function, names in (
+        ("train", make_optimizer, "learning_rate weight_decay schedule warmup_steps num_steps"),
+        (
+            "train",
+            TransformersWrapper.__init__,
+            "token_budget bin_length head_kernel compile_layers offload_activations",
+        ),
+        ("collect", LLMCollector.__init__, "groups_per_batch max_staleness max_concurrent_rollouts"),
+        ("sync", VLLMWeightSyncScheme, "pause_mode reset_running_requests anchor_every lora"),
+        ("sync", VLLMDoubleBufferSyncScheme, "pause_mode reset_running_requests anchor_every lora"),
+    ):
+        owner = getattr(cfg, section)
+        assert owner.arguments_of(function) == {name: getattr(owner, name) for name in names.split()}
 
 
 def test_what_is_evaluated_besides_is_checked_by_its_name():

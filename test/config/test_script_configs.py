@@ -20,21 +20,15 @@ from loss_batches import flat, near_policy, ragged_batch
 from omegaconf import OmegaConf
 from script_configs import FOLDER, SCRIPTS, composed, config, script_of
 
+from llmrl.config import sections
 from llmrl.config.dry_run import as_dry_run, plan_of, with_differing_rewards
-from llmrl.config.launch import _hints, prepared
+from llmrl.config.launch import hints, prepared
 from llmrl.config.sections import GRPOConfig, ScriptConfig
 from llmrl.envs import DatasetChatEnv
-from llmrl.objectives import GRPOLoss, MCAdvantage
+from llmrl.objectives import MCAdvantage
+from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.run import NothingLearned
-from llmrl.runs.setup import (
-    autocast_dtype,
-    clip_bounds,
-    lora_config,
-    make_env,
-    make_eval_envs,
-    start_engine,
-    sync_scheme,
-)
+from llmrl.runs.setup import make_collector, make_env, make_eval_envs, start_engine, sync_scheme
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import TrainStepReport, train_step
 from llmrl.transforms import RubricReward
@@ -50,7 +44,7 @@ DRY_RUNS = (
     ("grpo-async", "ifeval", "gpu8"),
     ("expert-iteration", "math", "ray-cluster"),
     ("expert-iteration-async", "countdown", "cpu"),
-    ("grpo", "reasoning-gym", "cpu"),
+    ("grpo", "reasoning-gym", "cpu", "loss=dppo", "train.max_divergence=0.1"),
     ("expert-iteration", "guess", "cpu"),
     ("grpo-async", "search", "gpu1"),
     ("sft", "reasoned-addition", "gpu1"),
@@ -65,8 +59,8 @@ def test_every_script_and_configuration_is_known_here():
         *("grpo", "grpo-sync", "grpo-async", "best_answers"),
         *("expert_iteration", "expert-iteration-sync", "expert-iteration-async", "sft", "distillation"),
     }
-    assert {task for _, task, _ in DRY_RUNS} | {"addition"} == set(TASKS)
-    assert {hardware for _, _, hardware in DRY_RUNS} == {one for one in HARDWARE if not one.endswith("ranks")}
+    assert {task for _, task, *_ in DRY_RUNS} | {"addition"} == set(TASKS)
+    assert {hardware for _, _, hardware, *_ in DRY_RUNS} == {one for one in HARDWARE if not one.endswith("ranks")}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -108,6 +102,19 @@ def test_a_misspelt_entry_on_the_command_line_is_answered_with_the_nearest(tmp_p
     assert "Traceback" not in result.stderr and list(tmp_path.iterdir()) == []
 
 
+def test_the_help_of_a_script_names_what_an_entry_may_be(tmp_path, own_programs):
+    command = [sys.executable, str(SCRIPTS / "grpo/grpo-sync.py"), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for line in (
+        "loss: grpo, dr_grpo, dapo, cispo, gspo, rloo, dppo",
+        "train.schedule: constant, linear, cosine",
+        "sync.transport: direct, ipc, files",
+    ):
+        assert f"\n  {line}\n" in result.stdout
+    assert "task: addition" in result.stdout and list(tmp_path.iterdir()) == []
+
+
 def test_what_only_a_file_says_is_checked_alike(tmp_path):
     for hardware, entry in (("misspelt", "train:\n  token_budgets: 3"), ("mistyped", "train:\n  token_budget: much")):
         (tmp_path / "hardware").mkdir(exist_ok=True)
@@ -133,7 +140,15 @@ def test_scripts_are_short_and_use_the_public_library(path):
 @pytest.mark.parametrize("name", ["grpo/grpo.py", "expert-iteration/expert_iteration.py"])
 def test_a_script_shows_all_that_is_done_to_the_model(name):
     text = (SCRIPTS / name).read_text()
-    parts = ("make_env(", "start_engine(", "vLLMWrapper(", "load_model(", "Loss(", "make_optimizer(", "make_collector(")
+    parts = (
+        "make_env(",
+        "start_engine(",
+        "vLLMWrapper(",
+        "load_model(",
+        "loss = ",
+        "build_optimizer(",
+        "make_collector(",
+    )
     loop = ("for step, batch in run.steps(", "train_step(", "schedule.step()", "start_update(model)")
     places = [text.index(part) for part in (*parts, *loop)]
     assert places == sorted(places) and len(text.splitlines()) >= 90
@@ -161,6 +176,35 @@ def test_further_environments_are_evaluated_by_their_names():
         config("grpo", "eval.patience=2")
     with pytest.raises(ValueError, match=r"eval\.every must be at least 1, got 0"):
         config("grpo", "eval.every=0")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "message"),
+    [
+        ("grpo", ["eval.metric=eval/adition/pass@1"], "Did you mean 'eval/addition/pass@1'"),
+        ("grpo", ["eval.metric=eval/addition/pass@4", "eval.num_samples=3"], "eval/addition/pass@3"),
+        ("grpo", ["eval.metric=eval/loss"], "got 'eval/loss'"),
+        ("grpo", ["eval.metric=eval/gsm8k/reward"], "eval/addition/reward"),
+        ("grpo", ["eval.metric=eval/addition/reward/no_such_mean"], "eval/addition/reward/"),
+        ("grpo", ["eval.metric=eval/addition/pass@1", "eval.num_problems=0"], "nothing is evaluated"),
+        (
+            "sft",
+            ["eval.metric=eval/loss", "conversations.held_out=null", "eval.num_problems=0"],
+            "nothing is evaluated",
+        ),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_refused_before_an_engine_is_started(algorithm, overrides, message):
+    with pytest.raises(ValueError, match=rf"^eval\.metric must be a metric of the evaluation, got .*{message}"):
+        make_eval_envs(config(algorithm, *overrides))
+
+
+def test_metrics_that_evaluations_have_are_taken():
+    for metric in ("pass@1", "pass@2_low", "reward", "completion_tokens_right", "tool_calls/answered", "reward_max"):
+        assert make_eval_envs(config("grpo", f"eval.metric=eval/addition/{metric}", "eval.num_samples=2"))
+    assert make_eval_envs(config("sft", "eval.metric=eval/loss", "eval.num_problems=0")) == {}
+    entry = "+eval.envs={hard:{name:addition,options:{num_digits:3}}}"
+    assert "hard" in make_eval_envs(config("grpo", entry, "eval.metric=eval/hard/pass@1"))
 
 
 def test_hardware_reaches_the_engine(monkeypatch):
@@ -193,19 +237,22 @@ def test_hardware_reaches_the_engine(monkeypatch):
 def test_engine_and_trainer_have_one_dtype():
     dtypes = {name: config("grpo", f"hardware={name}").model.dtype for name in ("cpu", "gpu1", "ray-cluster")}
     assert dtypes == {"cpu": "float32", "gpu1": "bfloat16", "ray-cluster": "bfloat16"}
-    assert autocast_dtype(config("grpo", "hardware=gpu8")) is torch.bfloat16
+    assert config("grpo", "hardware=gpu8").model.autocast_dtype is torch.bfloat16
     assert as_dry_run(config("grpo", "hardware=gpu8")).model.dtype == "float32"
 
 
 def test_weights_travel_as_the_configuration_says(tmp_path):
-    scheme = sync_scheme(config("grpo", "sync.transport=files", f"run.path={tmp_path}", "sync.anchor_every=8"))
+    def scheme_of(*entries):
+        return sync_scheme(config("grpo", *entries), NullEngine("a-model"))
+
+    scheme = scheme_of("sync.transport=files", f"run.path={tmp_path}", "sync.anchor_every=8")
     assert (scheme.remote_addr, scheme.anchor_every) == (str(tmp_path / "weights"), 8)
-    assert sync_scheme(config("grpo", "sync.anchor_every=8")).anchor_every == 8
-    assert sync_scheme(config("grpo", "sync.pause_mode=wait")).pause_mode == "wait"
-    scheme = sync_scheme(config("grpo", "sync.reset_running_requests=false"))
+    assert scheme_of("sync.anchor_every=8").anchor_every == 8
+    assert scheme_of("sync.pause_mode=wait").pause_mode == "wait"
+    scheme = scheme_of("sync.reset_running_requests=false")
     assert scheme.master_address is None and (scheme.pause_mode, scheme.reset_running_requests) == ("keep", False)
     alone = ("sync.lora=adapter", "model.lora.rank=4")
-    assert sync_scheme(config("grpo", *alone)).lora == "adapter" and sync_scheme(config("grpo")).lora == "merged"
+    assert scheme_of(*alone).lora == "adapter" and scheme_of().lora == "merged"
     for entries, message in (
         (alone[:1], r"give them a rank, model\.lora\.rank=16"),
         ((*alone, "sync.transport=files"), r"sync\.lora=adapter needs sync\.transport=direct, got files"),
@@ -222,7 +269,7 @@ def test_weights_travel_as_the_configuration_says(tmp_path):
         with pytest.raises(ValueError, match=message):
             config("grpo", *entries)
     # Engines of a cluster may be on another host than the trainer.
-    assert sync_scheme(config("grpo", "hardware=ray-cluster")).master_address is not None
+    assert scheme_of("hardware=ray-cluster").master_address is not None
 
 
 def test_an_engine_sleeps_where_it_shares_a_gpu_in_turn():
@@ -244,13 +291,11 @@ def test_an_engine_sleeps_where_it_shares_a_gpu_in_turn():
         config("grpo", "train.offload_activations=true")
 
 
-def test_adapters_and_clip_bounds_come_from_the_configuration():
-    assert lora_config(config("grpo")) is None
-    lora = lora_config(config("grpo", "model.lora.rank=4", "model.lora.target_modules=[q_proj,v_proj]"))
+def test_adapters_come_from_the_configuration():
+    assert config("grpo").model.lora.build() is None
+    lora = config("grpo", "model.lora.rank=4", "model.lora.target_modules=[q_proj,v_proj]").model.lora.build()
     assert (lora.rank, lora.alpha, lora.target_modules) == (4, 32, ("q_proj", "v_proj"))
-    assert lora_config(config("grpo", "model.lora.rank=4")).target_modules == "all-linear"
-    assert clip_bounds(config("grpo")) == (0.2, 0.2)
-    assert clip_bounds(config("grpo", "train.clip_epsilon_high=0.28")) == (0.2, 0.28)
+    assert config("grpo", "model.lora.rank=4").model.lora.build().target_modules == "all-linear"
 
 
 def test_a_gpu_that_is_not_there_is_missed_before_anything_starts(monkeypatch):
@@ -318,7 +363,7 @@ def test_a_dry_run_says_what_was_asked_for():
     ],
 )
 def test_names_of_other_libraries_are_answered_with_ours(override, meant):
-    [hint] = _hints([override], GRPOConfig)
+    [hint] = hints([override], GRPOConfig)
     assert meant in hint
 
 
@@ -360,7 +405,7 @@ def run_script(tiny_engine, tiny_model_path, monkeypatch):
 
     def run(cfg, **replaced):
         script, made = script_of(cfg.algorithm, monkeypatch), {}
-        make_optimizer = script.make_optimizer
+        make_optimizer = sections.make_optimizer
 
         def kept(model, **options):
             made["before"] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -368,7 +413,8 @@ def run_script(tiny_engine, tiny_model_path, monkeypatch):
             return made["optimizer"], schedule
 
         with monkeypatch.context() as patch:
-            parts = {"start_engine": lambda cfg: contextlib.nullcontext(tiny_engine), "make_optimizer": kept}
+            patch.setattr(sections, "make_optimizer", kept)
+            parts = {"start_engine": lambda cfg: contextlib.nullcontext(tiny_engine)}
             for name, part in (parts | replaced).items():
                 patch.setattr(script, name, part)
             script.main(cfg)
@@ -377,11 +423,11 @@ def run_script(tiny_engine, tiny_model_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(("algorithm", "task", "hardware"), DRY_RUNS)
-def test_every_configuration_runs_dry(algorithm, task, hardware, tiny_engine, run_script, capsys, monkeypatch):
+@pytest.mark.parametrize(("algorithm", "task", "hardware", "more"), [(*one[:3], one[3:]) for one in DRY_RUNS])
+def test_every_configuration_runs_dry(algorithm, task, hardware, more, tiny_engine, run_script, capsys, monkeypatch):
     version, kept = tiny_engine.policy_version, {}
     monkeypatch.setattr("llmrl.runs.run.shutil", SimpleNamespace(rmtree=lambda path: kept.update(path=path)))
-    cfg = config(algorithm, f"task={task}", f"hardware={hardware}", "dry_run=true")
+    cfg = config(algorithm, f"task={task}", f"hardware={hardware}", "dry_run=true", *more)
     made = run_script(cfg)
     changed = [name for name, tensor in made["model"].state_dict().items() if not tensor.equal(made["before"][name])]
     assert len(changed) == len(made["before"]), "something was trained"
@@ -442,10 +488,8 @@ def metrics_of(path):
 def test_a_buffer_filled_in_the_background_survives_a_restart(tiny_engine, tiny_model_path, tmp_path, run_script):
     small = (*SMALL, "run.checkpoint_every=2", f"model.path={tiny_model_path}", f"run.path={tmp_path / 'run'}")
 
-    def make_differing(cfg, env, *, postproc, **arguments):
-        from llmrl.collectors import LLMCollector
-
-        return LLMCollector(env, postproc=lambda batch: postproc(with_differing_rewards(batch)), **arguments)
+    def make_differing(cfg, env, *, policy, postproc):
+        return make_collector(cfg, env, policy=policy, postproc=lambda batch: postproc(with_differing_rewards(batch)))
 
     def run(num_steps, *more):
         more = ("sync.transport=files", f"train.num_steps={num_steps}", *more)
@@ -479,7 +523,7 @@ def test_on_policy_the_clip_is_inactive_and_the_mismatch_a_truncated_weight(algo
     cfg = config(algorithm, "train.importance_cap=1.3", *([f"train.clip_epsilon_high={high}"] if high else []))
     batch = ragged_batch(3)
     actor = near_policy(batch, spread=0.5)  # the engine computes otherwise, by half a nat
-    output = GRPOLoss(actor, clip_epsilon=clip_bounds(cfg), importance_cap=cfg.train.importance_cap)(batch)
+    output = cfg.build_loss(actor)(batch)
     assert float(output.clip_fraction) == 0.0 and float(output.ratio) == 1.0 and float(output.kl_approx) == 0.0
     mask = flat(batch, "masks", "all_assistant_mask")
     gaps = (actor.log_probs.detach() - flat(batch, "log_probs", "full"))[mask].double()
@@ -600,9 +644,10 @@ def test_a_run_that_learns_nothing_says_so_and_ends_with_an_error(ended, tmp_pat
     assert [row["is_skipped"] for row in metrics] == [1.0, 1.0] and "all 2 steps are done" in str(error)
 
 
-def test_a_dry_run_on_the_command_line_ends_well_and_leaves_nothing(tmp_path, real_vllm):
-    script = SCRIPTS / "expert-iteration/expert-iteration-async.py"
-    command = [sys.executable, str(script), "task=gsm8k", "hardware=gpu1", "dry_run=true"]
+def test_a_dry_run_of_another_loss_on_the_command_line_ends_well_and_leaves_nothing(tmp_path, real_vllm):
+    script = SCRIPTS / "grpo/grpo-async.py"
+    another = ("loss=cispo", "train.clip_epsilon_high=3.0", "train.num_minibatches=2")
+    command = [sys.executable, str(script), "task=gsm8k", "hardware=gpu1", "dry_run=true", *another]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("dry run: two steps done\n")

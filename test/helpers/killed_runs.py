@@ -29,13 +29,13 @@ from rich.console import Console
 
 from llmrl._utils.files import write_folder_atomically
 from llmrl.collectors import LLMCollector
+from llmrl.config.model import ModelConfig
 from llmrl.config.sections import (
     CollectConfig,
     EnvConfig,
     EvalConfig,
     GRPOConfig,
     GRPOTrainConfig,
-    ModelConfig,
     RunConfig,
 )
 from llmrl.envs import DatasetChatEnv

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import multiprocessing
 import os
@@ -13,12 +12,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from rich.console import Console
-from sharded_runs import Engine, make_env, ranks
+from sharded_runs import make_env, play, ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llmrl
+from llmrl.config.model import LoRAEntries, ModelConfig
 from llmrl.config.ranks import broadcast_from_rank0, this_rank
 from llmrl.config.sections import (
     CollectConfig,
@@ -27,11 +26,9 @@ from llmrl.config.sections import (
     ExportConfig,
     GRPOConfig,
     GRPOTrainConfig,
-    LoRAEntries,
-    ModelConfig,
     RunConfig,
 )
-from llmrl.runs import train as module
+from llmrl.runs import grpo as script
 from llmrl.runs.run import NothingLearned, Run
 from llmrl.testing import make_tiny_model
 
@@ -83,7 +80,7 @@ def train(path, model, *, num_steps=2, checkpoint_every=9, evaluation=None, expo
     )
     held_out = {"held-out": make_env("held-out", 1)} if evaluation else {}
     with contextlib.suppress(NothingLearned):
-        module._train(cfg, make_env("train", 4), held_out, Engine(model), Console(file=io.StringIO()))
+        play(cfg, model, held_out)
 
 
 @contextlib.contextmanager
@@ -95,8 +92,8 @@ def interrupted_in_step_1():
             os.kill(os.getpid(), signal.SIGINT)
         return real(batch, loss, seed=seed, **options)
 
-    real = module.minibatches
-    with mock.patch.object(module, "minibatches", interrupt):
+    real = script.minibatches
+    with mock.patch.object(script, "minibatches", interrupt):
         yield
 
 

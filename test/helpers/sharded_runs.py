@@ -24,6 +24,7 @@ from tensordict import lazy_stack
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmrl import DatasetChatEnv, RubricReward
+from llmrl.config.model import LoRAEntries, ModelConfig
 from llmrl.config.sections import (
     CollectConfig,
     EnvConfig,
@@ -31,12 +32,12 @@ from llmrl.config.sections import (
     ExportConfig,
     GRPOConfig,
     GRPOTrainConfig,
-    LoRAEntries,
-    ModelConfig,
     RunConfig,
 )
 from llmrl.objectives import GRPOLoss, GSPOLoss, SFTLoss
-from llmrl.runs import train as module
+from llmrl.runs import grpo as script
+from llmrl.runs.run import Run
+from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.testing import ScriptedEngine, make_tiny_model
 from llmrl.trainer import TransformersWrapper, make_optimizer, shard_model, train_step
 
@@ -94,13 +95,18 @@ def train(path, model, *, resume=False, lora=None, **entries):
         train=GRPOTrainConfig(num_steps=5, **settings),
         resume=resume,
     )
-    out = Console(file=io.StringIO())
-    module._train(cfg, make_env("train", 4), {"held-out": make_env("held-out", 1)}, Engine(model), out)
+    play(cfg, model, {"held-out": make_env("held-out", 1)})
+
+
+def play(cfg, model, held_out):
+    """The script's loop, with an engine that is lent to it."""
+    with Run(cfg, console=Console(file=io.StringIO())) as run:
+        script.grpo(cfg, run, TrainerDevice(cfg), run.lend(Engine(model)), make_env("train", 4), held_out)
 
 
 def kill_in_step(step):
     """Kill this process in the midst of a step."""
-    real = module.minibatches
+    real = script.minibatches
 
     def call(batch, loss, *, seed, **options):
         for place, part in enumerate(real(batch, loss, seed=seed, **options)):
@@ -108,7 +114,7 @@ def kill_in_step(step):
                 os.kill(os.getpid(), signal.SIGKILL)
             yield part
 
-    module.minibatches = call
+    script.minibatches = call
 
 
 def ranks(num_ranks, work):

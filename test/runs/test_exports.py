@@ -17,14 +17,13 @@ from typer.testing import CliRunner
 from llmrl._utils.files import clean_killed_writes, write_folder_atomically
 from llmrl.cli.app import app
 from llmrl.cli.models import model_path
+from llmrl.config.model import LoRAEntries, ModelConfig
 from llmrl.config.sections import (
     CollectConfig,
     EnvConfig,
     ExportConfig,
     GRPOConfig,
     GRPOTrainConfig,
-    LoRAEntries,
-    ModelConfig,
     RunConfig,
 )
 from llmrl.runs import exports as module

@@ -21,6 +21,7 @@ from sharded_runs import MEMORY, NUM_TOKENS
 from llmrl.config.ranks import start_ranks
 from llmrl.data.state_file import DamagedFileError
 from llmrl.engines import EngineError, SamplingConfig
+from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.run_folder import RunFolder
 from llmrl.runs.setup import start_engine, sync_scheme
 from llmrl.runs.tracked import restore_tracked
@@ -137,7 +138,7 @@ def test_a_command_for_several_ranks_becomes_torchrun(monkeypatch: pytest.Monkey
 def test_a_rank_above_0_has_no_engine_and_sends_nothing(monkeypatch: pytest.MonkeyPatch, tiny_model_path: str) -> None:
     monkeypatch.setattr("llmrl.runs.setup.this_rank", lambda: 1)
     cfg = config("grpo", f"model.path={tiny_model_path}")
-    assert sync_scheme(cfg).rank == 1
+    assert sync_scheme(cfg, NullEngine("a-model")).rank == 1
     with start_engine(cfg) as engine:
         assert engine.get_tokenizer().encode("1") and not engine.is_alive
         with pytest.raises(EngineError, match="first rank"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
+import contextlib
 import io
 import json
+import operator
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -17,33 +20,12 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
+from llmrl.config.sections import GRPOConfig
 from llmrl.envs import ChatEnv
 from llmrl.runs import train as module
 from llmrl.runs.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def loop_of(function):
-    """The statements in `with Run(...)`, each as text without comments and layout."""
-    (statement,) = [node for node in ast.walk(function) if isinstance(node, ast.With) and "Run(" in ast.unparse(node)][
-        :1
-    ]
-    return [ast.unparse(node) for node in statement.body]
-
-
-def function_of(source, name):
-    return next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == name)
-
-
-def test_it_is_the_scripts_own_loop():
-    script = loop_of(function_of((ROOT / "sota-implementations/grpo/grpo.py").read_text(), "main"))
-    ours = loop_of(function_of(inspect.getsource(module), "_train"))
-    # The script builds environments, engine and collector by its configuration; `train` is given them.
-    built = ("env, eval_envs =", "engine =", "policy =", "collector =")
-    assert [line for line in script if line not in ours and not line.startswith(built)] == []
-    assert sum(line.startswith("for step, batch in run.steps(") for line in ours) == 1
-    assert [line for line in ours if line not in script and not line.startswith(("engine: Any =", *built))] == []
 
 
 def number_of_digits(completion):
@@ -137,6 +119,16 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path, m
         (make_env(), {"trackers": ["wnadb"]}, r"^trackers\[0\] must be one of .*Did you mean 'wandb'"),
         (make_env(), {"lora_rank": 0}, "^lora_rank must be at least 1, got 0"),
         (make_env(), {"best_by": "pass@1", "eval_envs": make_env(1, "eval")}, "^best_by must be a metric"),
+        (
+            make_env(),
+            {"best_by": "eval/sums/pass@2", "eval_envs": {"sums": make_env(3, "sums")}},
+            "^best_by must be a metric of the evaluation, got 'eval/sums/pass@2'. Did you mean 'eval/sums/pass@[13]",
+        ),
+        (
+            make_env(),
+            {"best_by": "eval/sums/reward/digits_mean", "eval_envs": {"sums": make_env(3, "sums")}},
+            "reward/number_of_digits_mean",
+        ),
         (make_env(), {"num_epochs": 0}, "^num_epochs must be at least 1, got 0"),
         (make_env(), {"temperature": 0}, "^temperature must be at least 0.01, got 0"),
         (make_env(), {"chat_template": "no-such.jinja"}, "chat_template='no-such.jinja' is no file here"),
@@ -161,15 +153,77 @@ def test_arguments_of_other_libraries_are_answered_with_where_they_are(name, wor
         train("embedded", make_env(), **{name: 1})
 
 
-def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, tmp_path):
+@pytest.fixture
+def configured(monkeypatch, tmp_path):
+    """The configuration that a call of `train` would train with."""
     seen = []
+
+    def enter(cfg, **options):
+        seen.append(cfg)
+        return contextlib.nullcontext(SimpleNamespace(enter=lambda part: part))
+
+    monkeypatch.setattr(module, "Run", enter)
+    for part in ("TrainerDevice", "start_engine", "grpo"):
+        monkeypatch.setattr(module, part, lambda *arguments: None)
+
+    def call(**options):
+        train("a-model", make_env(), path=tmp_path / "run", **options)
+        return seen[-1]
+
+    return call
+
+
+def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, configured):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module, "_train", lambda cfg, *arguments: seen.append(cfg))
-    train("a-model", make_env(), path=tmp_path / "run")
+    cfg = configured()
     file = OmegaConf.load(ROOT / "sota-implementations/config/hardware/gpu1.yaml")
     for section in ("model", "engine", "sync", "train"):
         for entry, value in file[section].items():
-            assert getattr(getattr(seen[0], section), entry) == value, f"{section}.{entry}"
+            assert getattr(getattr(cfg, section), entry) == value, f"{section}.{entry}"
+
+
+def test_every_keyword_is_an_entry_of_the_configuration_and_has_its_type(configured):
+    given = {
+        "loss": "cispo",
+        "seed": 3,
+        "trackers": ["wandb"],
+        "num_steps": 7,
+        "groups_per_batch": 2,
+        "max_new_tokens": 9,
+        "max_turns": 2,
+        "temperature": 0.5,
+        "max_staleness": 1,
+        "max_model_len": 64,
+        "chat_template": "{{ a }}",
+        "lora_rank": 2,
+        "learning_rate": 0.1,
+        "schedule": "linear",
+        "warmup_steps": 1,
+        "num_epochs": 2,
+        "num_minibatches": 3,
+        "kl_to_ref_coeff": 0.1,
+        "clip_epsilon": 0.1,
+        "clip_epsilon_high": 0.3,
+        "aggregation": "group_mean",
+        "save_total_limit": 4,
+        "push_to_hub": "me/it",
+        "export_every": 5,
+        "resume": True,
+    }
+    cfg = configured(**given)
+    for name, value in given.items():
+        assert operator.attrgetter(module.ENTRIES[name])(cfg) == value, name
+    own = {"chat_template": str | Path | None, "trackers": Sequence[str]}
+    for name, kind in get_type_hints(module.TrainOptions).items():
+        section, _, entry = module.ENTRIES[name].rpartition(".")
+        owner = type(operator.attrgetter(section)(cfg)) if section else GRPOConfig
+        assert kind == own.get(name, get_type_hints(owner)[entry]), name
+
+
+def test_what_the_page_says_of_keywords_and_entries_is_so():
+    page = (ROOT / "docs/how-to/change-the-loop.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", page, re.MULTILINE)
+    assert dict(rows) == {name: module.ENTRIES[name] for name in module.TrainOptions.__annotations__}
 
 
 @pytest.fixture

@@ -140,8 +140,7 @@ def test_what_is_not_known_is_not_refused(folder: Path, monkeypatch: pytest.Monk
         ModelShape.read(folder)
 
 
-def test_a_plan_is_printed_for_a_folder_and_a_hardware(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(PAGE.parent.parent.parent)
+def test_a_plan_is_printed_for_a_folder_and_a_hardware(folder: Path) -> None:
     console = Console(width=300, record=True)
     print_plan(folder, ["hardware=gpu8-4ranks", "train.token_budget=8192", "model.max_model_len=4096"], console)
     text = console.export_text()

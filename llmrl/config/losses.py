@@ -1,0 +1,98 @@
+"""The losses that the entry `loss` of a GRPO configuration names, and which entries of `train` each of them takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmrl._utils.arguments import nearest
+from llmrl.config.entries import EntryError
+from llmrl.objectives import DAPO, CISPOLoss, DPPOLoss, DrGRPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
+from llmrl.objectives.clipping import clip_bounds
+from llmrl.objectives.normalization import Normalization
+from llmrl.trainer import TransformersWrapper
+
+_CLIP = ("clip_epsilon", "clip_epsilon_high")
+
+
+@dataclass(frozen=True, slots=True)
+class LossChoice:
+    """A loss as a configuration knows it."""
+
+    kind: type[GRPOLoss]
+    entries: tuple[str, ...] = (*_CLIP, "dual_clip", "aggregation")
+    """Entries of `train` that it takes, besides those that all losses take."""
+    normalization: Normalization = "std"
+    """The advantage that belongs to it, see `group_advantages`."""
+
+
+LOSSES: Mapping[str, LossChoice] = {
+    "grpo": LossChoice(GRPOLoss),
+    "dr_grpo": LossChoice(DrGRPOLoss, (*_CLIP, "dual_clip", "fixed_length"), normalization="mean"),
+    "dapo": LossChoice(DAPO),
+    "cispo": LossChoice(CISPOLoss, (*_CLIP, "aggregation")),
+    "gspo": LossChoice(GSPOLoss),
+    "rloo": LossChoice(RLOOLoss, ("aggregation",), normalization="leave_one_out"),
+    "dppo": LossChoice(DPPOLoss, ("max_divergence", "divergence", "aggregation")),
+}
+COMMON = ("importance_cap", "kl_to_ref_coeff")
+"""Entries of `train` that every loss takes."""
+OWN = tuple(dict.fromkeys(entry for choice in LOSSES.values() for entry in choice.entries))
+"""Entries of `train` that only some losses take; None is the loss's own default."""
+
+
+def own_entries(train: object) -> dict[str, Any]:
+    """Return the entries of a `train` section that only some losses take and that are not None."""
+    given = {entry: getattr(train, entry, None) for entry in OWN}
+    return {entry: value for entry, value in given.items() if value is not None}
+
+
+def check_loss_entries(loss: str, train: object) -> None:
+    """Refuse an entry of a `train` section that a loss does not take.
+
+    Raises:
+        EntryError: naming the losses that take it, and the entry that was probably meant.
+    """
+    taken = (*LOSSES[loss].entries, *COMMON)
+    for entry, value in own_entries(train).items():
+        if entry in taken:
+            continue
+        near = nearest(entry, taken)
+        hint = f"Did you mean train.{near}?" if near else f"It takes {', '.join(f'train.{one}' for one in taken)}."
+        others = ", ".join(name for name, choice in LOSSES.items() if entry in choice.entries)
+        raise EntryError(
+            f"train.{entry}", f"is no option of loss={loss}, got {value!r}; losses that take it: {others}. {hint}"
+        )
+
+
+def build_loss(loss: str, train: object, actor: TransformersWrapper, *, budget: int | None = None) -> GRPOLoss:
+    """Return a loss with what a `train` section says of it.
+
+    Args:
+        loss: its name.
+        train: section with the entries that it takes; what is None or missing is the loss's own default.
+        actor: policy that is trained.
+        budget: tokens that a conversation may have, the default of `fixed_length`.
+    """
+    choice = LOSSES[loss]
+    options = own_entries(train) | {entry: getattr(train, entry) for entry in COMMON if hasattr(train, entry)}
+    bounds = [options.pop(entry, None) for entry in _CLIP]
+    if bounds != [None, None]:
+        options["clip_epsilon"] = _clip_epsilon(choice.kind, *bounds)
+    if "fixed_length" in choice.entries:
+        options.setdefault("fixed_length", budget)
+    return choice.kind(actor, **options)
+
+
+def _clip_epsilon(kind: type[GRPOLoss], low: float | None, high: float | None) -> tuple[float, float]:
+    """Return both bounds of a loss, one of them its default; if that is one number for both, `low` is `high`, too."""
+    signatures = [
+        inspect.signature(vars(base)["__init__"]).parameters for base in kind.__mro__ if "__init__" in vars(base)
+    ]
+    default = next(parameters["clip_epsilon"].default for parameters in signatures if "clip_epsilon" in parameters)
+    if low is not None and not isinstance(default, tuple):
+        default = low
+    default_low, default_high = clip_bounds(default)
+    return default_low if low is None else low, default_high if high is None else high

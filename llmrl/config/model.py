@@ -1,0 +1,120 @@
+"""The configuration of the model that a run trains, and of its adapters."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from llmrl.config.entries import NAMED, Section, at_least, one_of
+from llmrl.engines import Engine
+from llmrl.engines.base import HasTokenizer
+from llmrl.testing import ensure_embedded_model
+from llmrl.trainer import LoRAConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    ComputeDtype = Literal["float32", "bfloat16"]
+else:  # OmegaConf does not support Literal: it checks that they are strings, and `one_of` which ones
+    ComputeDtype = str
+
+
+@dataclass(slots=True, kw_only=True)
+class LoRAEntries(Section):
+    """Low-rank adapters, trained in place of the model's weights."""
+
+    section: ClassVar[str] = "model.lora"
+    rank: int | None = field(default=None, metadata=at_least(1))
+    """Rank of the update of each weight; null trains all weights."""
+    alpha: int = field(default=32, metadata=at_least(1))
+    """The update is multiplied by `alpha / rank`."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata=NAMED)
+    """Names of the layers that are adapted; `all-linear` is all but the output head."""
+
+    def build(self) -> LoRAConfig | None:
+        """Return the adapters; None if all weights are trained."""
+        if self.rank is None:
+            return None
+        targets = "all-linear" if self.target_modules == ["all-linear"] else tuple(self.target_modules)
+        return LoRAConfig(rank=self.rank, alpha=self.alpha, target_modules=targets)
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig(Section):
+    """The model that is trained and generates."""
+
+    section: ClassVar[str] = "model"
+    path: str = field(metadata=NAMED)
+    """A Hugging Face name or folder; `embedded` is SmolLM2-135M-Instruct from the package."""
+    max_model_len: int | None = field(default=None, metadata=at_least(2))
+    """Tokens of a whole conversation; null is the model's own limit."""
+    chat_template: str | None = field(default=None, metadata=NAMED)
+    """Chat template in place of the model's own, as base models have none: a file, or Jinja text."""
+    dtype: ComputeDtype = field(default="float32", metadata=one_of("float32", "bfloat16"))
+    """Dtype of engine and trainer, both, since an update below the engine's rounding never reaches it."""
+    lora: LoRAEntries = field(default_factory=LoRAEntries)
+    """Adapters; `sync.lora` says how the engine gets them."""
+
+    @property
+    def folder(self) -> str:
+        """What transformers and vLLM load: `path`, or the folder of the embedded model."""
+        return str(ensure_embedded_model() if self.path == "embedded" else self.path)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What the trainer computes in over its float32 weights; None if that is float32, too."""
+        return None if self.dtype == "float32" else torch.bfloat16
+
+    def template_text(self) -> str | None:
+        """Return the text of `chat_template`; None if the model's own is used.
+
+        Raises:
+            ValueError: if it is neither a file nor Jinja text.
+        """
+        given = self.chat_template
+        if given is None or "{" in given:
+            return given
+        if not Path(given).is_file():
+            raise ValueError(f"model.chat_template={given!r} is no file here and no Jinja text.")
+        return Path(given).read_text(encoding="utf-8")
+
+    def tokenizer_of(self, engine: Engine) -> PreTrainedTokenizerBase:
+        """Return the engine's tokenizer, with `chat_template` if there is one."""
+        assert isinstance(engine, HasTokenizer), "engines that do not know their tokenizer are refused before"
+        tokenizer = engine.get_tokenizer()
+        template = self.template_text()
+        if template is not None:
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.chat_template = template
+        return tokenizer
+
+    def check_template(self, engine: HasTokenizer | None = None) -> None:
+        """Refuse a model without a chat template, before an engine is started.
+
+        Args:
+            engine: an engine that runs already. Otherwise a model that is not on this machine passes; the engine that
+                loads it checks.
+
+        Raises:
+            ValueError: naming the entry that gives one.
+        """
+        if self.template_text() is not None:
+            return
+        try:
+            from transformers import AutoTokenizer
+
+            if engine is not None:
+                tokenizer = engine.get_tokenizer()
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError):
+            return
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"the model {self.path} has no chat template, as base models have none: give the one to train it with "
+                "as model.chat_template (chat_template of train), a file or Jinja text, or take a model that has one."
+            )

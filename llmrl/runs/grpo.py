@@ -1,0 +1,1 @@
+../../sota-implementations/grpo/grpo.py
