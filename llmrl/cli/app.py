@@ -19,25 +19,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console()
-_TEMPLATE_HELP = "Jinja file of the chat template, for a model that has no template, such as a base model."
+_Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")]
+_MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")]
+_MaxModelLen = Annotated[int, typer.Option(min=16, help="Maximum number of tokens of the whole conversation.")]
+_Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+_ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        help="Jinja file of the chat template, for a model that has no template, such as a base model.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
 
 
 def _fail(message: object, *, exit_code: int = 2) -> typer.Exit:
     """Print an error for a person and return the exit; the default exit code is that of wrong usage."""
     Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
     return typer.Exit(exit_code)
-
-
-def _clamped(path: str, max_model_len: int) -> int:
-    """Return `max_model_len`, or the length of the model's context if that is shorter."""
-    from llmrl.cli.models import length_of
-
-    if (longest := length_of(path)) is None or max_model_len <= longest:
-        return max_model_len
-    console.print(
-        f"--max-model-len is {longest}, the length of the model's context, in place of {max_model_len}", highlight=False
-    )
-    return longest
 
 
 def _print_version(is_asked: bool) -> None:
@@ -140,28 +139,24 @@ def evaluate(
     env: Annotated[
         str, typer.Option("--env", "-e", help="Environment (`--list` names them), or your own: FILE.py:FUNCTION.")
     ] = "addition",
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
-    ] = "embedded",
+    model: _Model = "embedded",
     data: Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")] = None,
     split: Annotated[str, typer.Option(help="Split of the environment's data.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of problems.")] = None,
     samples: Annotated[
         int, typer.Option("--samples", "-n", min=1, help="Number of answers to sample for each problem.")
     ] = 4,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 64,
-    max_model_len: Annotated[
-        int, typer.Option(min=16, help="Maximum number of tokens of prompt and answer together.")
-    ] = 1024,
-    chat_template: Annotated[Path | None, typer.Option(help=_TEMPLATE_HELP, exists=True, dir_okay=False)] = None,
+    temperature: _Temperature = 1.0,
+    max_new_tokens: _MaxNewTokens = 64,
+    max_model_len: _MaxModelLen = 1024,
+    chat_template: _ChatTemplate = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder to save rollouts and results in.")] = None,
     list_environments: Annotated[bool, typer.Option("--list", help="List the environments and stop.")] = False,
 ) -> None:
     """Measure a model in an environment: pass@1, pass@k, confidence intervals, and the mean of each reward."""
     from llmrl.cli import evaluate as command
-    from llmrl.cli.models import make_chat_renderer, model_path
+    from llmrl.cli.models import ChatModel
     from llmrl.engines import EngineError
     from llmrl.envs import make_task_env, task_environments
 
@@ -170,72 +165,56 @@ def evaluate(
             console.print(f"[bold]{name:16}[/bold]{line}", highlight=False)
         return
     try:
-        path = model_path(model)
-        settings = command.EvaluationSettings(
-            env=env,
-            model=path,
-            data=data,
-            split=split,
-            limit=limit,
-            num_samples=samples,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            max_model_len=_clamped(path, max_model_len),
-            seed=seed,
-            out=out,
-        )
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        found = ChatModel.find(model, max_model_len, chat_template, console)
+        settings = command.EvaluationSettings(env=env, model=found, sampling=sampling, seed=seed, limit=limit, out=out)
         environment = make_task_env(env, split, data=data, repeats=samples)
-        renderer = make_chat_renderer(path, chat_template)
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
     try:
-        command.run(settings, environment, renderer, console)
+        command.run(settings, environment, console)
     except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
 
 
 @app.command()
 def chat(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")
-    ] = "embedded",
+    model: _Model = "embedded",
     env: Annotated[
         str | None,
         typer.Option("--env", "-e", help="Environment: a name, or FILE.py:FUNCTION; `/problem` asks a problem of it."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     tool: Annotated[list[str] | None, typer.Option(help="Tool that the model may call: `python`.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.7,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 256,
-    max_model_len: Annotated[int, typer.Option(min=16, help="Maximum length of the conversation, in tokens.")] = 2048,
-    chat_template: Annotated[Path | None, typer.Option(help=_TEMPLATE_HELP, exists=True, dir_okay=False)] = None,
+    temperature: _Temperature = 0.7,
+    max_new_tokens: _MaxNewTokens = 256,
+    max_model_len: _MaxModelLen = 2048,
+    chat_template: _ChatTemplate = None,
 ) -> None:
     """Talk to a model through an environment, with its tools; `/tokens` shows the probability of each token."""
     from llmrl.cli.chat import ChatSession, make_env, talk
-    from llmrl.cli.models import make_chat_renderer, model_path
+    from llmrl.cli.models import ChatModel
     from llmrl.engines import AsyncVLLM, EngineError
     from llmrl.policies import vLLMWrapper
 
     try:
         environment = make_env(env, system_prompt=system, tools=tool or [])
-        path = model_path(model)
-        length = _clamped(path, max_model_len)
-        renderer = make_chat_renderer(path, chat_template)
+        found = ChatModel.find(model, max_model_len, chat_template, console)
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         raise _fail(error) from None
     try:
-        console.print(f"vLLM starts with {path}", highlight=False, soft_wrap=True)
-        engine = AsyncVLLM.from_pretrained(path, max_model_len=length)
+        console.print(f"vLLM starts with {found.path}", highlight=False, soft_wrap=True)
+        engine = AsyncVLLM.from_pretrained(found.path, max_model_len=found.max_model_len)
     except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
+        policy = vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling)
         talk(
             ChatSession(policy, environment),
             console,
             lambda: console.input("[bold cyan]you:[/bold cyan] "),
-            renderer.decode,
+            found.renderer.decode,
         )
     finally:
         engine.shutdown()
@@ -272,36 +251,34 @@ def serve(
     api_key: Annotated[str | None, typer.Option(envvar="LLMRL_API_KEY", help="API key that clients must send.")] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Number of engines that share the requests.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature for requests without one.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 1024,
-    max_model_len: Annotated[
-        int, typer.Option(min=16, help="Maximum number of tokens of prompt and answer together.")
-    ] = 4096,
-    chat_template: Annotated[Path | None, typer.Option(help=_TEMPLATE_HELP, exists=True, dir_okay=False)] = None,
+    max_new_tokens: _MaxNewTokens = 1024,
+    max_model_len: _MaxModelLen = 4096,
+    chat_template: _ChatTemplate = None,
     out: Annotated[Path | None, typer.Option(help="Folder to save the conversations in, for `view`.")] = None,
 ) -> None:
     """Serve a model through the APIs of OpenAI and Anthropic: chat completions, responses, messages, and `/metrics`."""
     from llmrl.cli import serve as command
-    from llmrl.cli.models import make_chat_renderer, model_path
+    from llmrl.cli.models import ChatModel
     from llmrl.engines import AsyncVLLM, EngineError
     from llmrl.policies import vLLMWrapper
 
     try:
         named = name or Path(model).name
         settings = command.ServeSettings(name=named, host=host, port=port, api_key=api_key, out=out)
-        path = model_path(model)
-        length = _clamped(path, max_model_len)
-        renderer = make_chat_renderer(path, chat_template)
+        found = ChatModel.find(model, max_model_len, chat_template, console)
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
     try:
-        console.print(f"vLLM starts with {path}", highlight=False, soft_wrap=True)
-        engine = AsyncVLLM.from_pretrained(path, max_model_len=length, num_replicas=replicas if replicas > 1 else None)
+        console.print(f"vLLM starts with {found.path}", highlight=False, soft_wrap=True)
+        engine = AsyncVLLM.from_pretrained(
+            found.path, max_model_len=found.max_model_len, num_replicas=replicas if replicas > 1 else None
+        )
     except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
     try:
         # Clients choose how to sample, and nothing is trained here.
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "replay": False}
-        command.run(settings, vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling), console)
+        command.run(settings, vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling), console)
     except OSError as error:
         raise _fail(error, exit_code=1) from None
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.text import Text
 from torchrl.envs import EnvBase
 
 from llmrl._utils.types import Tokenizer
-from llmrl.rendering import Renderer
+from llmrl.cli.models import ChatModel
 from llmrl.runs.evaluation import EvaluationReport, Evaluator
 from llmrl.runs.run_folder import RunFolder, holds_run
 
@@ -27,17 +28,15 @@ class EvaluationSettings:
     """
 
     env: str
-    model: str
-    """The path or name that vLLM loads."""
-    data: str | None
-    split: str
-    limit: int | None
-    num_samples: int
-    temperature: float
-    max_new_tokens: int
-    max_model_len: int
+    """Name of the environment."""
+    model: ChatModel
+    sampling: Mapping[str, float]
+    """Sampling arguments of the policy."""
     seed: int
+    limit: int | None
+    """Maximum number of problems; None plays all."""
     out: Path | None
+    """Folder to save rollouts and results in."""
 
     def __post_init__(self) -> None:
         if self.out is not None and holds_run(self.out):
@@ -57,17 +56,17 @@ class _Progress:
         return Text(f"{self._evaluator.num_played} of {num_all} answers, {seconds:.0f} s")
 
 
-def run(settings: EvaluationSettings, env: EnvBase, renderer: Renderer, console: Console) -> EvaluationReport:
+def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> EvaluationReport:
     """Generate, score, print and save; return the report."""
     from llmrl.engines import AsyncVLLM
     from llmrl.policies import vLLMWrapper
 
-    console.print(f"vLLM starts with {settings.model}", highlight=False, soft_wrap=True)
-    engine = AsyncVLLM.from_pretrained(settings.model, max_model_len=settings.max_model_len, seed=settings.seed)
+    model = settings.model
+    console.print(f"vLLM starts with {model.path}", highlight=False, soft_wrap=True)
+    engine = AsyncVLLM.from_pretrained(model.path, max_model_len=model.max_model_len, seed=settings.seed)
     try:
         tokenizer = engine.get_tokenizer()
-        sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
-        policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
+        policy = vLLMWrapper(engine, renderer=model.renderer, generate_kwargs=settings.sampling)
         with Evaluator({settings.env: env}, policy, num_problems=settings.limit) as evaluator:
             with Live(_Progress(evaluator), console=console, refresh_per_second=4):
                 report = evaluator.evaluate()[settings.env]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+from rich.console import Console
 
 from llmrl.rendering import Renderer, make_renderer
 from llmrl.runs.exports import exports_of
@@ -69,12 +72,30 @@ def _check_hub(name: str) -> None:
         )
 
 
-def length_of(path: str) -> int | None:
-    """Return the length of a model's context, in tokens; None if its configuration does not say."""
-    from transformers import AutoConfig
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """The model that a command generates with, found before an engine is started."""
 
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    return getattr(config, "max_position_embeddings", None)
+    path: str
+    """What vLLM loads."""
+    max_model_len: int
+    """Tokens of prompt and answer together, at most those of the model's context."""
+    renderer: Renderer
+
+    @classmethod
+    def find(cls, name: str, max_model_len: int, chat_template: Path | None, console: Console) -> ChatModel:
+        """Find a model by its name, see `model_path` and `make_chat_renderer`; say so if its context is shorter."""
+        from transformers import AutoConfig
+
+        path = model_path(name)
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        longest = getattr(config, "max_position_embeddings", None) or max_model_len
+        if max_model_len > longest:
+            console.print(
+                f"--max-model-len is {longest}, the length of the model's context, in place of {max_model_len}",
+                highlight=False,
+            )
+        return cls(path, min(max_model_len, longest), make_chat_renderer(path, chat_template))
 
 
 def make_chat_renderer(path: str, chat_template: Path | None) -> Renderer:
