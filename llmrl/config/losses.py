@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from llmrl._utils.arguments import nearest
 from llmrl.config.entries import EntryError
 from llmrl.objectives import DAPO, CISPOLoss, DPPOLoss, DrGRPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
-from llmrl.objectives.clipping import clip_bounds
 from llmrl.objectives.normalization import Normalization
 from llmrl.trainer import TransformersWrapper
 
@@ -78,21 +76,14 @@ def build_loss(loss: str, train: object, actor: TransformersWrapper, *, budget: 
     """
     choice = LOSSES[loss]
     options = own_entries(train) | {entry: getattr(train, entry) for entry in COMMON if hasattr(train, entry)}
-    bounds = [options.pop(entry, None) for entry in _CLIP]
-    if bounds != [None, None]:
-        options["clip_epsilon"] = _clip_epsilon(choice.kind, *bounds)
+    low, high = (options.pop(entry, None) for entry in _CLIP)
     if "fixed_length" in choice.entries:
         options.setdefault("fixed_length", budget)
-    return choice.kind(actor, **options)
-
-
-def _clip_epsilon(kind: type[GRPOLoss], low: float | None, high: float | None) -> tuple[float, float]:
-    """Return both bounds of a loss, one of them its default; if that is one number for both, `low` is `high`, too."""
-    signatures = [
-        inspect.signature(vars(base)["__init__"]).parameters for base in kind.__mro__ if "__init__" in vars(base)
-    ]
-    default = next(parameters["clip_epsilon"].default for parameters in signatures if "clip_epsilon" in parameters)
-    if low is not None and not isinstance(default, tuple):
-        default = low
-    default_low, default_high = clip_bounds(default)
-    return default_low if low is None else low, default_high if high is None else high
+    built = choice.kind(actor, **options)
+    if high is None and built.clip_epsilon_low == built.clip_epsilon_high:  # one bound for both
+        high = low
+    if low is not None:
+        built.clip_epsilon_low = low
+    if high is not None:
+        built.clip_epsilon_high = high
+    return built
