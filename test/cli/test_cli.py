@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from llmrl.cli.app import app
 from llmrl.cli.chat import ChatSession, make_env, talk
-from llmrl.cli.doctor import Finding, check_requirements, check_vllm, examine_server, print_findings
+from llmrl.cli.doctor import Check, check_requirements, check_vllm, examine_server, print_findings
 from llmrl.cli.models import make_chat_renderer
 from llmrl.data import Rollout
 from llmrl.engines import EngineError
@@ -99,7 +99,7 @@ def test_the_doctor_gives_no_advice_that_says_nothing(monkeypatch):
     *_, weights = examine_server("http://localhost:1")
     assert (weights.state, weights.found, weights.advice) == ("note", "its weights are another's", "")
     console = Console(file=io.StringIO(), width=80)
-    print_findings([weights, Finding("GPUs", "wrong", "broken", "make setup")], console)
+    print_findings([weights, Check("GPUs", "wrong", "broken", "make setup")], console)
     assert [line for line in console.file.getvalue().splitlines() if "start it" in line or line == "    "] == []
 
 
