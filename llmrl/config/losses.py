@@ -9,7 +9,7 @@ from typing import Any
 from llmrl._utils.arguments import nearest
 from llmrl.config.entries import EntryError
 from llmrl.objectives import DAPO, CISPOLoss, DPPOLoss, DrGRPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
-from llmrl.objectives.normalization import Normalization
+from llmrl.objectives.advantages.normalization import Normalization
 from llmrl.trainer import TransformersWrapper
 
 _CLIP = ("clip_epsilon", "clip_epsilon_high")

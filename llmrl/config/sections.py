@@ -19,7 +19,7 @@ from llmrl.config.entries import NAMED, Section, above, any_value, at_least, mat
 from llmrl.config.losses import LOSSES, build_loss, check_loss_entries
 from llmrl.config.model import ModelConfig
 from llmrl.objectives import GRPOLoss
-from llmrl.objectives.normalization import Normalization
+from llmrl.objectives.advantages.normalization import Normalization
 from llmrl.trainer import TransformersWrapper, load_model, make_optimizer
 from llmrl.watch.tracking import TRACKERS
 
