@@ -224,6 +224,12 @@ def test_what_a_section_builds_is_given_its_entries_and_no_others():
         assert owner.arguments_of(function) == {name: getattr(owner, name) for name in names.split()}
 
 
+@pytest.mark.parametrize("name", ["kl_to_ref_coeff", "num_epochs", "num_minibatches", "max_divergence"])
+def test_distillation_has_no_entry_that_its_loop_does_not_read(name):
+    with pytest.raises(ValueError, match=f"no entry 'train.{name}'"):
+        typed(with_entry(DistillationConfig, f"train.{name}", 2), DistillationConfig)
+
+
 def test_what_is_evaluated_besides_is_checked_by_its_name():
     with pytest.raises(EntryError, match=r"eval\.envs\.more\.split must be"):
         typed(with_entry(GRPOConfig, "eval.envs", {"more": {"name": "addition", "split": ""}}), GRPOConfig)
