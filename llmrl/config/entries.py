@@ -7,7 +7,7 @@ import functools
 import math
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -159,6 +159,16 @@ def from_entries(config_type: type[Config], entries: Mapping[str, object]) -> Co
     return config_type(**arguments, **{name: from_entries(kinds[name], inner) for name, inner in sections.items()})
 
 
+def all_entries(config_type: type[DataclassInstance], prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Yield a configuration's entries, those of its sections included, by their dotted names."""
+    kinds: dict[str, Any] = _hints(config_type)
+    for field in dataclasses.fields(config_type):
+        if dataclasses.is_dataclass(kinds[field.name]):
+            yield from all_entries(kinds[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
 def entries_by_name(config_type: type[DataclassInstance]) -> dict[str, str]:
     """Return the dotted names of a configuration's entries by their last parts; of several the first section's.
 
@@ -167,35 +177,14 @@ def entries_by_name(config_type: type[DataclassInstance]) -> dict[str, str]:
         >>> [entries_by_name(GRPOConfig)[name] for name in ("seed", "learning_rate", "every")]
         ['seed', 'train.learning_rate', 'eval.every']
     """
-    kinds = _hints(config_type)
-    names: dict[str, str] = {}
-    for field in dataclasses.fields(config_type):
-        kind = kinds[field.name]
-        if not dataclasses.is_dataclass(kind):
-            names[field.name] = field.name
-            continue
-        for entry in dataclasses.fields(kind):
-            names.setdefault(entry.name, f"{field.name}.{entry.name}")
-    return names
+    names = [name for name, _ in all_entries(config_type)]
+    return {name.rpartition(".")[2]: name for name in reversed(names)}
 
 
-def choices_of(config_type: type[DataclassInstance], prefix: str = "") -> dict[str, tuple[str, ...]]:
-    """Return the values of all entries that have few, by their dotted names.
-
-    Example:
-        >>> from llmrl.config.sections import TrainerConfig
-        >>> choices_of(TrainerConfig)
-        {'head_kernel': ('torch', 'liger')}
-    """
-    choices: dict[str, tuple[str, ...]] = {}
-    for field in dataclasses.fields(config_type):
-        kind: Any = _hints(config_type)[field.name]
-        allowed = field.metadata.get(_ALLOWED)
-        if dataclasses.is_dataclass(kind):
-            choices |= choices_of(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
-        elif isinstance(allowed, Allowed) and allowed.choices:
-            choices[prefix + field.name] = allowed.choices
-    return choices
+def choices_of(config_type: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
+    """Return the values of all entries that have few, by their dotted names."""
+    allowed = {name: field.metadata.get(_ALLOWED) for name, field in all_entries(config_type)}
+    return {name: one.choices for name, one in allowed.items() if isinstance(one, Allowed) and one.choices}
 
 
 @functools.cache
