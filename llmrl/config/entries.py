@@ -155,13 +155,15 @@ def from_entries(config_type: type[Config], entries: Mapping[str, object]) -> Co
             sections.setdefault(section, {})[rest] = value
         else:
             arguments[name] = value
-    kinds: dict[str, Any] = _hints(config_type)
+    kinds = _hints(config_type)
     return config_type(**arguments, **{name: from_entries(kinds[name], inner) for name, inner in sections.items()})
 
 
-def all_entries(config_type: type[DataclassInstance], prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+def all_entries(
+    config_type: type[DataclassInstance], prefix: str = ""
+) -> Iterator[tuple[str, dataclasses.Field[object]]]:
     """Yield a configuration's entries, those of its sections included, by their dotted names."""
-    kinds: dict[str, Any] = _hints(config_type)
+    kinds = _hints(config_type)
     for field in dataclasses.fields(config_type):
         if dataclasses.is_dataclass(kinds[field.name]):
             yield from all_entries(kinds[field.name], f"{prefix}{field.name}.")
@@ -188,7 +190,7 @@ def choices_of(config_type: type[DataclassInstance]) -> dict[str, tuple[str, ...
 
 
 @functools.cache
-def _hints(owner: type) -> dict[str, object]:
+def _hints(owner: type) -> dict[str, Any]:
     return get_type_hints(owner)
 
 

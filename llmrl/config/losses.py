@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from llmrl._utils.arguments import nearest
 from llmrl.config.entries import EntryError
@@ -19,7 +18,7 @@ _CLIP = ("clip_epsilon", "clip_epsilon_high")
 class LossChoice:
     """A loss as a configuration knows it."""
 
-    kind: type[GRPOLoss]
+    kind: Callable[..., GRPOLoss]
     entries: tuple[str, ...] = (*_CLIP, "dual_clip", "aggregation")
     """Entries of `train` that it takes, besides those that all losses take."""
     normalization: Normalization = "std"
@@ -41,7 +40,7 @@ OWN = tuple(dict.fromkeys(entry for choice in LOSSES.values() for entry in choic
 """Entries of `train` that only some losses take; None is the loss's own default."""
 
 
-def own_entries(train: object) -> dict[str, Any]:
+def own_entries(train: object) -> dict[str, object]:
     """Return the entries of a `train` section that only some losses take and that are not None."""
     given = {entry: getattr(train, entry, None) for entry in OWN}
     return {entry: value for entry, value in given.items() if value is not None}
@@ -76,10 +75,10 @@ def build_loss(loss: str, train: object, actor: TransformersWrapper, *, budget: 
     """
     choice = LOSSES[loss]
     options = own_entries(train) | {entry: getattr(train, entry) for entry in COMMON if hasattr(train, entry)}
-    low, high = (options.pop(entry, None) for entry in _CLIP)
     if "fixed_length" in choice.entries:
         options.setdefault("fixed_length", budget)
-    built = choice.kind(actor, **options)
+    built = choice.kind(actor, **{entry: value for entry, value in options.items() if entry not in _CLIP})
+    low, high = (getattr(train, entry) for entry in _CLIP)
     if high is None and built.clip_epsilon_low == built.clip_epsilon_high:  # one bound for both
         high = low
     if low is not None:
