@@ -277,9 +277,11 @@ def rewards_by_hand(rollout, kind, names, env):
     rubrics = [part.rubric for part in environment_parts(env) if isinstance(part, RubricReward)] if names else []
     shares = [[values[name] for name in rubric.names if name in values] for rubric in rubrics]
     score = sum(sum(share) / len(share) for share in shares if share)
-    own = {"chat": [0.0], "box": [0.125 * sum(str(one["content"]).startswith("look ") for one in rollout.messages)]}
-    # A time-out may have met the last turn while it was stepped.
-    own["steps"] = [0.25 * (rollout.num_turns - is_cut) for is_cut in range(1 + (rollout.reason == "timeout"))]
+    num_looks = sum(str(one["content"]).startswith("look ") for one in rollout.messages)
+    is_timed_out = rollout.reason == "timeout"  # perhaps while its last turn was stepped
+    own = {"chat": [0.0]}
+    own["box"] = [0.125 * count for count in range(0 if is_timed_out else num_looks, num_looks + 1)]
+    own["steps"] = [0.25 * (rollout.num_turns - is_cut) for is_cut in range(1 + is_timed_out)]
     # One of the players may have met a limit, and left.
     own["game"] = [{"first": 0.25, "second": 0.5}[rollout.role or "first"], 0.0]
     if rollout.reason:  # an agent was refused an answer, or timed out, and returned nothing
