@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from pathlib import Path
 
 import pytest
 from _pytest.doctest import DoctestModule
+
+# What is imported is no garbage: Python would look for some in it again and again.
+gc.disable()
 
 PACKAGE = Path(__file__).parent / "llmrl"
 # The set-up leaves reasoning-gym out where nothing can compile what it requires.
@@ -21,3 +25,14 @@ def pytest_collect_file(file_path):
     if PACKAGE in file_path.parents and ">>>" in file_path.read_text():
         return collectors
     return [collector for collector in collectors if not isinstance(collector, DoctestModule)]
+
+
+def pytest_collection_finish():
+    """Look for garbage again, and only in what the tests make."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    """Let the interpreter end as it does: libraries report what is left then as leaks."""
+    gc.unfreeze()

@@ -69,6 +69,12 @@ def real_vllm():
 
 
 @pytest.fixture(scope="session")
+def imports_vllm(takes_long):
+    """Asked for by what imports vLLM, which takes ten seconds."""
+    pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="session")
 def own_programs():
     """Asked for by whatever starts programs, or compiles."""
 

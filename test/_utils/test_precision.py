@@ -78,8 +78,9 @@ def messages_of(action: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_engine_and_trainer_compute_in_the_same_dtype_by_default(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
+def test_engine_and_trainer_compute_in_the_same_dtype_by_default(
+    device: str, monkeypatch: pytest.MonkeyPatch, imports_vllm: None
+) -> None:
     options: EngineOptions = {"dtype": None, "kv_cache_memory": 1, "weight_transfer": False}
     served = build_engine_args("model", options, is_cpu=device == "cpu")
     monkeypatch.setattr(TransformersWrapper, "device", torch.device(device))

@@ -49,8 +49,9 @@ def test_the_folder_of_a_trainer_that_was_killed_is_removed_at_the_next_start(ba
     assert not list(base.iterdir())
 
 
-def test_the_file_at_which_workers_meet_is_in_the_folder(tmp_path, monkeypatch):
-    network_utils = pytest.importorskip("vllm.utils.network_utils")
+def test_the_file_at_which_workers_meet_is_in_the_folder(tmp_path, monkeypatch, imports_vllm):
+    from vllm.utils import network_utils
+
     monkeypatch.setattr(network_utils, "tempfile", tempfile)
     vllm_private.put_files_into(str(tmp_path))
     assert network_utils.get_file_store_init_method().startswith(f"file://{tmp_path}/vllm_dist_")

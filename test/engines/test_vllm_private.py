@@ -9,7 +9,7 @@ import pytest
 
 from llmrl.engines.vllm import private as vllm_private
 
-vllm = pytest.importorskip("vllm")
+pytestmark = pytest.mark.usefixtures("imports_vllm")
 
 
 @pytest.mark.parametrize("name", sorted(vllm_private._MODULES))

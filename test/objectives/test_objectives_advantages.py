@@ -165,6 +165,7 @@ def trajectory(rewards: list[float], group: int | str = 7, num_tokens: int | Non
     return lazy_stack(turns)
 
 
+@pytest.mark.usefixtures("takes_long")
 @pytest.mark.parametrize("trajectory_return", [None, "sum", "max", "mean"])
 def test_turns_have_torchrls_advantages(trajectory_return: Any) -> None:
     from torchrl.objectives.llm import MCAdvantage as Theirs
@@ -215,6 +216,7 @@ def test_several_trajectories_of_turns_may_come_at_once() -> None:
         transform.inv(trajectory([0.0, 0.0])[:1])
 
 
+@pytest.mark.usefixtures("takes_long")
 @pytest.mark.parametrize("min_size", [None, 3, 4])
 def test_candidates_come_until_a_choice_is_within_bounds_as_in_torchrl(min_size: int | None) -> None:
     from torchrl.objectives.llm import MCAdvantage as Theirs

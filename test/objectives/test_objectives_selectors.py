@@ -173,6 +173,7 @@ def test_strategies(strategy: Any, expected: list[int]) -> None:
     assert MCAdvantageSelector(strategy).select(returns, group_size=4, keep_return_bounds=(2.0, 3.0)) is None
 
 
+@pytest.mark.usefixtures("takes_long")
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=7), st.data())
 def test_selections_are_torchrls(returns: list[float], data: st.DataObject) -> None:

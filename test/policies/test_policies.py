@@ -8,9 +8,6 @@ import pytest
 import torch
 from loss_batches import tiny_model
 from tensordict import TensorDict, lazy_stack
-from torchrl.modules.llm import TransformersWrapper as TorchRLTransformersWrapper
-from torchrl.modules.llm.policies import Tokens as TorchRLTokens
-from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from llmrl.collectors import LLMCollector
 from llmrl.data import ChatHistory, History, Masks, Text, Tokens
@@ -157,7 +154,10 @@ def test_tokens_that_were_sampled_are_scored_in_place_of_their_history(model, to
     assert TransformersWrapper(model, tokenizer=tokenizer, generate=False)(row)["log_probs", "full"].shape == (4,)
 
 
-def test_scores_and_distributions_are_torchrls(model, tokenizer):
+def test_scores_and_distributions_are_torchrls(model, tokenizer, takes_long):
+    from torchrl.modules.llm import TransformersWrapper as TorchRLTransformersWrapper
+    from torchrl.modules.llm.policies import Tokens as TorchRLTokens
+
     batch = lazy_stack([TensorDict({"tokens": Tokens(full=torch.arange(n) + 5)}) for n in (4, 7)])
     theirs = TorchRLTransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
     rows = [TensorDict({"tokens": TorchRLTokens(full=row["tokens", "full"][None])}, batch_size=[1]) for row in batch]
@@ -192,8 +192,10 @@ def loss_rows():
     return lazy_stack(rows)
 
 
-def test_torchrls_loss_takes_our_policy_and_our_rows():
+def test_torchrls_loss_takes_our_policy_and_our_rows(takes_long):
     """Their mean is over trained tokens, as ours: the objective and its gradient are the same."""
+    from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
+
     model = tiny_model()
     policy = TransformersWrapper(model, generate=False)
     gradients = []

@@ -130,8 +130,7 @@ def test_a_writer_killed_100_times_never_shows_half_of_its_weights(tmp_path, own
     assert int(process.stdout) <= 4  # two files of weights, the pointer, and a pointer that was not finished
 
 
-def test_a_sender_without_engines_only_writes(tmp_path):
-    pytest.importorskip("vllm")
+def test_a_sender_without_engines_only_writes(tmp_path, imports_vllm):
     sender = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path / "new")).create_sender()
     model = torch.nn.Linear(3, 2)
     sender.register_model(model)

@@ -23,7 +23,7 @@ from llmrl.engines.load import LoadMeter
 from llmrl.engines.vllm.arguments import build_engine_args
 from llmrl.weight_sync import EngineGroup, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.usefixtures("imports_vllm")
 
 TOLERANCE, STALE = 0.15, 1.0
 """Mean log-prob difference of a bfloat16 engine with these sharp random weights, and of one with other weights."""

@@ -31,7 +31,7 @@ from llmrl.engines.vllm import start as vllm_start
 from llmrl.weight_sync import VLLMWeightSyncScheme, WeightSyncError
 from llmrl.weight_sync.plugin import register
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.usefixtures("imports_vllm")
 
 
 class WorkerEngine(FakeEngine):

@@ -257,9 +257,10 @@ def test_an_engine_that_finishes_long_requests_before_it_pauses_does_not_hang():
     sender.shutdown()
 
 
-def test_a_worker_in_another_container_does_not_take_a_file_of_the_same_size_for_the_trainers_memory(tmp_path):
+def test_a_worker_in_another_container_does_not_take_a_file_of_the_same_size_for_the_trainers_memory(
+    tmp_path, imports_vllm
+):
     """`/proc/PID/fd/N` names something there, too, of whichever process has that id."""
-    pytest.importorskip("vllm")
     from llmrl.weight_sync.worker import WorkerEngine, WorkerInitInfo
 
     stranger = tmp_path / "of-another-process"
@@ -315,8 +316,9 @@ def test_no_engine_is_refused():
         EngineGroup([])
 
 
-def test_another_vllm_is_refused(monkeypatch):
-    vllm = pytest.importorskip("vllm")
+def test_another_vllm_is_refused(monkeypatch, imports_vllm):
+    import vllm
+
     require_vllm_version()
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
     with pytest.raises(ImportError, match=r"found 0\.33\.1"):
