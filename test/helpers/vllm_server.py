@@ -23,6 +23,7 @@ class VLLMServer:
         self.calls, self.bodies, self.served, self.aborted = [], [], [], set()
         self.num_restarts = -1
         self.restart()
+        self._late = []  # its engine does what was asked in the order of the requests, late ones too
         self._background = BackgroundLoop("vllm-server")
         self.port = self._background.run(self._start(port))
         self.url = f"http://127.0.0.1:{self.port}"
@@ -60,7 +61,8 @@ class VLLMServer:
             return self._refuse(500, f"{path} went wrong")
         if path == self.stalls_at:
             self.is_stalled = True
-        if self.is_stalled and path not in ("v1/models", "version"):  # what its engine answers, not its HTTP server
+        is_of_engine = path not in ("v1/models", "version")  # which the HTTP server itself answers
+        if is_of_engine and (self.is_stalled or self._late):
             return await asyncio.shield(self._answer_late(path, body, request.query))
         if path == "v1/models":
             return self._json({"data": [{"id": "tiny", "max_model_len": 100}]})
@@ -80,8 +82,11 @@ class VLLMServer:
     async def _answer_late(self, path, body, query):
         """Do what was asked when the engine goes on, also after the client hung up, unless its process ended."""
         num_restarts = self.num_restarts
-        while self.is_stalled:
+        request = object()
+        self._late.append(request)
+        while self.is_stalled or self._late[0] is not request:
             await asyncio.sleep(0.01)
+        del self._late[0]
         if self.num_restarts > num_restarts:
             return self._refuse(503, "the server starts")
         return await self._generate(body) if path == "inference/v1/generate" else self._control(path, body, query)
