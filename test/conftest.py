@@ -74,6 +74,15 @@ def imports_vllm(takes_long):
     pytest.importorskip("vllm")
 
 
+@pytest.fixture(scope="module")
+def forked_engines(real_vllm):
+    """Asked for in place of `real_vllm` where engines may be forked from a process that has imported vLLM."""
+    from warm_processes import fork_what_is_spawned
+
+    with fork_what_is_spawned():
+        yield
+
+
 @pytest.fixture(scope="session")
 def own_programs():
     """Asked for by whatever starts programs, or compiles."""

@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from waiting import wait_until
+from warm_processes import WarmPopen
 from weight_sync_tools import (
     SAMPLING,
     assert_each_weight_arrives,
@@ -55,7 +56,7 @@ def start_server(path, port, *options, **variables):
     ]  # fmt: skip
     environ = os.environ | VARIABLES | variables
     with (path / "log").open("w") as log:
-        return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        return WarmPopen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def kill(process):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from loss_batches import plain_gradients, plain_log_probs, tiny_model
 from sharded_training import NUM_MICRO_BATCHES, PRECISIONS, gradient_batch, make_policy, step
+from warm_processes import WarmPopen
 
 KINDS = ["tied", "untied", "lora"]
 
@@ -24,7 +25,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, own_programs: None) -> dic
     script = Path(__file__).parents[1] / "helpers" / "sharded_training.py"
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(
+        WarmPopen(
             [sys.executable, str(script), ",".join(KINDS), str(rank), "2", str(folder)],
             env=environ,
             stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_processes import WarmPopen
 
 from llmrl.weight_sync import get_model_metadata
 from llmrl.weight_sync.source import named_weights
@@ -111,7 +112,7 @@ def sharded(tmp_path_factory, own_programs):
     folder = tmp_path_factory.mktemp("sharded")
     script = Path(__file__).parents[1] / "helpers" / "sharded_sender.py"
     processes = [
-        subprocess.Popen(
+        WarmPopen(
             [sys.executable, script, str(rank), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
