@@ -11,10 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # Places in the whole library.
 MOST = {
     "files over 500 lines": 0,
+    "folders over 20 files": 0,
+    "functions of over 12 arguments": 8,
     "arguments that begin with 'of'": 0,
     "help texts without a subject": 0,
     "odd words": 8,
-    "options without users": 85,
+    "options without users": 12,
     "reaches into private state": 170,
 }
 # Places in a thousand lines of it.
