@@ -124,6 +124,19 @@ def test_the_only_server_that_stalls_fails_the_update_and_the_next_one_reaches_i
     assert holds(only, 6) and ask(engine).versions == [version] * 2 and not only.is_paused
 
 
+def test_a_failed_update_gives_a_server_that_lost_its_weights_no_label_for_them(begin):
+    (first, second), _, sender, weights = begin("llmrl")
+    first.restart()  # which is not noticed yet
+    second.fails_at = "update_weights"
+    set_to(weights, 5)
+    with pytest.raises(EngineError):
+        sender.update_weights()
+    assert first.label == "default" and not first.weights
+    second.fails_at = None
+    assert sender.update_weights() == 2
+    assert holds(first, 5) and holds(second, 5) and first.label == second.label == "2"
+
+
 def test_a_server_that_stalls_while_it_is_opened_is_refused(begin):
     (one, _), *_ = begin("llmrl")
     for route in ("server_info", "get_world_size", "weight_info", "is_paused"):

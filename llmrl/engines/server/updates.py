@@ -207,19 +207,22 @@ class ServerUpdates(ABC):
             self._folder = str(PurePosixPath(str(update_info["folder"]), str(pointer["slot"])))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Put the taken weights to use and return their version: the next one, unless given."""
+        """Load the taken weights and return their version: the next one, unless given; the current one gives up."""
         version = self._version + 1 if weight_version is None else int(weight_version)
-        is_given_up = version == self._version
-        self._is_loading |= not is_given_up
-        if self._require_info().backend != FILES_BACKEND:
+        is_to_files = self._require_info().backend == FILES_BACKEND
+        if version == self._version:  # the update is given up: a server that lost its weights gets no label for them
+            if not is_to_files:
+                self._call("POST", "/finish_weight_update", {}, takes_time=True)
+            return version
+        self._is_loading = True
+        if not is_to_files:
             self._call("POST", "/finish_weight_update", {"weight_version": str(version)}, takes_time=True)
         else:
             if self._folder is not None:
                 body = {"method": RELOAD_METHOD, "kwargs": {"weights_path": self._folder}}
                 self._call("POST", "/collective_rpc", body, takes_time=True)
             self._call("POST", "/update_weight_version", {"new_version": str(version)})
-        self.lacks_weights &= is_given_up
-        self._is_loading &= is_given_up
+        self.lacks_weights = self._is_loading = False
         self._version = version
         return version
 
