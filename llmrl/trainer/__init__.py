@@ -1,4 +1,4 @@
-"""The trainer's own model: loaded, scored, packed, sharded; its optimizer, and one step of training."""
+"""The trainer's model (loading, scoring, packing, sharding), its optimizer and the training step."""
 
 from __future__ import annotations
 

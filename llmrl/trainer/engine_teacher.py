@@ -1,4 +1,4 @@
-"""A teacher behind an engine: rows in, the log-probs of their tokens out, whichever engine computes them."""
+"""A teacher served by an engine, which returns the log-probs of given tokens."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ if TYPE_CHECKING:
 _TOKENS: NestedKey = ("tokens", "full")
 _MASK: NestedKey = ("masks", "all_assistant_mask")
 _NUM_WORDS = 512
-"""Of a vocabulary, in one text: few enough for the context of any model."""
+"""Vocabulary entries per text; small enough for any model's context."""
 
 
 class EngineTeacher:
-    """A teacher that an engine serves, in the place of the model that `load_teacher` loads.
+    """A teacher served by an engine, as an alternative to `load_teacher`.
 
-    `write_log_probs` and `write_top_k` ask it for all rows of a batch at once. An engine scores whole distributions at
-    temperature 1, as a teacher's model does for a student at temperature 1; for another temperature, and for rows that
-    were sampled from truncated distributions, its log-probs would be of another distribution than the student's: both
-    are refused. Where the student is sharded each rank asks for its share of the rows.
+    `write_log_probs` and `write_top_k` score all rows of a batch concurrently. An engine scores whole distributions
+    at temperature 1, so other temperatures and rows sampled from truncated distributions are refused. If the student
+    is sharded, each rank requests its share of the rows.
 
     Args:
-        policy: the student, which scores.
-        engine: `ServerEngine("http://host:8000")` of a `vllm serve`, an `AsyncVLLM`, a `TransformersEngine`, or
-            whatever has their `score`, several of them too (`EngineReplicas`); with room for the longest row and one
-            token more.
+        policy: the student, with `generate=False`.
+        engine: `ServerEngine("http://host:8000")` of a `vllm serve`, an `AsyncVLLM`, a `TransformersEngine`, any
+            object with their `score` method, or `EngineReplicas` of them. Its context must hold the longest row and
+            one token more.
         tokenizer: the student's.
 
     Raises:
         TypeError: if the engine does not score given tokens.
-        ValueError: if the student's temperature is not 1, or the engine's tokenizer is another, naming the first
-            entry that differs.
+        ValueError: if the student's temperature is not 1, or the engine's tokenizer differs; the message names the
+            first differing entry.
 
     Example:
         >>> teacher = EngineTeacher(actor, ServerEngine("http://host:8000"), tokenizer=tokenizer)    # doctest: +SKIP
@@ -78,16 +77,16 @@ class EngineTeacher:
         self._student = policy
 
     def scores(self, batch: TensorDictBase, *, top_k: int = 0, assistant_only: bool = True) -> list[TokenScores]:
-        """Return what the teacher makes of each row's tokens, zeros, and ids of -1, where nothing is scored.
+        """Return the teacher's scores of each row's tokens; where nothing is scored, log-probs are 0 and ids -1.
 
         Args:
             batch: training rows.
-            top_k: number of likeliest ids in each token's place.
-            assistant_only: score trained tokens alone.
+            top_k: number of most likely ids per token.
+            assistant_only: score only trained tokens.
 
         Raises:
-            ValueError: if rows are from truncated distributions, or longer than the engine takes.
-            EngineError: if the engine cannot, here or on another rank.
+            ValueError: if rows were sampled from truncated distributions, or exceed the engine's context.
+            EngineError: if an engine fails, here or on another rank.
         """
         rows = flat_batch(batch)
         token_ids = [ids.cpu() for ids in ragged_column(rows, _TOKENS)]
@@ -111,7 +110,7 @@ class EngineTeacher:
     async def _scored_row(self, ids: torch.Tensor, mask: torch.Tensor, top_k: int) -> TokenScores:
         mask = mask.clone()
         mask[:1] = False
-        # What follows the last trained token has no say in its log-prob.
+        # Tokens after the last trained token do not affect its log-prob.
         num_needed = int(mask.nonzero()[-1]) + 1 if mask.any() else 0
         no_ids = torch.full((len(ids), top_k), -1)
         scores = TokenScores(torch.zeros(len(ids)), no_ids, torch.zeros(len(ids), top_k))
@@ -123,10 +122,10 @@ class EngineTeacher:
 
 
 def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) -> None:
-    """Refuse a teacher to which the student's ids are other texts.
+    """Check that a teacher has the student's vocabulary.
 
     Raises:
-        ValueError: if the vocabularies differ, naming the first entry.
+        ValueError: if the vocabularies differ; the message names the first differing entry.
     """
     entries = {*ours.get_vocab().items()} ^ {*theirs.get_vocab().items()}
     if differing := sorted(entries, key=lambda entry: entry[1]):
@@ -139,9 +138,9 @@ def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) ->
 
 
 def _check_served_tokenizer(engine: ServerScores, tokenizer: Tokenizer) -> None:
-    """Refuse a server that makes other ids than the student's tokenizer of the text of the student's vocabulary.
+    """Raise ValueError if a server tokenizes the text of the student's vocabulary differently.
 
-    No route of a server tells its vocabulary; this text has nearly all of the student's ids in it.
+    Servers have no route that returns the vocabulary; this text covers nearly all ids of the student.
     """
     words = [tokenizer.decode([number]) for number in sorted(tokenizer.get_vocab().values())]
     texts = ["\n".join(words[start : start + _NUM_WORDS]) for start in range(0, len(words), _NUM_WORDS)]

@@ -1,4 +1,4 @@
-"""Several updates on one batch: epochs over it, in mini-batches."""
+"""Several updates on one batch: epochs of mini-batches."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ def minibatches(
 ) -> Iterator[TensorDictBase]:
     """Yield the batches of `num_epochs * num_minibatches` updates on one batch; for one update, the batch itself.
 
-    Before the first of several updates the policy's own log-probs are written into the batch, once, where the loss
-    reads them (`old_log_prob`): its clip then bounds all updates together (PPO, arXiv:1707.06347, algorithm 1). All
-    rows of a rollout are in one mini-batch; each epoch has an order of its own, in which groups stay together as far as
-    mini-batches of equally many rollouts allow.
+    If there are several updates, the policy's own log-probs are first written into the batch as `old_log_prob`, if
+    the loss reads it, so that clipping bounds the updates together (PPO, arXiv:1707.06347, algorithm 1). The rows of
+    a rollout stay in one mini-batch. Each epoch has its own order, in which groups stay together where possible.
 
     Args:
         batch: training rows with advantages; changed in place.
-        loss_module: that the updates are on; its `actor_network` is the policy.
-        num_epochs: how often each rollout is learned from.
-        num_minibatches: updates an epoch; fewer where there are fewer rollouts.
+        loss_module: loss of the updates; its `actor_network` is the policy.
+        num_epochs: number of passes over the rollouts.
+        num_minibatches: updates per epoch; limited to the number of rollouts.
         seed: seed of the order; the same seed gives the same mini-batches.
 
     Raises:

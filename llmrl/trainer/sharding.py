@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states spread over processes."""
+"""Sharding of weights, gradients and optimizer states over processes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ if TYPE_CHECKING:
 def shard_model(
     model: PreTrainedModel, mesh: DeviceMesh | None = None, *, compute_dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Shard a transformers model in place by PyTorch's `fully_shard`, layer by layer.
+    """Shard a transformers model in place with PyTorch's `fully_shard`, layer by layer, and return it.
 
-    Gradients are summed over ranks, not averaged: the token weights of a loss are those of the whole batch, of which
-    each rank computes a part: from here on every rank calls `train_step`, `write_log_probs` and weight sync with the
-    same batches, and each does its share. Give the model to `TransformersWrapper` before, as its checks run it whole,
-    and make the optimizer afterwards. Every rank starts from the same weights.
+    Wrap the model in `TransformersWrapper` before sharding, and create the optimizer afterwards. All ranks must start
+    from the same weights, and must call `train_step`, `write_log_probs` and weight sync with the same batches; they
+    share the work. Gradients are summed over ranks, not averaged, as each rank computes a part of the batch's loss.
 
     Args:
         model: a causal language model, with or without peft adapters.
-        mesh: the ranks; default, all of them. One of two dimensions replicates over the first and shards over the
-            second, and has all ranks.
-        compute_dtype: for example `torch.bfloat16` over float32 weights, in place of the wrapper's autocast, which
-            would gather them in float32: the output head's, too. Gradients are summed in float32.
-
-    Returns:
-        The model.
+        mesh: the ranks; all of them by default. A mesh of two dimensions must contain all ranks; it replicates over
+            the first and shards over the second.
+        compute_dtype: dtype in which parameters are gathered and computed, for example `torch.bfloat16`; replaces the
+            wrapper's autocast, which would gather them in float32. Gradients are summed in float32.
 
     Raises:
         TypeError: if the model's decoder has no list of layers.
@@ -49,8 +45,8 @@ def shard_model(
     head = base.get_output_embeddings()
     embedding = base.get_input_embeddings()
     is_tied = getattr(head, "weight", None) is embedding.weight
-    # The decoder, and not the whole model, is what is called, so it is the root. It is resharded after its forward
-    # pass, so that its parameters are the sharded ones whenever the head's weight is taken from it.
+    # The root is the decoder because only the decoder is called, not the whole model. It is resharded after its
+    # forward pass so that its parameters are sharded whenever the head's weight is read from it.
     for module in [*layers, decoder]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     if is_tied:

@@ -1,1 +1,1 @@
-"""The output head: log-probs, entropies and divergences of hidden states."""
+"""The output head: log-probs, entropies and divergences from hidden states."""

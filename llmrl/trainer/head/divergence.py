@@ -1,17 +1,17 @@
-"""Divergences of two models' next-token distributions, without ever holding their logits.
+"""Divergences of two models' next-token distributions, computed without storing their logits.
 
-Both heads are applied to a chunk of positions at a time, forward and again backward, as in `chunked_log_probs`.
-With the student's `p` and the teacher's `q`, the gradient with respect to the student's logits is
+Both heads are applied to a chunk of positions at a time, in the forward and again in the backward pass. With the
+student's `p` and the teacher's `q`, the gradient with respect to the student's logits is
 
 - reverse, KL(p || q): `p (log p - log q - KL)`;
 - forward, KL(q || p): `p - q`;
 - js, `beta KL(q || m) + (1 - beta) KL(p || m)` with `m = beta q + (1 - beta) p` (GKD, arXiv:2306.13649, equation 3):
-  `(1 - beta) p (log p - log m - E_p[log p - log m])`, since what comes through `m` adds up to 0.
+  `(1 - beta) p (log p - log m - E_p[log p - log m])`, as the terms through `m` sum to 0.
 
-Of a teacher of which only the likeliest ids are known, all others are one id more: the *tail*, with the probability
-that is left (arXiv:2608.14728). Renormalised over the likeliest alone, nothing would hold the student's tail down.
-Joining ids never makes a divergence larger, so what is measured is at most that over the vocabulary. The equations
-above are then those of the joined ids, and the gradient of the tail falls to its ids by their share of `p`.
+If only the teacher's most likely ids are known, all other ids are merged into one, the *tail*, with the remaining
+probability (arXiv:2608.14728); renormalising over the known ids instead would leave the student's tail unconstrained.
+Merging never increases a divergence, so the result is a lower bound of the one over the vocabulary. The gradient of
+the tail is distributed over its ids in proportion to `p`.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ if TYPE_CHECKING:
 
 Divergence = Literal["reverse", "forward", "js"]
 TOP_K_KEY = ("next", "teacher_top")
-"""Of a teacher's likeliest ids, in a batch."""
+"""Key of a teacher's most likely ids in a batch."""
 _SMALLEST_TAIL = 2.0**-23
-"""What is left of a sum of float32 probabilities is no more exact than that."""
+"""Smallest tail probability: the rounding error of a sum of float32 probabilities."""
 Context: TypeAlias = Any
-"""What autograd keeps between forward and backward; its attributes are ours."""
+"""Autograd context, with our own attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """What is known of a teacher's distributions: its likeliest ids."""
+    """A teacher's most likely ids at each position."""
 
     token_ids: torch.Tensor
-    """`[num_positions, top_k]` int64, no id twice in a place."""
+    """`[num_positions, top_k]` int64; unique per position."""
     log_probs: torch.Tensor
-    """`[num_positions, top_k]`: theirs, over the whole vocabulary."""
+    """`[num_positions, top_k]`: their log-probs over the whole vocabulary."""
 
 
 def chunked_divergence(
     student: Head, teacher: Head | TopK, divergence: Divergence, *, beta: float = 0.5, chunk_size: int | None = None
 ) -> torch.Tensor:
-    """Return the divergence of each position's distributions, `[num_positions]` float32, differentiable by the student.
+    """Return the divergence at each position, `[num_positions]` float32, differentiable with respect to the student.
 
     Args:
-        student: the student's distributions at the positions.
-        teacher: those of the same positions and ids, a longer head's further ids being padding that is left out; or
-            its likeliest ids, all others being joined.
+        student: the student's distributions.
+        teacher: the teacher's distributions at the same positions, or its most likely ids, with all others merged.
+            The further ids of a larger vocabulary are ignored as padding.
         divergence: `reverse`, KL(student || teacher); `forward`, KL(teacher || student); or `js`, between the two.
-        beta: weight of `js`: near 0 it is `beta` times forward, near 1 `1 - beta` times reverse.
-        chunk_size: number of positions with logits in memory at once; see `default_chunk_size`.
+        beta: weight of `js`; near 0 it is `beta` times forward, near 1 `1 - beta` times reverse.
+        chunk_size: number of positions with logits in memory at once; `default_chunk_size` by default.
 
     Raises:
         ValueError: if the divergence is unknown, beta is not between 0 and 1, the numbers of positions differ, or a
-            teacher's likeliest ids are none, the whole vocabulary, or beyond the student's.
+            `TopK` has no ids, the whole vocabulary, or ids beyond the student's.
 
     Example:
         >>> same = Head(torch.eye(3), torch.eye(3))
@@ -102,35 +102,35 @@ def chunked_divergence(
 
 
 def _rounded(head: Head) -> Head:
-    """Return a head with operands in the dtype of their multiplication."""
+    """Return a head with operands in its compute dtype."""
     dtype = head.dtype or torch.promote_types(head.states.dtype, head.weight.dtype)
     bias = None if head.bias is None else rounded_operand(head.bias, dtype)
     return Head(rounded_operand(head.states, dtype), rounded_operand(head.weight, dtype), bias, head.transform, dtype)
 
 
 def _held(teacher: Head | TopK) -> Head | TopK:
-    """Return a teacher as its distributions are made of it."""
+    """Return a teacher with rounded operands."""
     return teacher if isinstance(teacher, TopK) else _rounded(teacher)
 
 
 @dataclass(slots=True)
 class _Compared:
-    """Two models' distributions in some positions, over what is compared: all ids, or the likeliest and the tail."""
+    """Two models' distributions at some positions, over all ids or over the most likely ids and the tail."""
 
     log_p: torch.Tensor
-    """`[num_positions, num_compared]`: the student's."""
+    """`[num_positions, num_compared]`: the student's log-probs."""
     log_q: torch.Tensor
-    """`[num_positions, num_compared]`: the teacher's."""
+    """`[num_positions, num_compared]`: the teacher's log-probs."""
     derivative: torch.Tensor | float
-    """Of the student's logits, by its head's."""
+    """Derivative of the student's logits with respect to its head's output."""
     log_p_of_all: torch.Tensor
-    """`[num_positions, vocab_size]`: the student's."""
+    """`[num_positions, vocab_size]`: the student's log-probs."""
     token_ids: torch.Tensor | None
-    """`[num_positions, top_k]`: those that are compared by themselves; None where all are."""
+    """`[num_positions, top_k]`: ids outside the tail; None without a tail."""
 
     @classmethod
     def of(cls, student: Head, teacher: Head | TopK, part: slice) -> _Compared:
-        """Compute the logits of some positions, and what is compared of them."""
+        """Compute the distributions at some positions."""
         ours, derivative = student.transform.apply(head_logits(student.states[part], student.weight, student.bias))
         if isinstance(teacher, TopK):
             all_log_p = ours.log_softmax(-1)
@@ -174,13 +174,13 @@ class _Compared:
             grad = p * (gap - (p * gap).sum(-1, keepdim=True))
             grad = grad if divergence == "reverse" else (1 - beta) * grad
         if self.token_ids is not None:
-            share = (self.log_p_of_all - self.log_p[:, -1:]).clamp_(max=0.0).exp_()  # of its ids in the tail
+            share = (self.log_p_of_all - self.log_p[:, -1:]).clamp_(max=0.0).exp_()  # share of each id in the tail
             grad = share.mul_(grad[:, -1:]).scatter_(1, self.token_ids, grad[:, :-1])
         return grad * self.derivative
 
 
 class _ChunkedDivergence(torch.autograd.Function):
-    """Forward keeps only the inputs; backward makes each chunk's distributions again."""
+    """Autograd function that saves only its inputs and recomputes each chunk's distributions in the backward pass."""
 
     @staticmethod
     def forward(
@@ -217,7 +217,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         ours = _rounded(Head(states, weight, bias, *ctx.head))
         theirs = _held(TopK(*known) if ctx.teachers is None else Head(*known, *ctx.teachers))
         grad_states = torch.empty_like(states)
-        # Summed over many chunks: in float32 at least.
+        # Sums over many chunks need at least float32.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=sum_dtype)
@@ -236,7 +236,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
 @torch.no_grad()
 def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -> TopK:
-    """Return the likeliest ids of each position, likeliest first, holding the logits of a chunk of positions.
+    """Return the most likely ids of each position in descending order, computed a chunk of positions at a time.
 
     Example:
         >>> chunked_top_k(Head(torch.eye(3), torch.eye(3)), 1).token_ids.tolist()
@@ -252,13 +252,13 @@ def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -
 
 
 class TeacherDistribution:
-    """A teacher with its whole distribution as the target at each trained token: `DistillationLoss(teacher=...)`.
+    """Teacher with its whole distribution as the target of each trained token: `DistillationLoss(teacher=...)`.
 
-    The rows may be anybody's: the student's own, a teacher's, or of a data set. Both models compute the same packed
-    rows; the teacher's part is without gradient, and neither's logits are held for more than a chunk.
+    The rows may come from the student, a teacher or a data set. Both models compute the same packed rows, the teacher
+    without gradient.
 
     Args:
-        policy: scores with the teacher's model, as `load_teacher` gives it.
+        policy: wrapper of the teacher's model, as returned by `load_teacher`.
         beta: weight of the divergence `js`.
 
     Example:
@@ -270,7 +270,7 @@ class TeacherDistribution:
         self.policy = policy
         self.beta = beta
         self.in_keys: list[NestedKey] = []
-        """Entries of `[num_tokens, ...]` a row that it reads, besides the tokens: none."""
+        """Entries of `[num_tokens, ...]` per row that it reads besides the tokens: none."""
 
     def packed_divergence(
         self, student: TransformersWrapper, packed: PackedRows, divergence: Divergence
@@ -290,14 +290,14 @@ class TeacherDistribution:
 
 
 class TeacherTopK:
-    """A teacher with its likeliest ids as the target at each trained token: `DistillationLoss(teacher=...)`.
+    """Teacher with its most likely ids as the target of each trained token: `DistillationLoss(teacher=...)`.
 
-    `write_top_k` writes them into the batch, once a batch, whether a model or an engine is the teacher. All other ids
-    are one, so that the student's probability of them is held to the teacher's (see `chunked_divergence`).
+    `write_top_k` writes the ids into the batch, from a model or an engine. All other ids are merged into one; see
+    `chunked_divergence`.
 
     Args:
         beta: weight of the divergence `js`.
-        key: parent of the entries that are read, `token_ids` and `log_probs` below it.
+        key: parent of the entries `token_ids` and `log_probs`.
 
     Example:
         >>> loss = DistillationLoss(actor, teacher=TeacherTopK(), kl_direction="reverse")           # doctest: +SKIP
@@ -307,7 +307,7 @@ class TeacherTopK:
     def __init__(self, *, beta: float = 0.5, key: tuple[str, ...] = TOP_K_KEY) -> None:
         self.beta = beta
         self.in_keys: list[NestedKey] = [(*key, "token_ids"), (*key, "log_probs")]
-        """Entries of `[num_tokens, top_k]` a row that it reads, besides the tokens."""
+        """Entries of `[num_tokens, top_k]` per row that it reads besides the tokens."""
 
     def packed_divergence(
         self,
@@ -317,7 +317,7 @@ class TeacherTopK:
         token_ids: torch.Tensor,
         log_probs: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the divergence at each scored token of a micro-batch, `[num_scored]`; of it is `[num_scored, top_k]`.
+        """Return the divergence at each scored token, `[num_scored]`, from columns of `[num_scored, top_k]`.
 
         Raises:
             ValueError: if tokens were sampled from truncated distributions, or the teacher did not score them.
@@ -331,7 +331,8 @@ class TeacherTopK:
                 "mask, so train on these (masking_strategy='rlhf')."
             )
         ours, positions = student.packed_head(packed)
-        # A position by itself for each token: tokens that share one may have teachers that were told different things.
+        # One position per token: tokens that share a position may have different teacher scores, for example with
+        # hints.
         ours = replace(ours, states=ours.states[positions])
         theirs = TopK(token_ids, log_probs)
         return chunked_divergence(ours, theirs, divergence, beta=self.beta, chunk_size=student.chunk_size)

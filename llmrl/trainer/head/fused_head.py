@@ -1,4 +1,4 @@
-"""Log-probs by liger-kernel's fused output head, for GPUs."""
+"""Log-probs with liger-kernel's fused output head, for GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmrl.trainer.head.log_probs import LogitTransform
 
 
 def check_fused_head(transform: LogitTransform) -> None:
-    """Raise ImportError if liger-kernel is not installed, and ValueError if logits are capped, which it cannot do."""
+    """Raise ImportError if liger-kernel is not installed, and ValueError if logits have a soft cap."""
     require("liger_kernel", extra="gpu")
     if transform.soft_cap is not None:
         raise ValueError("head_kernel='liger' is for models without a soft cap on logits; use head_kernel='torch'.")
@@ -24,9 +24,9 @@ def fused_log_probs(
     bias: torch.Tensor | None = None,
     transform: LogitTransform,
 ) -> torch.Tensor:
-    """Return the log-prob of each target, as `chunked_log_probs`, by liger-kernel's Triton kernel.
+    """Return the log-prob of each target, like `chunked_log_probs`, with liger-kernel's Triton kernel.
 
-    A position that scores several targets is computed once for each of them.
+    A position that scores several targets is computed once per target.
 
     Args:
         hidden: `[num_positions, hidden_size]`.
@@ -34,7 +34,7 @@ def fused_log_probs(
         targets: `[num_scored]` ids.
         positions: `[num_scored]` indices into `hidden`.
         bias: `[vocab_size]`, if the head has one.
-        transform: see `check_fused_head`.
+        transform: scale and temperature; no soft cap.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 

@@ -1,9 +1,9 @@
-"""Log-probs of chosen tokens straight from hidden states, without ever holding `[num_tokens, vocab_size]`.
+"""Log-probs of chosen tokens from hidden states, computed without storing `[num_tokens, vocab_size]`.
 
-The output head is applied to a chunk of positions at a time, forward and again backward. The gradient of
-`log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`, that of the entropy
-`H = -sum_k p_k log p_k` is `-p_k (log p_k + H)`; both are formed chunk by chunk. Operands may be of low precision, as
-the engine's are; logits are float32 sums of their products, never rounded to the operands' dtype.
+The output head is applied to a chunk of positions at a time, in the forward and again in the backward pass. The
+gradient of `log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`; that of the
+entropy `H = -sum_k p_k log p_k` is `-p_k (log p_k + H)`. Operands may have low precision, as the engine's do; their
+products are summed in float32, and logits are never rounded to the operands' dtype.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from typing import Any
 import torch
 
 MIN_LOG_PROB = -1e4
-"""Below it `p log p` is 0 in any dtype; of a logit of minus infinity it would be NaN."""
+"""Lower bound of log-probs, at which `p log p` is 0 in any dtype; it would be NaN for minus infinity."""
 
 
 def default_chunk_size(vocab_size: int, *, is_gpu: bool) -> int:
     """Return the number of positions with logits in memory at once."""
     if is_gpu:
-        # The head is read, and its gradient added to, for each chunk: 2 GiB of logits, beyond 262,144 ids more.
+        # Each chunk reads the head and adds to its gradient, so chunks are large: 2 GiB of logits, or more for
+        # vocabularies beyond 262,144 ids.
         return min(4096, max(2048, (1 << 29) // vocab_size))
-    # 32 MiB of logits, which the caches bear.
+    # 32 MiB of logits, which fit into the caches.
     return max(64, (1 << 23) // vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a model does between its output head and the distribution that is sampled from."""
+    """Transform from the output head's logits to the sampled distribution."""
 
     scale: float = 1.0
-    """Logits are multiplied by it (Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`)."""
+    """Factor of the logits (Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`)."""
     soft_cap: float | None = None
-    """`soft_cap * tanh(logits / soft_cap)`, as Gemma 2 does (arXiv:2408.00118, section 2)."""
+    """Cap of `soft_cap * tanh(logits / soft_cap)` (Gemma 2, arXiv:2408.00118, section 2)."""
     temperature: float = 1.0
-    """Logits are divided by it, last: the distribution the sampler drew from."""
+    """Sampling temperature, by which logits are divided last."""
 
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """Return the transformed logits and the derivative of the transform, elementwise."""
+        """Return the transformed logits and the elementwise derivative of the transform."""
         derivative: torch.Tensor | float = self.scale / self.temperature
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -54,7 +55,7 @@ class LogitTransform:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Hidden states, and what makes next-token distributions of them."""
+    """Hidden states and the output head that turns them into next-token distributions."""
 
     states: torch.Tensor
     """`[num_positions, hidden_size]`."""
@@ -63,32 +64,32 @@ class Head:
     bias: torch.Tensor | None = None
     """`[vocab_size]`."""
     transform: LogitTransform = LogitTransform()
-    """Of the logits."""
+    """Transform of the logits."""
     dtype: torch.dtype | None = None
-    """To which states and weight are rounded; None takes theirs."""
+    """dtype to which states and weight are rounded; None keeps theirs."""
 
 
 def compute_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a product of both is computed here: autocast's, where it is on."""
+    """Return the dtype in which a product of both is computed: autocast's, if it is on."""
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
 def rounded_operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return it rounded to the compute dtype; held in float32 where that dtype has no product with a float32 result."""
+    """Round a tensor to the compute dtype; off GPU, half-precision values are returned in float32."""
     rounded = tensor.to(dtype)
     return rounded.float() if dtype.itemsize < 4 and not tensor.is_cuda else rounded
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return `left @ right` in float32 at least: rounded to the operands' dtype a logit of 20 would be off by 0.06."""
+    """Return `left @ right` in at least float32; in half precision, a logit of 20 would be off by 0.06."""
     with torch.autocast(left.device.type, enabled=False):
         return torch.mm(left, right, out_dtype=torch.float32) if left.dtype.itemsize < 4 else left @ right
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute `total += left @ right` in place: `total` is as large as the head."""
+    """Compute `total += left @ right` in place; `total` is as large as the head."""
     with torch.autocast(left.device.type, enabled=False):
         if left.dtype == total.dtype:
             total.addmm_(left, right)
@@ -97,13 +98,13 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `[num_positions, vocab_size]` in float32 at least, of operands in one dtype."""
+    """Return `[num_positions, vocab_size]` in at least float32, from operands in one dtype."""
     logits = wide_product(hidden, weight.T)
     return logits if bias is None else logits.add_(bias)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Forward keeps only the inputs and one number a position; backward makes each chunk's logits again."""
+    """Autograd function that saves its inputs and one number per position, and recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
@@ -135,7 +136,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if entropies is not None:
                 log_p = logits.sub_(normalizer[:, None]).clamp_(min=MIN_LOG_PROB)
                 entropies[start:end] = -log_p.exp().mul_(log_p).sum(-1)
-        # An output that no loss uses has no gradient, rather than one of zeros that would cost its backward pass.
+        # Unused outputs get no gradient, as a gradient of zeros would cost a backward pass.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, positions, normalizers, entropies)
         ctx.transform = transform
@@ -150,7 +151,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropy = grads
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(targets, dtype=normalizers.dtype)
-        # A position may predict several scored tokens: sum what falls to its normalizer.
+        # A position may predict several scored tokens: sum the gradients of its normalizer.
         per_position = torch.zeros_like(normalizers).index_add_(0, positions, grad_log_probs)
         entropy_per_position = None
         if grad_entropy is not None and entropies is not None:
@@ -159,7 +160,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight_c = rounded_operand(weight, dtype)
         bias_c = None if bias is None else rounded_operand(bias, dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed over many chunks: in float32 at least.
+        # Sums over many chunks need at least float32.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = None
@@ -193,7 +194,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _chunk_bounds(positions: torch.Tensor, num_positions: int, chunk_size: int) -> list[tuple[int, int]]:
-    """Return (position, scored token) at which each chunk starts, and the end."""
+    """Return (position, scored token) at the start of each chunk, and at the end."""
     starts = [*range(0, num_positions, chunk_size), num_positions]
     firsts = torch.searchsorted(positions, torch.tensor(starts, device=positions.device)).tolist()
     return list(zip(starts, firsts, strict=True))
@@ -210,7 +211,7 @@ def chunked_log_probs(
     chunk_size: int | None = None,
     return_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-prob of each target, and the entropy of its distribution when asked; both differentiable.
+    """Return the log-prob of each target, and the entropy of its distribution if asked; both differentiable.
 
     Args:
         hidden: `[num_positions, hidden_size]`.
@@ -219,14 +220,14 @@ def chunked_log_probs(
         positions: `[num_scored]` ascending indices into `hidden`, which may repeat; by default `i` for target `i`.
         bias: `[vocab_size]` of the output head, if it has one.
         transform: scale, soft cap and temperature; none by default.
-        chunk_size: number of positions with logits in memory at once; see `default_chunk_size`.
+        chunk_size: number of positions with logits in memory at once; `default_chunk_size` by default.
         return_entropy: also return the entropies.
 
     Returns:
         `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not match.
 
     Example:
         >>> hidden, weight = torch.eye(3), torch.eye(3)

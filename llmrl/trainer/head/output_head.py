@@ -1,4 +1,4 @@
-"""The output head as one weight matrix, whatever wraps it."""
+"""The output head as one weight matrix, including tied, adapted and sharded heads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 class OutputHead:
-    """Weight and bias of a linear output head: plain, tied, adapted by peft's LoRA or replaced by it, sharded.
+    """Weight and bias of a linear output head, which may be tied, sharded, or adapted or replaced by peft.
 
     Args:
         head: the model's output embeddings.
 
     Raises:
-        TypeError: if the head is none of these.
+        TypeError: if the head is not linear, or has DoRA or a LoRA bias.
 
     Example:
         >>> OutputHead(torch.nn.Linear(4, 9, bias=False)).weight().shape
@@ -23,11 +23,11 @@ class OutputHead:
     """
 
     def __init__(self, head: torch.nn.Module) -> None:
-        self._head: Any = head  # peft wraps it in layers of its own
+        self._head: Any = head  # may be one of peft's layer classes
         self._linear()
 
     def _linear(self) -> torch.nn.Linear:
-        """Return the linear layer that holds the weight now."""
+        """Return the linear layer that currently holds the weight."""
         head = self._head
         if hasattr(head, "modules_to_save"):  # peft trains a copy
             head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
@@ -41,15 +41,15 @@ class OutputHead:
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """Device of the weight."""
         return self._linear().weight.device
 
     def weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return `[vocab_size, hidden_size]`, differentiable: with LoRA the sum of the base weight and its update.
+        """Return `[vocab_size, hidden_size]`, differentiable; with LoRA, the sum of the base weight and its update.
 
         Args:
-            dtype: that its sharding casts to (it is not called, so that sharding does not cast it itself): a sharded
-                weight is gathered in it, and its gradient summed over ranks in its own. Default: as it is.
+            dtype: dtype of the result; the weight's own by default. A sharded weight is cast before it is gathered,
+                and its gradient is summed over ranks in the weight's own dtype.
         """
         head = self._head
         is_adapted = hasattr(head, "lora_A") and not head.disable_adapters and not head.merged
@@ -65,13 +65,13 @@ class OutputHead:
         return weight if dtype is None else weight.to(dtype)
 
     def bias(self) -> torch.Tensor | None:
-        """Return `[vocab_size]`, if it has one."""
+        """Return the bias `[vocab_size]`, or None if the head has none."""
         bias = self._linear().bias
         return None if bias is None else _whole(bias)
 
 
 class _Gathered(torch.autograd.Function):
-    """A sharded parameter cast, then gathered; its gradient is summed over ranks in the parameter's own dtype."""
+    """Cast and gather of a sharded parameter; its gradient is summed over ranks in the parameter's own dtype."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -87,7 +87,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a sharded parameter gathered; its gradient is the sum over ranks, scattered."""
+    """Gather a sharded parameter; its gradient is summed over ranks and scattered."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)

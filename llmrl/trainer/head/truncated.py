@@ -1,7 +1,7 @@
-"""Log-probs under a truncated distribution: the model's, normalised over the ids that top-k, top-p or min-p kept.
+"""Log-probs under a truncated distribution, normalised over the ids kept by top-k, top-p or min-p.
 
-With `l` the log-probs over all ids, that of token `t` among the kept ids `K` is `l_t - logsumexp_{j in K} l_j`. So all
-it takes beyond `chunked_log_probs` are more targets a position; the logits are made in chunks as always.
+With `l` the log-probs over all ids, the log-prob of token `t` among the kept ids `K` is `l_t - logsumexp_{j in K}
+l_j`. `chunked_log_probs` therefore scores all kept ids of a position as targets.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def truncated_log_probs(
     return_entropy: bool = False,
     **options: Unpack[HeadOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-prob of each target within what was kept, and the entropy of that when asked; differentiable.
+    """Return each target's log-prob within the kept ids, and the entropy of that distribution if asked; differentiable.
 
     Args:
         hidden: `[num_positions, hidden_size]`.
         weight: `[vocab_size, hidden_size]` of the output head.
         targets: `[num_scored]` ids.
-        sampling_mask: sampling mask of the targets; where nothing was cut, the distribution is over all ids.
+        sampling_mask: kept ids of each target; a target without any is scored over all ids.
         positions: `[num_scored]` ascending indices into `hidden`.
         return_entropy: also return the entropies.
         options: see `chunked_log_probs`.
 
     Raises:
-        ValueError: if a target is not among the ids that were kept, or is there twice.
+        ValueError: if a target is not exactly once among its kept ids.
 
     Example:
         >>> hidden, weight = torch.zeros(1, 3), torch.eye(3)
@@ -54,7 +54,7 @@ def truncated_log_probs(
         tensor([0.5000])
     """
     is_cut = sampling_mask.counts > 0
-    counts = sampling_mask.counts.long().clamp(min=1)  # where nothing was cut, the target alone
+    counts = sampling_mask.counts.long().clamp(min=1)  # without truncation, the target alone
     owner = torch.arange(len(targets), device=targets.device).repeat_interleave(counts)
     kept_ids = targets[owner]
     is_of_cut = is_cut[owner]
@@ -77,7 +77,7 @@ def truncated_log_probs(
 
 
 def kept_logits(logits: torch.Tensor, sampling_mask: SamplingMask) -> torch.Tensor:
-    """Return logits `[num_scored, vocab_size]` that give no probability to what truncation cut."""
+    """Return logits `[num_scored, vocab_size]` with no probability for ids that truncation removed."""
     owner = torch.arange(len(logits), device=logits.device).repeat_interleave(sampling_mask.counts.long())
     is_kept = (sampling_mask.counts == 0)[:, None].expand_as(logits).clone()
     is_kept[owner, sampling_mask.token_ids.long()] = True

@@ -1,4 +1,4 @@
-"""What we need to know of a transformers model: its decoder, its head, how it computes rows exactly."""
+"""The parts of a transformers model that the trainer needs: decoder, output head and logit transform."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("llmrl")
 
 _NUM_COMPILED = 32
-"""Of what a layer is compiled for, at most."""
+"""Maximum number of compiled variants per layer."""
 
 
 class CausalModel:
-    """The parts of a causal language model: hidden states of packed rows, the output head, the logits' transform.
+    """The parts of a causal language model: hidden states of packed rows, output head and logit transform.
 
-    How rows are computed is chosen by trying: packed with the attention that is set, packed with `eager`, then each row
-    in a bin of its own without a mask. The first is taken that gives the logits of the model in `eager`, one row at a
-    time (`ExactnessProbe`).
+    The way rows are computed is chosen by trial (`ExactnessProbe`): packed with the configured attention, packed with
+    `eager`, or one row per bin without a mask. The first way whose logits match those of the model in `eager`, one
+    row at a time, is used.
 
     Args:
         model: a transformers model with a linear output head.
         temperature: see `LogitTransform`.
 
     Raises:
-        TypeError: if the output head is not linear, the logits made from the parts are not the model's own, peft
-            computes more than the model that it adapts (prompt and prefix tuning), or there is no exact way of
-            computing rows.
-        ValueError: if the model is sharded already.
+        TypeError: if the output head is not linear, the logits computed from the parts differ from the model's, peft
+            computes more than the adapted model (prompt and prefix tuning), or no way of computing rows is exact.
+        ValueError: if the model is already sharded.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
@@ -64,17 +63,17 @@ class CausalModel:
             probe.check_adapted(model)
             set_scoring_mode(self.model)
         self.transform: LogitTransform = dataclasses.replace(probe.transform, temperature=temperature)
-        """What the model does to its logits, and the temperature."""
+        """The model's own transform of its logits, and the temperature."""
         self.is_packed = True
-        """False where each row has a bin of its own, without a mask."""
+        """Whether rows are packed. If False, each row has its own bin and no mask."""
         self.faults: dict[str, str] = {}
-        """Ways of computing rows that would have been preferred, and what is wrong with each."""
+        """Rejected ways of computing rows, and the reason for each."""
         self._is_offloading = self._is_compiled = False
         self.routers = Routers(self.model)
-        """Of a mixture of experts; empty for another model."""
+        """Expert routers; empty if the model is not a mixture of experts."""
         self._choose_computation(probe)
         self.attention_length = self._attention_length()
-        """Tokens of a bin at which its attention costs as much as the rest of the model."""
+        """Bin length, in tokens, at which attention costs as much as the rest of the model."""
 
     @property
     def decoder(self) -> torch.nn.Module:
@@ -87,7 +86,7 @@ class CausalModel:
         return getattr(self.model, "is_gradient_checkpointing", False)
 
     def offload_activations(self, *, offload: bool) -> None:
-        """Keep what gradient checkpointing keeps of layers in the host's memory, or not.
+        """Set whether the activations kept by gradient checkpointing are stored in host memory.
 
         Raises:
             ValueError: if gradient checkpointing is off.
@@ -109,12 +108,12 @@ class CausalModel:
         if layers is None:
             raise TypeError(f"{type(self.decoder).__name__} has no `layers` to compile one by one.")
         self._is_compiled = True
-        # Kinds of layers, with and without gradient, one bin and several: each is compiled once.
+        # The limit covers kinds of layers, with and without gradients, for one bin and for several.
         for layer in layers:
             layer.compile(dynamic=True, recompile_limit=_NUM_COMPILED)
 
     def packed_head(self, packed: PackedRows, sharded_dtype: torch.dtype | None) -> tuple[Head, torch.Tensor]:
-        """Return what makes distributions of a micro-batch's scored tokens, and each one's place, `[num_scored]`."""
+        """Return the head at the predicting positions, and each scored token's index into them, `[num_scored]`."""
         hidden = self.hidden_states(packed).flatten(0, 1)
         weight = self.head.weight(sharded_dtype)
         predictors, positions = torch.unique_consecutive(packed.predictors, return_inverse=True)
@@ -125,8 +124,8 @@ class CausalModel:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.
 
         Raises:
-            ValueError: if a row is longer than the positions after which the model's rotary embedding changes with
-                the length of what it is given, or when experts are given to compiled layers.
+            ValueError: if a row exceeds the length beyond which the rotary embedding depends on the batch, or if
+                routed experts are replayed in compiled layers.
         """
         if packed.routed_experts is not None and self._is_compiled:
             raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")
@@ -158,9 +157,9 @@ class CausalModel:
         return hidden
 
     def _attention_length(self) -> float:
-        """From operations per token: two for each weight, and in each layer four for each key and unit of width.
+        """Estimate `attention_length` from operation counts: 2 per weight, and 4 per key and hidden unit in each layer.
 
-        Scores of pairs that do not see each other are computed, too, but on `FUSED_DEVICES`.
+        Outside `FUSED_DEVICES`, masked query-key pairs are computed too.
         """
         width, num_layers = (getattr(self.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
         is_fused = self.config._attn_implementation == IMPLEMENTATION and self.head.device.type in FUSED_DEVICES
@@ -171,17 +170,17 @@ class CausalModel:
         return max(1.0, num_weights / (2 * width * num_layers))
 
     def _is_replaced(self, chosen: str) -> bool:
-        """Whether our attention does what the one that is set was set for; `eager` if only for want of `sdpa`."""
+        """Whether packed attention may replace `chosen`, which is `eager` only if the model does not support `sdpa`."""
         is_fused = self.head.device.type in FUSED_DEVICES
         if chosen == "eager":
             return is_fused and not getattr(self.model, "_supports_sdpa", True)
         return chosen in ("sdpa", "flex_attention") or (is_fused and "flash" in chosen)
 
     def _choose_computation(self, probe: ExactnessProbe) -> None:
-        """Take the first way of computing rows that is exact, and say what it costs where it is not the first choice.
+        """Choose the first exact way of computing rows, and warn if it is not the preferred one.
 
         Raises:
-            TypeError: if there is none.
+            TypeError: if no way is exact.
         """
         name = type(self.model).__name__
         chosen = self.config._attn_implementation
@@ -193,7 +192,7 @@ class CausalModel:
             faults["packed"] = packing_fault
         packings = (True, False) if packing_fault is None else (False,)
         ways = [(is_packed, one) for is_packed in packings for one in dict.fromkeys((preferred, chosen, "eager"))]
-        if "flash" in chosen:  # chosen for long rows: eager would hold their weights
+        if "flash" in chosen:  # try eager last: its memory is quadratic in the length of rows
             ways.sort(key=lambda way: way[1] == "eager")
         for is_packed, implementation in ways:
             fault = probe.fault(implementation, is_packed=is_packed)
@@ -227,7 +226,7 @@ class CausalModel:
 
 
 def _position_limit(config: PreTrainedConfig) -> int | None:
-    """Number of positions beyond which rotary frequencies depend on the longest row of a forward pass."""
+    """Return the length beyond which rotary frequencies depend on the longest row of a forward pass."""
     rope = getattr(config, "rope_parameters", None) or {}
     limits = [
         parameters.get("original_max_position_embeddings") or config.max_position_embeddings

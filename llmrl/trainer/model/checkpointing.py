@@ -1,4 +1,4 @@
-"""Gradient checkpointing without training mode: nothing that acts by chance is switched on with it."""
+"""Gradient checkpointing in eval mode, so that dropout and other random layers stay off."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 
 def set_scoring_mode(model: torch.nn.Module) -> None:
-    """Set eval mode, in which a model computes what an engine computes, with gradient checkpointing where it is on.
+    """Put a model into eval mode, as in an engine, and keep gradient checkpointing active if it is enabled.
 
-    transformers checkpoints a layer in training mode alone, in which dropout, noise of routers and sampled experts act,
-    too. So a layer is in training mode when it decides to checkpoint, and in eval mode when it is computed, in the
-    backward pass as well. What it consists of is in eval mode throughout.
+    transformers checkpoints a layer only in training mode, which also activates dropout, router noise and sampled
+    experts. A layer is therefore in training mode when it decides to checkpoint, and in eval mode whenever it is
+    computed, including in the backward pass. Its submodules are always in eval mode.
 
     Args:
-        model: transformers model; one that does not checkpoint by transformers' layers is itself in training mode
-            where it checkpoints, which `ExactnessProbe` compares.
+        model: transformers model. If it does not checkpoint with transformers' layers, its checkpointing modules are
+            left in training mode; `ExactnessProbe` checks the result.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -34,7 +34,7 @@ def set_scoring_mode(model: torch.nn.Module) -> None:
 
 @dataclass(slots=True, eq=False)
 class _InEvalMode:
-    """Checkpoints a layer that is in eval mode each time it is computed."""
+    """Checkpoint function that computes its layer in eval mode."""
 
     layer: torch.nn.Module
     checkpoint: Callable[..., object]

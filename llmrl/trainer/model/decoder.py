@@ -20,9 +20,10 @@ def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_pack
     """Return the last hidden states `[num_bins, bin_length, hidden_size]` of a transformers model's decoder.
 
     Args:
-        model: the model; its configuration says which attention it has.
-        packed: rows; `one_row_per_bin` when `is_packed` is False.
-        is_packed: False leaves mask and positions to the model. Bins are padded on the right, which no token sees.
+        model: the model; its configuration selects the attention implementation.
+        packed: rows; packed with `one_row_per_bin` if `is_packed` is False.
+        is_packed: whether to pass a packed mask and positions. Otherwise the model computes its own; bins are padded
+            on the right, where no token attends to the padding.
     """
     replayed = {} if packed.routed_experts is None else {ROUTED_EXPERTS: packed.routed_experts}
     if not is_packed:

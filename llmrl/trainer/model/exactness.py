@@ -1,4 +1,4 @@
-"""Whether a way of computing rows gives the model's own log-probs: tried, not read from its configuration."""
+"""Tests whether a way of computing rows reproduces the model's own log-probs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBE_WINDOW = 3
 _NUM_SHARED = 6
 _ROUGH = 0.05
 _WRONG_MASK = 0.2
-"""What is left out of a mask changes logits by more, and rounding a mixture of experts by less."""
+"""Error threshold: an incorrect mask changes logits by more, rounding in a mixture of experts by less."""
 _WINDOW_NAMES = re.compile(r"(?<!max_)window|attention_chunk_size|chunk_length|local_attention|index_topk")
 _SOFT_CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALE_NAMES = (
@@ -36,21 +36,20 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class ExactnessProbe:
-    """Compares ways of computing rows, in the mode that trains, with the model in `eager` and eval mode, row by row.
+    """Comparison of ways of computing rows, in scoring mode, with the model in `eager` and eval mode, row by row.
 
-    Two rows share a prefix, two branch off later, one is by itself. All are longer than any window: both sides are
-    copies of the model that share its weights, and in the copies windows are `PROBE_WINDOW` tokens. So a mask that is
-    left out, a state that runs from row to row, a position or a preceding token that is taken by its place in the bin,
-    and a token that sees what follows all change logits. Where shrinking a window changes nothing although there is
-    one, rows as short as these cannot tell, and the model does not count as packable.
+    Of the four test rows, two share a prefix, one branches off earlier and one is separate. Both sides are copies
+    that share the model's weights and have their windows reduced to `PROBE_WINDOW` tokens, which all rows exceed. The
+    logits reveal a missing mask, state that leaks between rows, wrong positions and non-causal attention. If reducing
+    a configured window has no effect, these short rows prove nothing and the model does not count as packable.
 
     Args:
         model: a transformers model; neither its weights nor its attention is changed.
         head: its output head.
 
     Raises:
-        TypeError: if the logits made from decoder, head and transform are not the model's, or the model changes its
-            weights when it is called.
+        TypeError: if the logits computed from decoder, head and transform differ from the model's, or a forward pass
+            changes the model's weights.
     """
 
     def __init__(self, model: PreTrainedModel, head: OutputHead) -> None:
@@ -60,7 +59,7 @@ class ExactnessProbe:
         dtype = next(model.parameters()).dtype
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         self.quantile = 0.75 if self.is_half else 1.0
-        """Quantile of the tokens' errors that counts: rounding sends some tokens to other experts."""
+        """Quantile of the tokens' errors to compare; in half precision some tokens are routed to other experts."""
         is_rough = self.is_half or torch.get_float32_matmul_precision() != "highest"
         self.tolerance = _ROUGH if is_rough else 1e-3
         self.rows = self._rows()
@@ -75,7 +74,7 @@ class ExactnessProbe:
         with torch.no_grad():
             try:
                 (whole,) = self._logits(reference, self.rows[:1])
-            except Exception as error:  # whatever a model raises that wants more than token ids
+            except Exception as error:  # any error of a model that needs more inputs than token ids
                 raise TypeError(f"{type(model).__name__} cannot be called with token ids alone: {error}") from error
             self.transform = self._find_transform(reference, whole)
             """What the model does to its logits, without a temperature."""
@@ -89,16 +88,16 @@ class ExactnessProbe:
             raise TypeError(
                 f"{type(model).__name__} is not causal: a token's logits change with what follows it, or by chance."
             )
-        # With `layer_types`, a window that does nothing is one that no layer has.
+        # With `layer_types`, a window without effect belongs to no layer.
         is_window_needed = "sliding_attention" in self.layer_types or not self.layer_types
         self.has_hidden_window = is_window_needed and num_windows > 0 and torch.equal(whole, self.expected[0])
 
     @torch.no_grad()
     def check_adapted(self, adapted: PeftModel) -> None:
-        """Compare a model of peft with the model that it adapts, which is the one that is trained and sent to engines.
+        """Compare a peft model with its base model, which is the one trained and sent to engines.
 
         Raises:
-            TypeError: if they differ: prompt and prefix tuning put tokens of their own before each row.
+            TypeError: if they differ; prompt and prefix tuning insert their own tokens before each row.
         """
         row = self.rows[0]
         logits = [one.eval()(input_ids=row[None], use_cache=False).logits[0].float() for one in (adapted, self.model)]
@@ -112,14 +111,14 @@ class ExactnessProbe:
             )
 
     def packing_fault(self) -> str | None:
-        """Why rows cannot be packed whatever the attention, in a few words; None when nothing is known against it."""
+        """Return why rows cannot be packed with any attention, in a few words; None if no reason is known."""
         unknown = self.layer_types - _PACKABLE_LAYERS
         if unknown:
             return f"layers of type {', '.join(sorted(unknown))}"
         return "a window that its configuration does not set" if self.has_hidden_window else None
 
     def fault(self, implementation: str, *, is_packed: bool) -> str | None:
-        """Return what is wrong with computing rows so, in a few words; None when it is exact.
+        """Return why a way of computing rows is not exact, in a few words; None if it is exact.
 
         Args:
             implementation: attention implementation, as transformers names it.
@@ -133,15 +132,15 @@ class ExactnessProbe:
                 error = max(error, self._fused_error())
             if error <= self.tolerance and self.head.device.type in FUSED_DEVICES:
                 self._run_backward(implementation, is_packed=is_packed)
-        except Exception as exception:  # whatever a model raises for what it does not know
+        except Exception as exception:  # any error of a model that does not support it
             return f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
         return None if error <= self.tolerance else f"logits off by {error:.2g} of their size"
 
     @torch.no_grad()
     def _fused_error(self) -> float:
-        """Return how far half precision is off where it, and rows that share nothing, have kernels of their own.
+        """Return the half-precision error of the fused kernels, with and without shared prefixes.
 
-        From `eager` in half precision, too, and at the median token: rounding sends some to other experts.
+        The reference is `eager` in half precision. The median token counts, as rounding sends some to other experts.
         """
         device_type = self.head.device.type
         if device_type not in FUSED_DEVICES:
@@ -152,7 +151,7 @@ class ExactnessProbe:
         with torch.autocast(device_type, dtype=torch.bfloat16):
             try:
                 expected = self._logits(reference, self.rows)
-            except RuntimeError:  # a model that knows no autocast
+            except RuntimeError:  # the model does not support autocast
                 return 0.0
             errors = [
                 self._error(IMPLEMENTATION, expected, is_packed=True, quantile=0.5, share_prefixes=shares)
@@ -161,7 +160,7 @@ class ExactnessProbe:
         return 0.0 if max(errors) <= _WRONG_MASK else max(errors)
 
     def _run_backward(self, implementation: str, *, is_packed: bool) -> None:
-        """Compute gradients once, of the embeddings alone: kernels of a backward pass have limits of their own."""
+        """Run one backward pass to the embeddings: backward kernels have limits of their own."""
         model = _copy_of(self.model)
         model.set_attn_implementation(implementation)
         embedded: list[torch.Tensor] = []
@@ -193,7 +192,7 @@ class ExactnessProbe:
         quantile: float,
         share_prefixes: bool = True,
     ) -> float:
-        """Return the largest error of a row."""
+        """Return the largest error over the rows."""
         model = _copy_of(self.model)
         model.set_attn_implementation(implementation)
         _shrink_windows(model)
@@ -209,7 +208,7 @@ class ExactnessProbe:
         return max(_error_of(one[:-1], expected[:-1], quantile=quantile) for one, expected in pairs)
 
     def _rows(self) -> list[torch.Tensor]:
-        """Draw ids that no configuration gives a meaning."""
+        """Return the test rows, without special tokens."""
         config = text_config(self.model)
         special = [value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))]
         is_plain = torch.ones(self.head.weight().shape[0], dtype=torch.bool)
@@ -231,11 +230,11 @@ class ExactnessProbe:
         return [row.to(self.head.device) for row in rows]
 
     def _logits(self, model: PreTrainedModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return `[num_tokens, vocab_size]` of each row, by a forward pass of its own."""
+        """Return the logits of each row, `[num_tokens, vocab_size]`, from one forward pass per row."""
         return [model(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
 
     def _find_transform(self, reference: PreTrainedModel, expected: torch.Tensor) -> LogitTransform:
-        """Return what the model does between head and logits: the scale or cap it names that fits."""
+        """Return the configured scale and soft cap that reproduce the model's logits."""
         name = type(self.model).__name__
         config = text_config(self.model)
         output = decoder_of(reference)(input_ids=self.rows[0][None], use_cache=False)
@@ -243,7 +242,7 @@ class ExactnessProbe:
             raise TypeError(f"{name}'s decoder returns no last_hidden_state, but {type(output).__name__}.")
         product = torch.nn.functional.linear(output.last_hidden_state[0], self.head.weight(), self.head.bias()).float()
         scales, caps = ([getattr(config, key, None) for key in keys] for keys in (_SCALE_NAMES, _SOFT_CAP_NAMES))
-        # The same name multiplies in one family and divides in another, or is there and unused.
+        # The same option multiplies in one model family, divides in another, and is unused in a third.
         factors = [1.0, *itertools.chain(*((float(scale), 1 / scale) for scale in scales if scale))]
         caps = [None, *(cap for cap in caps if cap)]
         transforms = [LogitTransform(scale=factor, soft_cap=cap) for factor in factors for cap in caps]
@@ -259,7 +258,7 @@ class ExactnessProbe:
 
 
 def _error_of(logits: torch.Tensor, expected: torch.Tensor, *, quantile: float) -> float:
-    """Return the relative error of a row's logits, of the token at a quantile: 1 is the largest."""
+    """Return the relative error of a row's logits at a quantile of its tokens."""
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     errors = (logits - expected).norm(dim=-1) / size.clamp(min=1e-12)
     return float(errors.quantile(quantile))
@@ -272,7 +271,7 @@ def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _shrink_windows(model: PreTrainedModel) -> int:
-    """Set every window of a copy to `PROBE_WINDOW`; returns how many its configuration names."""
+    """Set every window of a copy to `PROBE_WINDOW`, and return how many its configuration has."""
     config = text_config(model)
     num_named = 0
     for holder in [config, *decoder_of(model).modules()]:

@@ -1,4 +1,4 @@
-"""Where the routers of a mixture of experts send tokens, as metrics."""
+"""Metrics of the routing of tokens in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from llmrl.engines.transformers.expert_routers import Choices
 
 @dataclass(slots=True)
 class RoutingCounts:
-    """Where tokens went, summed over micro-batches."""
+    """Counts of routed tokens, summed over micro-batches."""
 
     loads: torch.Tensor
-    """[num_layers, num_experts] float64: tokens that were computed with each expert."""
+    """[num_layers, num_experts] float64: tokens computed by each expert."""
     num_told: int = 0
-    """Choices, of one token in one layer each, that the engine told."""
+    """Number of (token, layer) pairs with experts given by the engine."""
     num_different: int = 0
-    """Those of them in which the trainer's own router would have chosen other experts."""
+    """Number of these pairs for which the trainer's own router chose other experts."""
 
     @classmethod
     def of(
         cls, choices: Choices, num_experts: int, positions: torch.Tensor, routed_experts: torch.Tensor | None
     ) -> RoutingCounts:
-        """Count the tokens at `positions`; `routed_experts`, `[num_positions, num_layers, top_k]`, are those told."""
+        """Count the tokens at `positions`; `routed_experts` are the engine's, `[num_positions, num_layers, top_k]`."""
         loads = torch.stack([torch.bincount(used[positions].flatten(), minlength=num_experts) for _, used in choices])
         counts = cls(loads.double().cpu())
         if routed_experts is not None:
@@ -42,7 +42,7 @@ class RoutingCounts:
         return RoutingCounts(self.loads + other.loads, num_told, num_different)
 
     def summed(self, process_group: torch.distributed.ProcessGroup | None) -> RoutingCounts:
-        """Return the counts of all ranks together."""
+        """Return the counts summed over all ranks."""
         if process_group is None:
             return self
         parts: list[RoutingCounts] = [self] * torch.distributed.get_world_size(process_group)

@@ -1,1 +1,1 @@
-"""Rows without padding: how they are laid out, and how their tokens see each other."""
+"""Packing of rows without padding, and attention over packed rows."""

@@ -1,11 +1,11 @@
-"""Which rows are computed together: tries are cut into pieces, pieces put into bins, bins into micro-batches.
+"""Assignment of rows to micro-batches: tries are cut into pieces, pieces fill bins, bins fill micro-batches.
 
     rows, sorted     a b | c | d e f g            `|` where nothing is shared: three tries
-    pieces           a b | c | d e | f g          a trie over the limit is cut; its second piece repeats what `f` shares
-    bins             [a b, c] [d e] [f g]         of at most `bin_length` nodes; attention stays within a bin
+    pieces           a b | c | d e | f g          a trie over the limit is cut; its second piece repeats what `f`
+    shares bins             [a b, c] [d e] [f g]         of at most `bin_length` nodes; attention stays within a bin
     micro-batches    [[a b, c], [d e]] [[f g]]    of at most `token_budget` nodes, bins padded to the longest
 
-All of it is n log n in the number of rows, for each of the few bin lengths that are tried.
+The cost is O(n log n) in the number of rows, for each of the few bin lengths that are tried.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from itertools import pairwise
 import numpy as np
 
 SHORT_BIN_LENGTH = 256
-"""No bin need be shorter: here attention costs little beside the rest of any model."""
+"""Minimum bin length; here attention is cheap compared with the rest of any model."""
 _FULL = 1.01
-"""Computed tokens a distinct one, below which nothing is left to search for."""
+"""Ratio of computed to distinct tokens below which the search stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ class Piece:
 
 @dataclass(slots=True)
 class Bin:
-    """Pieces that are computed as one sequence."""
+    """Pieces computed as one sequence."""
 
     pieces: list[Piece] = field(default_factory=list)
     num_nodes: int = 0
 
     def add(self, piece: Piece) -> None:
-        """Put a piece in."""
+        """Add a piece."""
         self.pieces.append(piece)
         self.num_nodes += piece.num_nodes
 
 
 MicroBatch = list[Bin]
-"""Its first bin is its longest."""
+"""List of bins, the longest first."""
 
 
 def arrange(
@@ -59,14 +59,14 @@ def arrange(
     bin_length: int | None = None,
     attention_length: float = math.inf,
 ) -> list[MicroBatch]:
-    """Return the micro-batches that cost little: computed tokens, padding included, each dearer by its bin's attention.
+    """Return the cheapest micro-batches found, by computed tokens with padding and the cost of attention in each bin.
 
     Args:
-        lengths: tokens of each row, the rows sorted by their tokens.
-        shared: tokens that each row has in common with the one before it.
-        token_budget: computed tokens of a micro-batch; a row over it is a micro-batch by itself.
-        bin_length: tokens of a bin; None tries several, as long as the longest trie, and takes the cheapest.
-        attention_length: a bin's length at which its attention costs as much as the rest of the model.
+        lengths: tokens of each row, with rows sorted by their tokens.
+        shared: number of tokens that each row shares with the previous one.
+        token_budget: computed tokens per micro-batch; a longer row is a micro-batch of its own.
+        bin_length: tokens per bin; None tries several, up to the longest trie, and takes the cheapest.
+        attention_length: bin length at which attention costs as much as the rest of the model.
 
     Example:
         >>> [[[piece]]] = [[b.pieces for b in bins] for bins in arrange([5, 5, 5], [0, 4, 4], token_budget=100)]
@@ -80,7 +80,7 @@ def arrange(
         candidates = [min(bin_length, token_budget)]
     else:
         candidates = _candidates(tries, token_budget)
-        if math.isinf(attention_length):  # nothing speaks against the longest
+        if math.isinf(attention_length):  # attention costs nothing: take the longest
             candidates = candidates[-1:]
     for length in candidates:
         is_full = False
@@ -99,7 +99,7 @@ def arrange(
 
 
 def _candidates(tries: _Tries, token_budget: int) -> list[int]:
-    """Return bin lengths from what the longest row needs to what the largest trie needs, each twice the one before."""
+    """Return bin lengths from the longest row to the largest trie, each twice the previous one."""
     lengths = [min(max(SHORT_BIN_LENGTH, tries.longest_row), token_budget)]
     longest = min(max(lengths[0], tries.largest), token_budget)
     while 2 * lengths[-1] < longest:
@@ -115,8 +115,8 @@ class _Tries:
         self.longest_row = max(lengths)
         self._shares = np.append(np.asarray(shared), 0)
         self._totals = np.concatenate([[0], np.cumsum(np.asarray(lengths) - self._shares[:-1])])
-        # A cut before a row costs the tokens that it shares, which the next piece computes again. The best cut is where
-        # the nodes taken so far, less those repeated, are the most. Of the rows 1 2 3, 1 2 4 5 and 1 2 4 5 6:
+        # A cut before a row costs its shared tokens, which the next piece repeats. The best cut maximises the number
+        # of nodes so far less those repeated. For the rows 1 2 3, 1 2 4 5 and 1 2 4 5 6:
         #     lengths  3  4  5        totals  0  3  5  6    (before each row, and at the end)
         #     shared   0  2  4        gains   0  1  1  6
         self._gains = self._totals - self._shares
@@ -126,7 +126,7 @@ class _Tries:
         self.largest = max(piece.num_nodes for piece in self._wholes)
 
     def cut(self, limit: int) -> list[Piece]:
-        """Cut into pieces of at most `limit` nodes, or of one row, filling each while repeating little in the next."""
+        """Cut into pieces of at most `limit` nodes, or of one row, with large pieces and few repeated nodes."""
         pieces: list[Piece] = []
         for whole in self._wholes:
             if whole.num_nodes <= limit:
@@ -144,11 +144,10 @@ class _Tries:
 
 
 def _fillings(tries: _Tries, bin_length: int) -> Iterator[list[Bin]]:
-    """Return ways to fill bins of a length.
+    """Yield ways to fill bins of a length.
 
-    A trie is cut into pieces one after the other, so that with pieces as large as a bin the last one is short and its
-    bin mostly padding; and tries of two thirds of a bin leave a third of it. Hence the search for the smallest limit on
-    a piece that needs no more bins.
+    Pieces as large as a bin leave a short last piece and a bin of mostly padding. The function therefore searches for
+    the smallest piece limit that needs no more bins.
     """
     low = max(1, bin_length // 2)
     high = bin_length
@@ -172,7 +171,7 @@ def _fillings(tries: _Tries, bin_length: int) -> Iterator[list[Bin]]:
 
 
 def _fill_bins(pieces: list[Piece], bin_length: int) -> Iterator[list[Bin]]:
-    """Return bins as best fit fills them, and as many, or one more, evenly filled; a longer piece has one to itself."""
+    """Yield bins filled by best fit, and evenly filled ones of similar number; a longer piece gets its own bin."""
     pieces = sorted(pieces, key=lambda piece: -piece.num_nodes)
     num_long = sum(piece.num_nodes > bin_length for piece in pieces)
     long_bins = _fill_evenly(pieces[:num_long], num_long)
@@ -187,9 +186,9 @@ def _fill_bins(pieces: list[Piece], bin_length: int) -> Iterator[list[Bin]]:
 
 
 def _best_fit(pieces: list[Piece], bin_length: int) -> list[Bin]:
-    """Put each piece, longest first, into the bin that it fills best (at most 11/9 of the optimum)."""
+    """Put each piece, longest first, into the fullest bin with room for it (at most 11/9 of the optimum)."""
     bins: list[Bin] = []
-    free: list[tuple[int, int]] = []  # nodes that are free, and the bin; sorted
+    free: list[tuple[int, int]] = []  # sorted pairs of free nodes and bin index
     for piece in pieces:
         place = bisect_left(free, (piece.num_nodes, -1))
         if place == len(free):
@@ -215,7 +214,7 @@ def _fill_evenly(pieces: list[Piece], num_bins: int) -> list[Bin]:
 
 
 def _split_evenly(bins: list[Bin], token_budget: int) -> list[MicroBatch]:
-    """Split into as few micro-batches as the budget allows, about equally large, of bins of similar length."""
+    """Split bins into as few micro-batches as the budget allows, of similar size, with bins of similar length."""
     bins = sorted(bins, key=lambda held: -held.num_nodes)
     lengths = [held.num_nodes for held in bins]
     best = _ends(lengths, token_budget)
@@ -233,7 +232,7 @@ def _split_evenly(bins: list[Bin], token_budget: int) -> list[MicroBatch]:
 
 
 def _ends(lengths: list[int], token_budget: int) -> list[int]:
-    """Return where micro-batches end, of bins with these lengths, longest first: each holds what pads to the budget."""
+    """Return the end of each micro-batch of bins, longest first, such that each fits the budget with padding."""
     ends: list[int] = []
     start = 0
     while start < len(lengths):
