@@ -1,4 +1,4 @@
-"""Environments: conversations with a policy."""
+"""Environments: conversations between a policy and its task."""
 
 from typing import TYPE_CHECKING
 

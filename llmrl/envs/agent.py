@@ -1,4 +1,4 @@
-"""`AgentEnv`: conversations led by an agent, which calls the policy at a URL."""
+"""`AgentEnv`: rollouts in which an agent calls the policy through an HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ from llmrl.transforms import write_score
 
 
 class AgentEnv(DatasetChatEnv):
-    """Plays an agent on each row of a dataset: the policy answers its requests to the model, and is trained on them.
+    """An environment that runs an agent on each row of a dataset; the policy answers the agent's model requests.
 
-    A collector opens an endpoint that speaks the dialects of OpenAI and Anthropic, gives each rollout its own key, and
-    calls `play` with the row and the address of the model. Its result is the rollout's reward; a `RubricReward` may be
-    appended, too, and adds to it. All requests of a rollout make a tree, which `TurnTree` explains: agents may compact
-    their history, ask in parallel, and call sub-agents.
+    A collector opens an endpoint with the OpenAI and Anthropic APIs, gives each rollout its own key, and calls `play`
+    with the row and the address of the model. The result is the rollout's reward; the score of an appended
+    `RubricReward` is added to it. The requests of a rollout form a tree (`TurnTree`).
 
-    An agent ends by itself. A `RolloutLimits` of the collector refuses its requests (`max_turns`,
-    `max_completion_tokens`) or ends it (`rollout_timeout_seconds`): the rollout is truncated, and keeps its turns. An
-    answer that was cut by its length ends nothing: the agent sees the reason. `env.step` alone plays nothing. Train on
-    groups: a batch of turns or of trajectories has only the last answered turn of a rollout.
+    A `RolloutLimits` of the collector refuses further requests (`max_turns`, `max_completion_tokens`) or stops the
+    agent (`rollout_timeout_seconds`); the rollout is then truncated and keeps its turns. A completion that is cut by
+    its length does not end the rollout. `env.step` alone raises RuntimeError. Train on groups: a batch of turns or
+    trajectories contains only the last answered turn of a rollout.
 
     Args:
-        play: a function, plain or async, of a row and an `AgentModel`, or a `command`. It returns a number, named parts
-            that add up, or None: not scored. Async ones share a loop; plain ones have a thread each, which is left
-            behind when the rollout has ended.
-        dataset: the rows, see `DatasetChatEnv`; they need no query.
+        play: a function of a row and an `AgentModel`, or a `command`. It returns a number, a mapping of named scores
+            that are summed, or None to leave the rollout unscored. Async functions share one event loop; each plain
+            function runs in its own thread, which is not stopped when the rollout ends.
+        dataset: the rows; unlike in `DatasetChatEnv`, they need no query.
         split, **draws: see `DatasetChatEnv`.
 
     Raises:
-        TypeError: if `play` cannot be called.
-        FileNotFoundError, ValueError: see `DatasetChatEnv`; also if a command reads a column that is missing.
+        TypeError: if `play` is not callable.
+        FileNotFoundError, ValueError: see `DatasetChatEnv`; ValueError also if a command reads a missing column.
 
     Example:
         >>> async def play(row, model):
@@ -85,7 +84,7 @@ class AgentEnv(DatasetChatEnv):
             play.check_columns(self.columns)
 
     async def run_agent(self, row: Row, model: AgentModel) -> Score:
-        """Run the agent, and raise what it raised, as by `as_exception`; cancelling this cancels it."""
+        """Run the agent and return its score; cancelling this coroutine cancels the agent."""
         is_async = any(map(inspect.iscoroutinefunction, (self.play, type(self.play).__call__)))
         if is_async:
             return _score_of(await self._loops.wait(self._returned(row, model)), self.play)
@@ -112,17 +111,17 @@ class AgentEnv(DatasetChatEnv):
 
     @staticmethod
     def end_with(element: TensorDictBase, score: Score) -> None:
-        """Write the agent's result, for the step that ends its conversation."""
+        """Store the agent's score for the step that ends its conversation."""
         element.set("agent", tensordict_of({"score": non_tensor(score)}))
 
     def close(self, **kwargs: object) -> None:
-        """End the thread of async agents."""
+        """Stop the event loop of async agents."""
         super().close(**kwargs)
         self._loops.close()
 
 
 def _score_of(returned: object, play: Play) -> Score:
-    """Read the returned value of a function: a number, named parts that add up, or None."""
+    """Convert the return value of `play` to a score."""
     if returned is None:
         return Score(0.0, is_scored=False)
     try:
@@ -136,6 +135,6 @@ def _score_of(returned: object, play: Play) -> Score:
 
 
 def _query_of(row: Row) -> object:
-    """Return the query of a row, for readers of the opening prompt; agents read the row."""
+    """Return the query of a row, or "" if it is not a text."""
     query = row.get("query")
     return query if isinstance(query, str) else ""

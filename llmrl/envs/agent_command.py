@@ -1,4 +1,4 @@
-"""`command`: a program as an agent, in a folder of its own, ended with all that it started."""
+"""`command`: a program as an agent, which runs in a temporary folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmrl.endpoint.agent import AgentModel, AgentTimeout, Score
 
 _MAX_OUTPUT_BYTES = 1 << 16
 _TERM_SECONDS = 3.0
-"""Time, in seconds, for a program to end by itself after SIGTERM."""
+"""Seconds between SIGTERM and SIGKILL."""
 _MARK = "LLMRL_AGENT_COMMAND"
 
 
@@ -30,9 +30,9 @@ class CommandResult:
 
     exit_code: int
     output: str
-    """The end of its output, with its errors."""
+    """End of its standard output and standard error."""
     folder: Path
-    """Its working folder, which is removed after scoring."""
+    """Its working folder, which is deleted after scoring."""
 
 
 ScoreCommand = Callable[[Row, CommandResult], Score | Awaitable[Score]]
@@ -47,20 +47,19 @@ def command(
 ) -> Command:
     """Return a program as an agent for `AgentEnv`.
 
-    It finds the model in its environment: `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, and the same of
-    `ANTHROPIC`. It runs in an empty folder, without a shell and without confinement. Its exit code and the end of its
-    output are in the rollout's record. It and all that it started are ended when it exits, at its time limit, which
-    truncates the rollout, and when the rollout ends.
+    The environment variables `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL` and their `ANTHROPIC` counterparts
+    point to the model. The program runs in an empty folder, without a shell and without a sandbox. Its exit code and
+    the end of its output are stored in the rollout's record. The program and its descendants are stopped when it
+    exits, when the rollout ends, or at the time limit, which truncates the rollout.
 
     Args:
-        text: its words, as a shell splits them; `{NAME}` within one is the row's column of that name.
-        env: further variables, in which `{base_url}`, `{api_key}` and `{model}` are replaced.
+        text: the command line, split as by a shell; `{NAME}` is replaced with that column of the row.
+        env: further environment variables, in which `{base_url}`, `{api_key}` and `{model}` are replaced.
         timeout_seconds: time limit of the program.
-        score: a function, plain or async, of the row and a `CommandResult`, that returns the rollout's score; it may
-            look into the folder. Plain ones have a thread.
+        score: a plain or async function that returns the rollout's score from the row and a `CommandResult`.
 
     Raises:
-        ValueError: if the command is empty, or if the limit is not positive.
+        ValueError: if the command is empty or the limit is not positive.
 
     Example:
         >>> command("mini -t {query} -y", env={"MSWEA_MODEL_NAME": "openai/{model}"}).columns
@@ -83,14 +82,10 @@ class Command:
         self._score = score
         fields = (name for word in self._words for _, name, _, _ in string.Formatter().parse(word) if name is not None)
         self.columns = tuple(dict.fromkeys(fields))
-        """Columns of the dataset in the command."""
+        """Columns of the dataset that the command reads."""
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Check that the dataset has the columns in the command.
-
-        Raises:
-            ValueError: if one is missing; the message names it and the columns.
-        """
+        """Raise ValueError if the dataset lacks a column that the command reads."""
         if missing := [name for name in self.columns if name not in available]:
             raise ValueError(
                 f"the command reads {missing}, and the dataset has {sorted(available)}; write braces that stand for "
@@ -98,11 +93,11 @@ class Command:
             )
 
     async def __call__(self, row: Row, model: AgentModel) -> Score:
-        """Run the program on a row, and score its result.
+        """Run the program on a row and score its result.
 
         Raises:
-            AgentTimeout: when it took too long.
-            OSError: if it cannot be started.
+            AgentTimeout: if the program exceeds its time limit.
+            OSError: if the program cannot be started.
         """
         words = [word.format_map(row) for word in self._words]
         fields = {"base_url": model.base_url, "api_key": model.api_key, "model": model.name}
@@ -125,7 +120,7 @@ class Command:
             try:
                 async with asyncio.timeout(self._timeout_seconds):
                     exit_code = await process.wait()
-                    await asyncio.wait({reading}, timeout=1.0)  # something that it started may hold the other end
+                    await asyncio.wait({reading}, timeout=1.0)  # a descendant may keep the pipe open
             except TimeoutError:
                 raise AgentTimeout(f"{words[0]} took more than {self._timeout_seconds:g} s.") from None
             finally:
@@ -160,7 +155,7 @@ class _Tail:
 
 
 async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
-    """End a program and its descendants: by SIGTERM first, then by SIGKILL."""
+    """Stop a program and its descendants, first with SIGTERM, then with SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         found = await asyncio.to_thread(_processes, mark)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -179,7 +174,7 @@ async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
 
 
 def _processes(mark: str) -> list[int]:
-    """Return the processes that inherited a mark in their environment, in whatever group or session (Linux)."""
+    """Return the ids of all processes that inherited the mark in their environment (Linux only)."""
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""`ChatEnv`: a conversation as a TorchRL environment."""
+"""`ChatEnv`: the environment of a conversation."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ WRITTEN_BY_POLICIES = (
     "history", "text", "tokens", "log_probs", "masks", "policy_versions", "sampling_mask", "routed_experts",
     "finish_reason",
 )  # fmt: skip
-"""Entries of a turn that a policy writes; the next turn has none of them, except those that a step writes."""
+"""Entries of a turn that a policy writes; they are removed before the next turn unless a step wrote them."""
 
 
 class ChatEnv(KnownArguments, EnvBase):
-    """A conversation: reset opens it with a query, each step appends the policy's answer.
+    """A conversation: reset opens it with a query, and each step appends the policy's answer.
 
-    The environment itself never ends a conversation and gives no reward; transforms do: they read
-    `("history", "full")`, append messages to `("next", "history", "prompt")`, and write rewards and done flags.
+    The environment never ends a conversation and gives no reward. Transforms do both: they read `("history",
+    "full")`, append messages to `("next", "history", "prompt")`, and write rewards and done flags.
 
-    It keeps no state of its own, so one instance serves any number of conversations: without `batch_size` it is not
-    batch-locked, and `reset` and `step` take tensordicts of any batch shape.
+    The environment is stateless, so one instance serves any number of conversations. Without `batch_size` it is not
+    batch-locked, and `reset` and `step` accept tensordicts of any batch shape.
 
     Args:
         input_mode: what the policy reads: `history` (messages; exact multi-turn tokens), `text` or `tokens`.
         batch_size: a fixed batch shape; by default any.
-        system_prompt: first message of every conversation, unless the query brings its own.
-        data_key: entry of the reset tensordict that holds the query: a string, a list of messages, or, in tokens
-            mode, token ids.
-        tokenizer: for text and tokens, writes a query's messages with its chat template; a query that is text or
-            token ids already is read as it stands without one. Messages are rendered by the policy.
-        template_kwargs: further arguments of the template.
+        system_prompt: first message of every conversation whose query has no system message.
+        data_key: entry of the reset tensordict that holds the query: a string, a list of messages, or token ids in
+            `tokens` mode.
+        tokenizer: renders a query's messages with its chat template in the modes `text` and `tokens`; without it, the
+            query must already be text or token ids.
+        template_kwargs: further arguments of the chat template.
         system_role, user_role: names of the roles.
 
     Raises:
-        ValueError: if `input_mode` is unknown, if nothing would write the `system_prompt`, or if reset gets no query.
+        ValueError: if `input_mode` is unknown, if `system_prompt` has no effect, or if reset gets no query.
 
     Example:
         >>> from tensordict import TensorDict
@@ -59,7 +59,7 @@ class ChatEnv(KnownArguments, EnvBase):
 
     data_key = "query"
     dataset_class: ClassVar[type[ChatEnv]]
-    """`DatasetChatEnv`, which is a `ChatEnv`."""
+    """`DatasetChatEnv`; it is set there to avoid a circular import."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class ChatEnv(KnownArguments, EnvBase):
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Tokenizer, **kwargs: object) -> TransformedEnv:
-        """Return an environment of this class with an `IncrementalTokenizer`, which adds the prompts as tokens."""
+        """Return an environment of this class with an appended `IncrementalTokenizer`."""
         env = cls(tokenizer=tokenizer, **kwargs)  # type: ignore[arg-type]
         return TransformedEnv(env, IncrementalTokenizer(tokenizer))
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], *, repeats: int = 1, **kwargs: object) -> EnvBase:
-        """Return a `DatasetChatEnv` over the rows of a loader, see its `from_dataloader`."""
+        """Return a `DatasetChatEnv` over the rows of a data loader."""
         return ChatEnv.dataset_class.from_dataloader(dataloader, repeats=repeats, **kwargs)
 
     def _make_specs(self, shape: torch.Size) -> None:
@@ -111,10 +111,10 @@ class ChatEnv(KnownArguments, EnvBase):
         self.observation_spec = Composite(
             {container: self._turn_spec(shape, ("prompt",)), "conversation": state}, shape=shape
         )
-        # A state entry, so that transformed environments hand the query on to reset.
+        # A state entry, so that transformed environments pass the query to reset.
         self.state_spec = Composite({self.data_key: NonTensor(shape=tuple(shape), example_data="")}, shape=shape)
         self.action_spec = Composite({container: self._turn_spec(shape, ("full",))}, shape=shape)
-        # One number per turn, or one per token: of no fixed size, so that `ParallelEnv` shares no memory of one.
+        # One number per turn or per token: without a fixed size, `ParallelEnv` does not allocate shared memory for it.
         self.reward_spec = Unbounded((*shape, -1, 1), dtype=torch.float32)
         self.full_done_spec = Composite(
             {key: _flag_spec(shape) for key in ("done", "terminated", "truncated")}, shape=shape
@@ -141,7 +141,7 @@ class ChatEnv(KnownArguments, EnvBase):
         return written if self.device is None else written.to(self.device)
 
     def _open(self, tensordict: TensorDictBase, shape: torch.Size) -> TensorDictBase:
-        """Turn the queries of a tensordict of batch shape `shape` into the first prompts."""
+        """Return the first prompts for the queries of a tensordict of batch shape `shape`."""
         if shape:
             elements = [self._open(element, element.batch_size) for element in tensordict.unbind(0)]
             return lazy_stack(elements, 0)
@@ -156,7 +156,7 @@ class ChatEnv(KnownArguments, EnvBase):
             if self.tokenizer is not None and not isinstance(query, torch.Tensor):
                 query = self.tokenizer.encode(self._opening(self.tokenizer, query), add_special_tokens=False)
             turn = Tokens(prompt=torch.as_tensor(query, dtype=torch.int64), batch_size=())
-        # The token state of an earlier conversation must not outlive it: an automatic reset keeps what is not written.
+        # An automatic reset keeps entries that are not written, so the token state of the last conversation is cleared.
         return TensorDict({self.input_mode: turn, "conversation": non_tensor(None), **_flags(False)}, batch_size=())
 
     def _opening(self, tokenizer: Tokenizer, query: object) -> str:
@@ -168,10 +168,10 @@ class ChatEnv(KnownArguments, EnvBase):
         """Return the messages that open a conversation: the system prompt, then the query.
 
         Args:
-            query: a string, a message, messages, or a `History` of one conversation.
+            query: a string, a message, a list of messages, or a `History` of one conversation.
 
         Raises:
-            TypeError, ValueError: if the query is of another type.
+            TypeError, ValueError: if the query has another type.
         """
         if isinstance(query, str):
             messages: tuple[Message, ...] = ({"role": self.user_role, "content": query},)
@@ -203,7 +203,7 @@ class ChatEnv(KnownArguments, EnvBase):
         )
 
     def _full(self, element: TensorDictBase) -> Any:
-        """Return what a policy wrote as `full`, or prompt and response together."""
+        """Return the `full` entry of a turn, or its prompt and response concatenated."""
         turn = element.get(self.input_mode, {})
         full = turn.get("full", None)
         if full is not None:
@@ -221,13 +221,10 @@ class ChatEnv(KnownArguments, EnvBase):
         return torch.cat([prompt, torch.as_tensor(plain(response), dtype=torch.int64)])
 
     def answered_messages(self, element: TensorDictBase) -> tuple[Message, ...]:
-        """Return a conversation of text or tokens after its step: what opened it, and the policy's answer.
+        """Return the opening messages and the policy's last answer of a `text` or `tokens` conversation after a step.
 
-        The answer is without the special tokens, padding or the end of the turn, that it ends with. In a conversation
-        of several turns, of which only the text is known, the turns in between are left out.
-
-        Args:
-            element: one conversation after its step.
+        Special tokens at the end of the answer are removed. Turns between the opening and the last answer are
+        omitted.
 
         Raises:
             ValueError: if there is no tokenizer to decode the answer.
@@ -253,7 +250,7 @@ class ChatEnv(KnownArguments, EnvBase):
     def _post_step_mdp_hooks(
         self, tensordict: TensorDictBase, tensordict_: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """Remove the policy's outputs from its next input: a turn, or an episode, begins without them."""
+        """Remove the policy's outputs from its next input."""
         following = tensordict.get("next")
         for key in WRITTEN_BY_POLICIES:
             written = following.get(key, None)
@@ -264,18 +261,15 @@ class ChatEnv(KnownArguments, EnvBase):
         return tensordict, tensordict_
 
     def release(self, element: TensorDictBase) -> None:
-        """Release the resources of a conversation; a collector calls it once at every kind of end."""
+        """Release the resources of a conversation; a collector calls this exactly once per conversation."""
 
     def _set_seed(self, seed: int | None) -> None:
-        # A ChatEnv draws nothing; environments that do override this.
+        # A ChatEnv draws no random numbers.
         return None
 
 
 def unlock_batch_size(env: EnvBase) -> None:
-    """Let an environment of conversations accept batches of any shape, whatever its batch size was.
-
-    Args:
-        env: a `ChatEnv` or a transformed one.
+    """Let an environment of conversations accept batches of any shape.
 
     Raises:
         ValueError: if the environment has a fixed batch size and is not a `ChatEnv`.
@@ -295,7 +289,7 @@ def unlock_batch_size(env: EnvBase) -> None:
             "build the environment without batch_size."
         )
     chat_env._batch_locked = False
-    for specs in ("_input_spec", "_output_spec"):  # those of the batch size that it had cannot be set to none
+    for specs in ("_input_spec", "_output_spec"):  # specs of the old batch size cannot be set to None
         chat_env.__dict__[specs] = Composite(device=chat_env.device)
     chat_env.batch_size = torch.Size()
     chat_env._make_specs(chat_env.batch_size)

@@ -1,4 +1,4 @@
-"""`DatasetChatEnv`: conversations opened by the prompts of a dataset, each repeated for a group."""
+"""`DatasetChatEnv`: conversations opened by the prompts of a dataset, each repeated to form a group."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from llmrl.envs.sources import load_rows, rows_of_loader
 class DatasetChatEnv(ChatEnv):
     """A `ChatEnv` that draws the next prompt of a dataset at each reset.
 
-    The dataset's columns travel with the conversation (non-tensor entries at the root, under `"columns"` where the name
-    is one of `RESERVED_ENTRIES`; None for one that its row lacks), for rewards to read by their names, and
-    `("rollout", "group_id" | "sample_index" | "group_size")` say which group a conversation belongs to.
+    The dataset's columns are non-tensor entries of the conversation, which reward functions read by name. They are at
+    the root, or under `"columns"` if the name is in `RESERVED_ENTRIES`; missing values are None. `("rollout",
+    "group_id" | "sample_index" | "group_size")` identify the group of a conversation.
 
     Args:
-        dataset: a hub name, a file or folder, a Hugging Face `Dataset`, or an iterable of mappings or of strings; see
+        dataset: a hub name, a file or folder, a Hugging Face `Dataset`, or an iterable of mappings or strings; see
             `load_rows`.
-        split: which part of the dataset, where it has several.
+        split: split of the dataset, if it has several.
         data_key: column with the query.
-        repeats: conversations per prompt: the group size.
+        repeats: group size, the number of conversations per prompt.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
-        prepare: turns an item into the query (a string or messages) when the column is not one already.
-        num_envs: the batch size `[num_envs]`, under TorchRL's name.
+        prepare: converts an item to the query (a string or messages) in place of the column.
+        num_envs: alternative to `batch_size`, for the batch shape `[num_envs]`.
         input_mode, batch_size, system_prompt, tokenizer, template_kwargs, device: see `ChatEnv`.
 
     Raises:
@@ -48,7 +48,7 @@ class DatasetChatEnv(ChatEnv):
     """
 
     roles: tuple[str, ...] = ("",)
-    """Roles of the rollouts of a group, in turn; in a game, the roles that the policy plays."""
+    """Roles of the rollouts of a group, in order; in a game, the roles that the policy plays."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DatasetChatEnv(ChatEnv):
         if isinstance(items[0], str):
             items = [{data_key: item} for item in items]
         self.columns = columns_of(items)
-        """Names of the dataset's columns; missing values of a row are None."""
+        """Names of the dataset's columns."""
         if prepare is None and data_key not in self.columns:
             raise ValueError(f"dataset has no column {data_key!r}, only {list(self.columns)}; name it with data_key.")
         if prepare is None and isinstance(items, list | tuple):
@@ -100,10 +100,10 @@ class DatasetChatEnv(ChatEnv):
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], **kwargs: Any) -> DatasetChatEnv:
-        """Return an environment over everything that a `DataLoader` yields in one pass, in its order.
+        """Return an environment over the rows of one pass over a `DataLoader`, in order.
 
-        Its batches are columns of equal length, rows or TensorDicts. A loader without a length may be endless: its
-        batches are read when they are drawn.
+        Batches are columns of equal length, lists of rows, or TensorDicts. A loader without a length is read on
+        demand and may be endless.
 
         Example:
             >>> from torch.utils.data import DataLoader
@@ -114,7 +114,7 @@ class DatasetChatEnv(ChatEnv):
         return cls(rows_of_loader(dataloader), **kwargs)
 
     def reset_dataloader(self) -> Self:
-        """Restart the dataset, even after its end; groups get new ids. Return the environment."""
+        """Restart the dataset, also after its end, with new group ids; return the environment."""
         self.prompts.begin_anew()
         return self
 
@@ -139,14 +139,14 @@ class DatasetChatEnv(ChatEnv):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         shape = self.batch_size if tensordict is None or self.batch_locked else tensordict.batch_size
-        # A partial reset keeps the running conversations: only the marked ones draw a new prompt.
+        # In a partial reset, only the marked conversations draw a new prompt.
         mask = None if tensordict is None else tensordict.get("_reset", None)
         is_drawn = [True] * shape.numel() if mask is None else mask.reshape(-1).tolist()
         drawn = iter(self.prompts.draw_many(sum(is_drawn)))
         return self._moved(restacked(self._open_all([next(drawn) if is_new else None for is_new in is_drawn]), shape))
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
-        """Open a conversation for each draw; without a draw, return a placeholder for one in progress."""
+        """Open a conversation for each draw; for None, return a placeholder."""
         placeholder = (self.prompts.items[0], "", 0)
         return [
             self._opened(*placeholder, query="") if one is None else self._opened(*one, query=self._query(one[0]))
@@ -157,10 +157,10 @@ class DatasetChatEnv(ChatEnv):
         return item[self._query_column] if self._prepare is None else self._prepare(copied(item))
 
     def _opened(self, item: Row, group_id: str, sample_index: int, *, query: object) -> TensorDictBase:
-        # Non-tensor wrapping keeps lists, numbers and None columns as they are.
+        # Non-tensor wrapping preserves lists, numbers and None.
         entries = {key: non_tensor(value) for key, value in with_columns(item, self.columns).items()}
         apart = {key: entries.pop(key) for key in RESERVED_ENTRIES.intersection(entries)}
-        entries.setdefault(self.data_key, non_tensor(query))  # a column of the row's own stays
+        entries.setdefault(self.data_key, non_tensor(query))  # keep a column of the same name
         step = tensordict_of({**entries, "columns": tensordict_of(apart)} if apart else entries)
         rollout = {
             "group_id": non_tensor(group_id),
@@ -175,7 +175,7 @@ class DatasetChatEnv(ChatEnv):
         return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
-        """Continue from a saved position in the dataset."""
+        """Restore a saved position in the dataset."""
         self.prompts.load_state_dict(state_dict["prompts"])
 
 

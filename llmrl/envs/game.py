@@ -1,4 +1,4 @@
-"""`GameEnv`: games of several players, of whom the policy plays some or all."""
+"""`GameEnv`: games of several players, some or all of which the policy plays."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Open
 from llmrl.envs.sampler import Drawn, OrderOptions
 
 Opponent: TypeAlias = Callable[[Sequence[Message]], str | Awaitable[str]]
-"""Answers for a role that is not trained, from the messages that this role has seen: a function, a frozen model."""
+"""Function that returns the answer of a role that is not trained, given the messages that this role has seen."""
 
 
 class Game(ABC):
-    """The rules of a game in turns; one instance plays one game. Its methods are called one at a time.
+    """The rules of a turn-based game; one instance plays one game. Its methods are never called concurrently.
 
-    Simultaneous moves are moves in turn that the other players do not see.
+    For simultaneous moves, take the moves in turn and hide each from the other players.
 
     Example:
         >>> class Pennies(Game):
@@ -55,47 +55,47 @@ class Game(ABC):
 
     @abstractmethod
     def observe(self) -> tuple[str, str]:
-        """Return the player to move, and its new observation since its last turn; called once per turn."""
+        """Return the player to move and its observation since its last turn; called once per turn."""
 
     @abstractmethod
     def act(self, text: str) -> None:
-        """Apply the answer of the player to move, as text; it may be against the rules."""
+        """Apply the answer of the player to move; the text may be an illegal move."""
 
     @abstractmethod
     def rewards(self) -> Mapping[str, float] | None:
-        """Return the reward of each role; None during the game."""
+        """Return the reward of each role, or None while the game is running."""
 
     def leave(self, role: str) -> Mapping[str, float] | None:
-        """Return the reward of each role if a player's answer was cut, or its turns are used up.
+        """Return the reward of each role when a player's answer was cut or its turns are used up.
 
-        None, which is the default, scores no role: the others' conversations fail.
+        None, the default, leaves all roles unscored: the other players' conversations fail.
         """
         return None
 
 
 class GameEnv(MessageChatEnv):
-    """Games of several players. Each role that the policy plays is its own rollout, which sees only its own view.
+    """Games of several players. Each role of the policy is a separate rollout, which sees only that player's view.
 
-    The rollouts of a group are its games' roles in turn, so that `repeats=8` of a game for two is four games where the
-    policy plays both sides, and eight where one side is an opponent's. Each has its own reward, and its role is in its
-    rows under `("rollout", "role")`: `MCAdvantage(by="role")` compares it with its own side of other games alone.
-    A player's messages are only in its own loss, and an opponent's messages are in no loss.
+    The rollouts of a group are the roles of its games in order: for a game of two roles, `repeats=8` is four games of
+    self-play, or eight games against an opponent. Each rollout has its own reward and stores its role under
+    `("rollout", "role")`, so `MCAdvantage(by="role")` compares it only with rollouts of the same role.
+    Opponents' messages are excluded from the loss.
 
-    A player leaves the game (`Game.leave`) if its answer was cut or its turns are used up; if a conversation fails,
-    no role of its game is scored. If a game is over before the first turn of a rollout, that rollout is completed
-    without a turn. Games of several roles need a collector.
+    A player leaves the game (`Game.leave`) if its answer was cut or its turns are used up. If a conversation fails,
+    no role of its game is scored. A rollout whose game ends before its first turn is completed without a turn. Games
+    in which the policy plays several roles need a collector.
 
     Args:
-        make_game: function that makes the game of a row.
-        dataset: rows; by default one empty row, drawn again and again.
+        make_game: function that creates the game of a row.
+        dataset: rows; by default one empty row, which is repeated.
         roles: roles of the game.
         opponents: players in place of the policy, by role.
-        system_prompt: system prompt of each player.
-        repeats: rollouts for each row, by default one for each role that the policy plays.
+        repeats: rollouts per row; by default one per role that the policy plays.
         **order: `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
     Raises:
-        ValueError: if opponents have unknown roles or all roles, or if `repeats` leaves a game without a player.
+        ValueError: if opponents have unknown roles or play all roles, or if `repeats` is not a multiple of the number
+            of roles that the policy plays.
 
     Example:
         >>> from llmrl.envs import Game
@@ -133,25 +133,25 @@ class GameEnv(MessageChatEnv):
         repeats = len(self.roles) if repeats is None else repeats
         if repeats % len(self.roles):
             raise ValueError(f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {repeats}.")
-        self._tables: dict[tuple[str, int], _Table] = {}  # which players are missing at
+        self._tables: dict[tuple[str, int], _Table] = {}  # games that wait for players
         self._coming: dict[tuple[str, int], _Player] = {}
         self._first_messages: list[Message] = []
         if system_prompt is not None:
             self._first_messages.append({"role": "system", "content": system_prompt})
         self._make_game = make_game
         super().__init__(
-            cast("Callable[[Row], MessageEnv]", make_game),  # `_made` seats a player at what it makes
+            cast("Callable[[Row], MessageEnv]", make_game),  # `_made` returns the player
             dataset,
             repeats=repeats,
             **order,
         )
 
     step_timeout_seconds: float | None = None
-    """Limit of one move, or of making the game, what opponents do included; a collector sets it. Waiting for other
-    players does not count: they sample meanwhile."""
+    """Time limit of one move, including opponents' moves, or of creating the game; set by a collector. Time spent
+    waiting for other players of the policy does not count."""
 
     async def before_reset(self, drawn: Drawn) -> TensorDictBase:
-        """Seat a player at its game; one that fails to join leaves it, so that the others do not wait."""
+        """Add a player to its game; a player that fails to join leaves it, so that the others do not wait."""
         row, group_id, sample_index = drawn
         game, place = divmod(sample_index, len(self.roles))
         table = self._tables.pop((group_id, game), None)
@@ -166,14 +166,14 @@ class GameEnv(MessageChatEnv):
             await self._loops.wait(player.sit_down(), self.step_timeout_seconds, on=table.loop)
             return await super().before_reset(drawn)
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits on it
+            with contextlib.suppress(RuntimeError):  # raised if the loop is closed; then no task waits
                 table.loop.post(functools.partial(table.leave, self.roles[place], is_counted=False))
             raise
         finally:
             del self._coming[group_id, sample_index]
 
     def _home(self, drawn: Drawn) -> BackgroundLoop:
-        return self._coming[drawn[1:]].table.loop  # players of a game wait for each other on one loop
+        return self._coming[drawn[1:]].table.loop  # players of a game share one loop
 
     def _made(self, drawn: Drawn) -> MessageEnv:
         return self._coming[drawn[1:]]
@@ -192,7 +192,7 @@ class GameEnv(MessageChatEnv):
         return step
 
     async def before_step(self, element: TensorDictBase) -> None:
-        """Play on until this player's next turn; a player that met a limit leaves the game."""
+        """Play until this player's next turn; a player that reached a limit leaves the game."""
         player = plain(element.get("message_env"))
         if isinstance(player, _Player):
             player.reason = plain(element.get(("rollout", "reason"), "")) or StopReason.NONE
@@ -206,7 +206,7 @@ class GameEnv(MessageChatEnv):
 
 
 class _Table:
-    """A game, and the players that wait for it; on one event loop."""
+    """A running game, and the players that wait for their turns on its event loop."""
 
     def __init__(
         self,
@@ -218,9 +218,9 @@ class _Table:
         self.opening = opening
         self.loop = loop
         self.num_missing = len(roles)
-        """Players that have not joined yet."""
+        """Number of players that have not joined yet."""
         self.results: Mapping[str, float] = {}
-        """The reward of each role, once the game is over."""
+        """Reward of each role; empty while the game is running."""
         self._opponents = opponents
         self._views: dict[str, list[Message]] = {role: [*opening] for role in opponents}
         self._woken = {role: asyncio.Event() for role in roles}
@@ -229,17 +229,17 @@ class _Table:
         self._game: Game | None = None
 
     async def begin(self, make_game: Callable[[], Game]) -> None:
-        """Begin the game unless it has begun."""
+        """Start the game unless it has started."""
         if self._game is None and self._failure is None:
             with self._failing_all():
                 self._game = make_game()
             await self._go_on(self._game)
 
     async def turn_of(self, role: str) -> str | None:
-        """Wait for a player's turn, and return its observation; None if the game is over.
+        """Wait for a player's turn and return its observation, or None if the game is over.
 
         Raises:
-            RuntimeError: if the game ended without results, because of an error in another player's turn.
+            RuntimeError: if the game failed because of another player.
         """
         await self._woken[role].wait()
         if self._failure is not None:
@@ -252,13 +252,13 @@ class _Table:
     async def act(self, text: str) -> None:
         """Apply the answer of the player to move."""
         assert self._game is not None
-        if not self.results and self._failure is None:  # else a player has left meanwhile
+        if not self.results and self._failure is None:  # otherwise a player has left
             with self._failing_all():
                 self._game.act(text)
             await self._go_on(self._game)
 
     def leave(self, role: str, *, is_counted: bool) -> None:
-        """End the game for a player that cannot continue; do nothing if it is over."""
+        """End the game for a player that cannot continue; a finished game is unchanged."""
         if self.results or self._failure is not None:
             return
         with self._failing_all():
@@ -270,7 +270,7 @@ class _Table:
         self._wake_all()
 
     async def _go_on(self, game: Game) -> None:
-        """Let opponents move until it is a player's turn, or the game is over."""
+        """Let opponents move until the policy has a turn or the game is over."""
         with self._failing_all():
             while not self.results and self._failure is None:
                 if (results := game.rewards()) is not None:
@@ -302,7 +302,7 @@ class _Table:
 
     @contextlib.contextmanager
     def _failing_all(self) -> Iterator[None]:
-        """Pass errors on to the other players, so that none of them waits forever."""
+        """Pass an error on to the other players, so that none of them waits forever."""
         try:
             yield
         except BaseException as error:
@@ -312,7 +312,7 @@ class _Table:
 
 
 class _Player(MessageEnv):
-    """A role of a game: its own view as a conversation."""
+    """A player of the policy: its view of the game as a conversation."""
 
     def __init__(self, table: _Table, role: str, make_game: Callable[[], Game]) -> None:
         self.table = table
@@ -321,11 +321,11 @@ class _Player(MessageEnv):
         self.reason: str = StopReason.NONE
         """The reason why the current turn ends this player's conversation."""
         self.reward: float | None = None
-        """Its reward; None while it plays."""
-        self._is_over = False  # with its last move, not by its leaving
+        """Its reward, if the game was over before its first turn; otherwise None."""
+        self._is_over = False  # its last move ended the game
 
     async def sit_down(self) -> None:
-        """Begin the game unless another player has."""
+        """Start the game unless another player has started it."""
         await self.table.begin(self._make_game)
 
     async def init(self) -> Sequence[Message]:
@@ -335,8 +335,8 @@ class _Player(MessageEnv):
         return [*self.table.opening, {"role": "user", "content": observation or ""}]
 
     async def move(self, text: str) -> None:
-        """Apply this player's answer, and leave the game if it met a limit."""
-        if self.reason in (StopReason.NONE, StopReason.MAX_TURNS):  # else the answer was cut
+        """Apply this player's answer, and leave the game if it reached a limit."""
+        if self.reason in (StopReason.NONE, StopReason.MAX_TURNS):  # otherwise the answer was cut
             await self.table.act(text)
         self._is_over = bool(self.table.results)
         if self.reason:

@@ -1,4 +1,4 @@
-"""`MessageEnv`: an environment for authors who think in messages, and the bridge that makes it a `ChatEnv`."""
+"""`MessageEnv`: an environment defined by its messages, and the adapter that makes it a `ChatEnv`."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from llmrl.envs.sampler import Drawn, DrawOptions
 
 @dataclass(frozen=True, slots=True)
 class MessageStep:
-    """What an environment says to an assistant message."""
+    """An environment's response to an assistant message."""
 
     messages: Sequence[Message] = ()
-    """The environment's messages (user, tool, system); an assistant message is refused."""
+    """New messages (user, tool or system); assistant messages are refused."""
     reward: float = 0.0
-    """Reward of this turn; the rewards of a rollout's turns add up."""
+    """Reward of this turn; the rewards of a rollout's turns are summed."""
     is_done: bool = False
-    """Whether the conversation is over, by what was said in it."""
+    """Whether the conversation has ended by itself."""
     is_truncated: bool = False
-    """Whether it is cut, by a limit of steps or time; its last messages are what the policy would have answered."""
+    """Whether a limit of the environment ended the conversation; the policy does not answer the last messages."""
     info: Row = field(default_factory=dict)
-    """Anything worth keeping: in the step as `("next", "env_info")`, in the rollout's record the last of a name."""
+    """Further data, stored as `("next", "env_info")`; a rollout's record has the last value of each name."""
 
 
 class MessageEnv(ABC):
-    """One conversation: `init` opens it, `step` answers the assistant. One instance plays one conversation.
+    """One conversation: `init` opens it, and `step` answers the assistant. Each conversation has its own instance.
 
-    All three methods run in one event loop, beside those of the other conversations: what `init` opens there (a
-    session, a subprocess), `step` uses and `close` closes. Whatever escapes from them ends this conversation alone.
+    The three methods run in one event loop, which all conversations share. An exception ends only its own
+    conversation.
 
     Example:
         >>> class Riddle(MessageEnv):
@@ -58,24 +58,24 @@ class MessageEnv(ABC):
     """
 
     _loop: BackgroundLoop | None = None
-    """Where it runs; None for one that came from another process."""
+    """Event loop of the conversation; None after unpickling in another process."""
 
     @abstractmethod
     async def init(self) -> Sequence[Message]:
-        """Return the opening messages; assistant messages are allowed here (few-shot examples)."""
+        """Return the opening messages, which may include assistant messages (few-shot examples)."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStep:
         """Answer the assistant's message."""
 
     async def close(self) -> None:
-        """Release the conversation's resources; called once at every kind of end, also if `init` failed."""
+        """Release the conversation's resources; called exactly once, also if `init` failed."""
         return None
 
 
 @dataclass(slots=True, eq=False)
 class Opened:
-    """A conversation that its environment has opened."""
+    """A conversation after `init`."""
 
     drawn: Drawn
     env: MessageEnv
@@ -83,11 +83,11 @@ class Opened:
 
 
 class MessageChatEnv(DatasetChatEnv):
-    """Plays `MessageEnv`s as a `ChatEnv`: exact tokens, rows, statuses and collectors come with it.
+    """A `ChatEnv` whose conversations are `MessageEnv`s.
 
     Args:
         factory: function that builds the environment of one conversation from a dataset item.
-        dataset: items; by default one empty item, drawn again and again.
+        dataset: items; by default one empty item, which is repeated.
         **draws: `repeats`, `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
     Raises:
@@ -134,18 +134,18 @@ class MessageChatEnv(DatasetChatEnv):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         opened = None if tensordict is None else plain(tensordict.get("message_env", None))
-        if isinstance(opened, Opened):  # by `before_reset`
+        if isinstance(opened, Opened):  # `before_reset` opened it
             return self._opened_step(opened)
         return super()._reset(tensordict, **kwargs)
 
     async def before_reset(self, drawn: Drawn) -> TensorDictBase:
-        """Open one conversation, which may take long: what to call `reset` with."""
+        """Open one conversation asynchronously, and return the tensordict to call `reset` with."""
         loop = self._home(drawn)
         message_env, messages = await self._loops.wait(self._init(drawn, loop), on=loop)
         return tensordict_of({"message_env": non_tensor(Opened(drawn, message_env, messages))})
 
     def _home(self, drawn: Drawn) -> BackgroundLoop:
-        """Return where a conversation's environment runs."""
+        """Return the event loop for a conversation's environment."""
         return self._loops.current
 
     def _made(self, drawn: Drawn) -> MessageEnv:
@@ -176,7 +176,7 @@ class MessageChatEnv(DatasetChatEnv):
         return [self._opened_step(None if one is None else next(opened)) for one in drawn]
 
     def _opened_step(self, opened: Opened | None) -> TensorDictBase:
-        """Return the first step; without a conversation, a placeholder for one in progress."""
+        """Return the first step of a conversation; for None, return a placeholder."""
         if opened is None:
             step = self._opened(self.prompts.items[0], "", 0, query="")
         else:
@@ -187,11 +187,11 @@ class MessageChatEnv(DatasetChatEnv):
         return step.set("env_info", non_tensor(None))
 
     async def before_step(self, element: TensorDictBase) -> None:
-        """Have the conversation's own environment answer, which may take long, before the batched step."""
+        """Answer one conversation asynchronously, before the batched step."""
         message_env = plain(element.get("message_env"))
         chat = element.get(("history", "full")).chats
         answer: object = MessageStep()
-        if message_env is not None and chat:  # else an action drawn from the spec
+        if message_env is not None and chat:  # otherwise the action was drawn from the spec
             try:
                 answer = await self._asked(message_env, chat[-1])
             except Exception as error:
@@ -214,7 +214,7 @@ class MessageChatEnv(DatasetChatEnv):
 
     def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
         answer = plain(tensordict.pop("env_answer"))
-        if isinstance(answer, BaseException):  # it ends this conversation alone; the others of the batch go on
+        if isinstance(answer, BaseException):  # ends only this conversation of the batch
             written = dict(super()._stepped(tensordict).items())
             error = describe(answer)
             traceback = traceback_of(answer)
@@ -241,10 +241,10 @@ class MessageChatEnv(DatasetChatEnv):
         }
 
     def release(self, element: TensorDictBase) -> None:
-        """Close the environment of a conversation that has ended, and wait for that.
+        """Close the environment of a finished conversation, and wait until it is closed.
 
         Raises:
-            Exception: whatever its `close` raised.
+            Exception: any exception of the environment's `close`.
         """
         message_env = plain(element.get("message_env", None))
         if isinstance(message_env, Opened):
@@ -253,7 +253,7 @@ class MessageChatEnv(DatasetChatEnv):
             (message_env._loop or self._loops.current).run(message_env.close())
 
     def close(self, **kwargs: object) -> None:
-        """End the thread of the conversations' environments."""
+        """Stop the event loop of the conversations' environments."""
         super().close(**kwargs)
         self._loops.close()
 

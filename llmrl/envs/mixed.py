@@ -1,4 +1,4 @@
-"""`MixedEnv`: several environments in one run."""
+"""`MixedEnv`: several environments in one training run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import PromptSampler
 
 _RECENT = 64
-"""Rollouts that count in a mean reward, roughly: each later one takes so much of its share."""
+"""Approximate number of rollouts in a running mean reward."""
 
 
 @dataclass(slots=True)
 class EnvProgress:
-    """What a user's function of weights knows about an environment."""
+    """Statistics of an environment, passed to a user's function of weights."""
 
     num_groups: int = 0
-    """Number of its drawn groups."""
+    """Number of groups drawn."""
     num_scored: int = 0
-    """Number of its scored rollouts."""
+    """Number of scored rollouts."""
     reward: float = 0.0
-    """Mean reward of roughly its last 64 scored rollouts."""
+    """Mean reward of approximately the last 64 scored rollouts."""
 
     def add(self, reward: float) -> None:
         """Count a scored rollout."""
@@ -35,21 +35,21 @@ class EnvProgress:
 
 
 Weights = Mapping[str, float] | Callable[[Mapping[str, EnvProgress]], Mapping[str, float]]
-"""Of environments by name: numbers, or a function that gives them before each draw."""
+"""Weights of the environments by name, or a function that returns them before each draw."""
 
 
 class MixedPrompts:
-    """Chooses the environment of the next group, and keeps the place in each.
+    """Choose the environment of each group by smooth weighted round-robin, and store the position in each dataset.
 
-    After any number of draws each environment has had its share of them, up to one group: the one that lacks most is
-    next (smooth weighted round-robin). Nothing is random, so that a saved state goes on exactly.
+    After any number of draws, each environment has received its share up to one group. The choice is deterministic,
+    so a restored state continues the same sequence.
 
     Args:
-        samplers: samplers of the environments' prompts, by name.
-        weights: weights by name; None for equal ones.
+        samplers: prompt samplers by environment name.
+        weights: weights by name; None for equal weights.
 
     Raises:
-        ValueError: if the weights are no shares of these environments.
+        ValueError: if the weights are invalid or do not match the environments.
 
     Example:
         >>> samplers = {name: PromptSampler([{"query": name}]) for name in ("a", "b")}
@@ -73,9 +73,9 @@ class MixedPrompts:
         self._again: deque[int] = deque()
 
     def choose(self, group_size: int) -> tuple[str, list[int]] | None:
-        """Return the environment of the next group, and the places in its dataset where it is one to be drawn again.
+        """Return the environment of the next group, and the positions in its dataset if the group is drawn again.
 
-        None when every environment's data has ended.
+        Returns None when the data of every environment has ended.
         """
         if self._again:
             name, _ = self.place(self._again[0])
@@ -93,7 +93,7 @@ class MixedPrompts:
         return chosen, []
 
     def choose_many(self, count: int, group_size: int) -> list[tuple[str, list[int]]]:
-        """Choose for up to so many groups, as `choose`; of the last alone it may be that its data has ended.
+        """Return up to `count` results of `choose`; only the last environment may have reached the end of its data.
 
         Example:
             >>> samplers = {name: PromptSampler([{}], num_epochs=1) for name in ("a", "b")}
@@ -111,16 +111,16 @@ class MixedPrompts:
         return chosen
 
     def end(self, name: str) -> None:
-        """Leave out an environment after the end of its data, when it could not be drawn; others get its draws."""
+        """Exclude an environment whose data ended during its last draw."""
         self._ended.add(name)
         self.progress[name].num_groups -= 1
 
     def position(self, name: str, position: int) -> int:
-        """Return one number for a place in the dataset of an environment."""
+        """Encode an environment and a position in its dataset as one number."""
         return position * len(self._names) + self._names.index(name)
 
     def place(self, position: int) -> tuple[str, int]:
-        """Return the environment of a position, and the place in its dataset."""
+        """Return the environment and the position in its dataset that `position` encoded."""
         place, index = divmod(position, len(self._names))
         return self._names[index], place
 
@@ -136,9 +136,9 @@ class MixedPrompts:
         return {name: share / total for name, share in shares.items()}
 
     def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
-        """Return the place in every environment, and the state of the choice between them.
+        """Return the state of all samplers and of the choice between them.
 
-        `unfinished` are drawn positions of rollouts that will not outlive this process.
+        `unfinished` lists drawn positions that must be drawn again after a restart.
         """
         progress = {name: [one.num_groups, one.num_scored, one.reward] for name, one in self.progress.items()}
         return {
@@ -150,10 +150,10 @@ class MixedPrompts:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a saved place.
+        """Restore a saved state.
 
         Raises:
-            ValueError: if it is of other environments.
+            ValueError: if it was saved with other environments.
         """
         if list(state["samplers"]) != self._names:
             raise ValueError(f"the saved state is of the environments {list(state['samplers'])}, not {self._names}.")
@@ -166,20 +166,20 @@ class MixedPrompts:
 
 
 class MixedEnv:
-    """Several environments for one collector: each group is of one of them, with its own rubric, tools and prompt.
+    """Several environments for one collector; each group comes from one of them, with its own rubric, tools and prompt.
 
-    It is drawn from and not stepped: to play one of them by hand take it by its name, `mixed["gsm8k"]`. The ids of a
-    group begin with its environment's name, which is also in each record (`Rollout.env`) and in metrics. An
-    environment is left out after the end of its data; collection ends with the last.
+    It has no `reset` or `step`: to step one of the environments yourself, get it by name, as in `mixed["gsm8k"]`. The
+    environment's name is the prefix of its group ids and is in each record (`Rollout.env`) and in the metrics. An
+    environment is excluded when its data ends; collection ends with the last one.
 
     Args:
-        envs: environments by name, each over a dataset (`DatasetChatEnv`, transformed or not), with the same `repeats`.
-        weights: how often each is drawn, relative to the others: numbers by name, or a function that is called with the
-            `EnvProgress` of each before a group is drawn. Equal ones by default.
+        envs: environments by name, each over a dataset (`DatasetChatEnv`, transformed or not), with equal `repeats`.
+        weights: relative frequencies by name, or a function that is called with the `EnvProgress` of each environment
+            before a group is drawn. By default all are equal.
 
     Raises:
-        ValueError: if there is no environment, if one has no dataset, if names or `repeats` do not fit, or if the
-            weights are no shares.
+        ValueError: if `envs` is empty, an environment has no dataset of its own, or names, `repeats` or weights are
+            invalid.
 
     Example:
         >>> from llmrl.envs import DatasetChatEnv
@@ -219,9 +219,9 @@ class MixedEnv:
         return list(self._envs.items())
 
     def state_dict(self) -> StateDict:
-        """Return the place in every dataset."""
+        """Return the position in every dataset."""
         return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a saved place."""
+        """Restore a saved position."""
         self.prompts.load_state_dict(state_dict["prompts"])

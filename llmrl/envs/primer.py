@@ -1,4 +1,4 @@
-"""`DataLoadingPrimer`: opens an environment's conversations with the rows of a data set."""
+"""`DataLoadingPrimer`: opens an environment's conversations with the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -25,29 +25,27 @@ _COUNTS = ("sample_index", "group_size")
 
 
 class PrimerOptions(DrawOptions, total=False):
-    """How rows are drawn; see `DataLoadingPrimer`."""
+    """Keyword arguments of `DataLoadingPrimer`."""
 
     dataloader_factory: Callable[[], Source] | None
 
 
 class DataLoadingPrimer(KnownArguments, Transform):
-    """Draws a row at each reset and hands its columns to the environment; they travel with the conversation.
+    """Draws a row at each reset and writes its columns, which stay in the conversation.
 
-    `DatasetChatEnv` does the same in one piece; this is for any environment that reads a column at reset, and its Ray
-    variant for several environments that share one pass over the data. A reset draws nothing if its tensordict has the
-    first column.
-
-    A collector takes groups, the end of the data and the saved position from a primer as from a `DatasetChatEnv`.
+    Use it for environments that read a column at reset; for conversations, `DatasetChatEnv` does the same without a
+    transform. Collectors handle groups, the end of the data and saved positions in the same way for both. A reset
+    draws nothing if its tensordict already has the first column.
 
     Args:
-        dataloader: a `DataLoader`, which may be endless, or anything that `load_rows` reads. It is read once.
-        dataloader_factory: function that makes it, instead of `dataloader`.
-        repeats: how often a row is drawn in a row; its draws form a group.
+        dataloader: a `DataLoader`, which may be endless, or any source of `load_rows`. It is read once.
+        dataloader_factory: function that creates the source, instead of `dataloader`.
+        repeats: group size, the number of consecutive draws of a row.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
 
     Raises:
-        ValueError: unless exactly one of dataloader and dataloader_factory is given, if it is empty, or if a column
-            has a name that a conversation uses itself.
+        ValueError: unless exactly one of dataloader and dataloader_factory is given, if the data is empty, or if a
+            column name is reserved.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -58,7 +56,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
     """
 
     is_shared = False
-    """Whether other primers share the position."""
+    """Whether several primers share the position in the data."""
 
     def __init__(
         self,
@@ -96,11 +94,11 @@ class DataLoadingPrimer(KnownArguments, Transform):
         self.columns = columns_of(self.prompts.items)
 
     def draw(self, count: int) -> list[Drawn]:
-        """Return the next rows; raise `EndOfData`, and draw none, if there are fewer."""
+        """Return the next `count` rows; raise `EndOfData`, without drawing, if fewer are left."""
         return self.prompts.draw_many(count)
 
     def reset_dataloader(self) -> None:
-        """Restart the data, even after its end; groups get new ids."""
+        """Restart the data, also after its end, with new group ids."""
         self.prompts.begin_anew()
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
@@ -133,7 +131,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         return tensordict_reset.update(tensordict.select(*self.columns, "rollout", strict=False))
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Add the entries that a reset reads: the group and its counts."""
+        """Add the columns and the group entries that a reset reads."""
         shape = input_spec.shape
         rollout: dict[str, TensorSpec] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
         rollout |= {key: Unbounded(shape, dtype=torch.int64) for key in _COUNTS}
@@ -148,21 +146,21 @@ class DataLoadingPrimer(KnownArguments, Transform):
         return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
-        """Continue from a saved position."""
+        """Restore a saved position."""
         self.prompts.load_state_dict(state_dict["prompts"])
 
 
 class RayDataLoadingPrimer(DataLoadingPrimer):
-    """A `DataLoadingPrimer` with its position in a Ray actor: environments in many processes share one pass.
+    """A `DataLoadingPrimer` whose data and position are in a Ray actor, so that many processes share one pass.
 
-    The data is read in the actor, once. Primers of one `actor_name` share it, and a pickled primer shares that of the
-    one it was pickled from. The actor ends with the last handle to it. Collectors end with the data; they know of no
-    groups, since others draw in between. `RayLLMCollector` needs none of these: it deals positions by itself.
+    Primers with the same `actor_name` share the actor, as does a pickled copy. The actor ends with its last handle.
+    Collectors stop at the end of the data but do not form groups, since other processes draw in between.
+    `RayLLMCollector` does not need this class, because it distributes positions itself.
 
     Args:
-        dataloader, **options: see `DataLoadingPrimer`; the first primer of an `actor_name` decides them.
-        num_cpus: cores that the actor reserves.
-        actor_name: name in Ray's namespace; None makes a new actor.
+        dataloader, **options: see `DataLoadingPrimer`; only those of the first primer of an `actor_name` are used.
+        num_cpus: CPU cores that the actor reserves.
+        actor_name: name in Ray's namespace; None creates a new actor.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -192,27 +190,27 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         return require("ray", extra="ray").get(getattr(self._actor, method).remote(*arguments))
 
     def draw(self, count: int) -> list[Drawn]:
-        """Return the next rows, which no other primer of the actor gets."""
+        """Return the next rows; no other primer of the actor gets them."""
         drawn = self._ask("draw", count)
         if isinstance(drawn, EndOfData):
             raise drawn
         return drawn
 
     def reset_dataloader(self) -> None:
-        """Restart the data, for all primers that share it."""
+        """Restart the data for all primers that share it."""
         self._ask("begin_anew")
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """Return the position in the data, of all that share it."""
+        """Return the shared position in the data."""
         return {"prompts": self._ask("state_dict")}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
-        """Continue from a saved position, for all that share it."""
+        """Restore a saved position for all primers that share it."""
         self._ask("load_state_dict", state_dict["prompts"])
 
 
 class _SharedPrompts:
-    """The sampler in the actor."""
+    """The sampler inside the Ray actor."""
 
     def __init__(self, make_prompts: Callable[[], PromptSampler]) -> None:
         self._prompts = make_prompts()
@@ -223,7 +221,7 @@ class _SharedPrompts:
     def draw(self, count: int) -> list[Drawn] | EndOfData:
         try:
             return self._prompts.draw_many(count)
-        except EndOfData as end:  # given back, for Ray would wrap what is raised
+        except EndOfData as end:  # returned, because Ray wraps exceptions
             return end
 
     def begin_anew(self) -> None:
@@ -237,13 +235,13 @@ class _SharedPrompts:
 
 
 def _rows(source: Source) -> Sequence[Row]:
-    """Return a loader's batches as rows; any other source through `load_rows`."""
+    """Return the rows of a source, or the batches of a loader as rows."""
     rows = load_rows(rows_of_loader(source) if isinstance(source, DataLoader) else source)
     return [{"query": row} for row in rows] if isinstance(rows[0], str) else rows
 
 
 def dataset_env_of(env: object) -> DatasetChatEnv | DataLoadingPrimer | None:
-    """Return the object that draws an environment's prompts: the dataset environment, or its own primer."""
+    """Return the part of an environment that draws prompts from its own dataset, or None."""
     drawing = [
         part
         for part in environment_parts(env)

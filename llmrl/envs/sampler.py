@@ -1,4 +1,4 @@
-"""`PromptSampler`: the order in which the prompts of a dataset are drawn."""
+"""`PromptSampler`: draws the prompts of a dataset in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Drawn = tuple[Row, str, int]
 
 
 class OrderOptions(TypedDict, total=False):
-    """In which order prompts are drawn; see `PromptSampler`."""
+    """Order in which prompts are drawn; see `PromptSampler`."""
 
     shuffle: bool
     seed: int
@@ -31,16 +31,15 @@ class OrderOptions(TypedDict, total=False):
 
 
 class DrawOptions(OrderOptions, total=False):
-    """How prompts are drawn; `repeats` is the number of conversations for each, the group size (1)."""
+    """How prompts are drawn; `repeats` is the group size (default 1)."""
 
     repeats: int
 
 
 class EndOfData(Exception):
-    """A dataset has fewer samples left than were to be drawn; none of them is drawn.
+    """A dataset has fewer samples left than requested; none of them is drawn.
 
     Args:
-        message: text of the error.
         num_left: number of samples that can still be drawn.
     """
 
@@ -52,18 +51,17 @@ class EndOfData(Exception):
 class PromptSampler:
     """Draws prompts from a dataset, each `num_samples` times in a row, epoch after epoch.
 
-    The draws depend only on `seed` and the position, so that a saved position continues the very same sequence.
+    The sequence depends only on `seed` and the position, so a restored position continues it exactly.
 
     Args:
-        items: the dataset: a sequence of mappings.
-        num_samples: how often a prompt is drawn in a row; its draws form a group.
-        shuffle: whether each epoch has its own order.
-        seed: seed of the shuffling.
-        num_epochs: number of passes over the dataset; None never ends.
-        name: prefix of group ids; two samplers of a run need two names.
+        items: the dataset, a sequence of mappings.
+        num_samples: group size, the number of consecutive draws of a prompt.
+        shuffle: whether to shuffle each epoch.
+        num_epochs: number of passes over the dataset; None for no end.
+        name: prefix of group ids; must be unique in a run.
 
     Raises:
-        ValueError: if the dataset is empty, a number is below 1, or rows that are read as they are drawn are shuffled.
+        ValueError: if the dataset is empty, a number is below 1, or `shuffle` is set for rows that are streamed.
 
     Example:
         >>> sampler = PromptSampler([{"query": "a"}], num_samples=2)
@@ -102,16 +100,16 @@ class PromptSampler:
 
     @cached_property
     def _digest(self) -> str | None:
-        """Digest of up to a thousand rows, evenly spaced; None if rows are made when they are drawn."""
+        """Hash of at most 1000 evenly spaced rows; None if rows are generated on demand."""
         if not isinstance(self.items, list | tuple) and not hasattr(self.items, "features"):  # Hugging Face's
             return None
         rows = [self.items[index] for index in range(0, len(self.items), -(-len(self.items) // _MAX_HASHED))]
-        # What JSON has not is known by its type: texts of objects have addresses, which differ from run to run.
+        # Only the type of other values is hashed, because their repr may contain addresses, which differ between runs.
         texts = (json.dumps(row, skipkeys=True, default=lambda value: type(value).__name__) for row in rows)
         return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
 
     def upcoming(self, count: int) -> list[int]:
-        """Return the positions of the next `count` draws, fewer if the data ends; nothing is drawn."""
+        """Return the positions of the next `count` draws without drawing; fewer if the data ends."""
         again = list(itertools.islice(self._again, count))
         stop = self._position + count - len(again)
         if isinstance(self.items, StreamedRows):
@@ -122,7 +120,7 @@ class PromptSampler:
 
     @property
     def num_surely_left(self) -> float:
-        """Number of draws before the data ends; 0 if it is unknown until more is read."""
+        """Minimum number of draws before the data ends; 0 for streamed rows."""
         if isinstance(self.items, StreamedRows):
             return 0
         if self.num_epochs is None:
@@ -134,11 +132,7 @@ class PromptSampler:
         return self.draw_many(1)[0]
 
     def draw_many(self, count: int) -> list[Drawn]:
-        """Return the next `count` draws, all of them or none.
-
-        Raises:
-            EndOfData: if there are fewer.
-        """
+        """Return the next `count` draws; raise `EndOfData`, without drawing, if fewer are left."""
         positions = self.upcoming(count)
         if len(positions) < count:
             epochs = f"the {self.num_epochs} epochs of {len(self.items)} prompts"
@@ -152,7 +146,7 @@ class PromptSampler:
         return [self.at(position) for position in positions]
 
     def at(self, position: int) -> Drawn:
-        """Return the result of a draw at a position; nothing is drawn."""
+        """Return the draw at a position, without drawing."""
         group, sample_index = divmod(position, self.num_samples)
         epoch, place = divmod(group, len(self.items))
         if self.shuffle and epoch != self._order_epoch:
@@ -163,7 +157,7 @@ class PromptSampler:
         return copied(self.items[index]), f"{self.name}/{epoch}/{index}", sample_index
 
     def item_of(self, group_id: str) -> Row:
-        """Return the item of a group, by its id.
+        """Return the item of a group id.
 
         Example:
             >>> PromptSampler([{"query": "a"}, {"query": "b"}]).item_of("train/3/1")
@@ -172,7 +166,7 @@ class PromptSampler:
         return self.items[int(group_id.rpartition("/")[2])]
 
     def skip_to_group(self) -> None:
-        """Skip the rest of partly drawn groups: a single draw (a reset by hand, a check of specs) moves no other group.
+        """Skip the rest of partly drawn groups, so that single draws do not shift later groups.
 
         Example:
             >>> sampler = PromptSampler([{"query": "a"}, {"query": "b"}], num_samples=2)
@@ -189,7 +183,7 @@ class PromptSampler:
         """Continue at the beginning of the next epoch, and count `num_epochs` from there.
 
         Raises:
-            ValueError: if the rows are those of a loader without a length, before its end.
+            ValueError: if the rows are streamed and their end has not been read.
 
         Example:
             >>> sampler = PromptSampler([{"query": "a"}], num_epochs=1)
@@ -206,26 +200,25 @@ class PromptSampler:
         self._first_epoch = self._position // size
 
     def draw_next(self, positions: Iterable[int]) -> None:
-        """Let the draws at these positions be the next ones, in place of others that were to be drawn again."""
+        """Draw these positions next, in place of other positions that were to be drawn again."""
         self._again = deque(positions)
 
     def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
-        """Return the position; `unfinished` are drawn positions of rollouts that will not outlive this process."""
+        """Return the position; `unfinished` lists drawn positions that must be drawn again after a restart."""
         state = {"position": self._position, "again": [*unfinished, *self._again], "order": self._meaning()}
         return {**state, "first_epoch": self._first_epoch}
 
     def _meaning(self) -> dict[str, object]:
-        """Return everything that determines the prompt and the id of a position."""
+        """Return all values that determine the prompt and the group id of a position."""
         num_prompts = None if isinstance(self.items, StreamedRows) else len(self.items)
         order = {"num_prompts": num_prompts, "num_samples": self.num_samples, "shuffle": self.shuffle}
         return {**order, "seed": self.seed, "name": self.name, "digest": self._digest}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a saved position.
+        """Restore a saved position.
 
         Raises:
-            ValueError: if it was saved with other prompts or samples, order, seed or name, with which its positions
-                would be other draws.
+            ValueError: if it was saved with another dataset, group size, order, seed or name.
         """
         saved = state.get("order", {})
         own = self._meaning()
@@ -243,7 +236,7 @@ class PromptSampler:
 
 
 def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
-    """Return the names of all columns of a dataset's rows; where rows are made or read when drawn, those of the first.
+    """Return the column names of a dataset; those of the first row if rows are read on demand.
 
     Example:
         >>> columns_of([{"query": "a"}, {"query": "b", "answer": "1"}])
@@ -254,10 +247,10 @@ def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
 
 
 def with_columns(item: Row, columns: Sequence[str]) -> Row:
-    """Return a row with all columns, None for those it lacks: stacked conversations keep only what all have.
+    """Return a row with all columns, None for missing ones.
 
     Raises:
-        ValueError: if a row has a further column.
+        ValueError: if the row has a further column.
 
     Example:
         >>> with_columns({"query": "a"}, ["query", "answer"])

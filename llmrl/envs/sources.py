@@ -1,4 +1,4 @@
-"""`load_rows`: the rows of a data set, from files, the hub or memory."""
+"""`load_rows`: the rows of a dataset, from files, the Hugging Face hub or memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmrl._utils.types import Row
 from llmrl.data.tensordicts import plain
 
 Source: TypeAlias = str | Path | Iterable[Any]
-"""What `load_rows` reads."""
+"""A source of `load_rows`."""
 
 
 def load_rows(
@@ -28,22 +28,21 @@ def load_rows(
     subset: str | None = None,
     columns: Iterable[str] = (),
 ) -> Sequence[Row]:
-    """Return the rows of a data set, as a sequence of mappings.
+    """Return the rows of a dataset as a sequence of mappings.
 
     Args:
-        source: a file (JSON lines, JSON, CSV, Parquet), a folder of such files or one that `datasets` saved, a hub
-            name (`"openai/gsm8k"`), a Hugging Face `Dataset` (which stays as it is, on disk), a data frame (pandas,
-            polars), a mapping from split names to any of these or from column names to columns of one length, or any
-            finite iterable of mappings. A path differs from a hub name if it exists, by its suffix, or by a `.`, `~` or
-            `/` at its start.
-        split: part of a source that has several: in a folder, the files with names that begin with it.
-        subset: configuration of a data set of the hub that has several.
+        source: a file (JSON lines, JSON, CSV, Parquet), a folder of such files or one saved by `datasets`, a hub name
+            (`"openai/gsm8k"`), a Hugging Face `Dataset` (which stays on disk), a data frame (pandas, polars), a
+            mapping of splits to any of these or of column names to columns of equal length, or any finite iterable of
+            mappings. A string is a path if it exists, has one of these suffixes, or starts with `.`, `~` or `/`.
+        split: split of a source that has several; in a folder, the prefix of the file names.
+        subset: configuration of a hub dataset.
         columns: names that every row must have.
 
     Raises:
         FileNotFoundError: if the file does not exist, or if the folder has no readable file.
-        ValueError: if a line is unreadable, the split unknown, the data set empty or a column missing.
-        TypeError: if the source, or a row, is of another type.
+        ValueError: if a line is invalid, the split unknown, the dataset empty or a column missing.
+        TypeError: if the source or a row has another type.
 
     Example:
         >>> load_rows([{"question": "1 + 1 ="}], columns=["question"])
@@ -65,7 +64,7 @@ def _rows_of(source: Any, split: str | None, subset: str | None, label: str) -> 
         source = _open(source, split, subset, label)
     if isinstance(source, Mapping) and _is_columns(source, split):
         return _rows_of_columns(source, label)
-    if isinstance(source, Mapping):  # splits by name; a `DatasetDict` is one
+    if isinstance(source, Mapping):  # splits by name, such as a `DatasetDict`
         return _rows_of(_choose(source, split, label), None, None, label)
     if hasattr(source, "iloc") and hasattr(source, "to_dict"):  # pandas has NaN for missing values
         return source.astype(object).where(source.notna(), None).to_dict("records")
@@ -85,7 +84,7 @@ _SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "
 
 
 def _is_columns(source: Mapping[str, Any], split: str | None) -> bool:
-    """Return whether a mapping is one of columns, and not of splits: its values say so, and its names."""
+    """Return whether a mapping contains columns rather than splits."""
     if not source or split in source or _SPLITS.issuperset(source):
         return False
     are_rows = all(len(values) and isinstance(values[0], Mapping) for values in source.values() if _is_column(values))
@@ -108,8 +107,7 @@ def _choose(parts: Mapping[str, object], split: str | None, label: str) -> objec
 
 
 def _check(rows: Sequence[Row], columns: list[str], label: str) -> None:
-    # Rows that are not in memory are read from a disk, or generated, when they are drawn: there the first one stands
-    # for all.
+    # Rows that are read or generated on demand are not loaded here: only the first one is checked.
     to_check = rows if isinstance(rows, list | tuple) else [rows[0]]
     for index, row in enumerate(to_check):
         if not isinstance(row, Mapping) and (columns or not isinstance(row, str)):
@@ -154,7 +152,7 @@ def _read_folder(path: Path, split: str | None) -> Any:
 
 
 def _names(relative: Path) -> set[str]:
-    """Return the splits that a file may belong to by its path: `train-00000-of-00001.parquet`, `train/part-0.jsonl`."""
+    """Return the splits that a path may belong to: `train-00000-of-00001.parquet`, `train/part-0.jsonl`."""
     return {*relative.parts[:-1], relative.stem, relative.stem.split("-")[0], relative.stem.split("_")[0]}
 
 
@@ -190,13 +188,13 @@ def _read_json(path: Path) -> object:
     except _DoubledName as error:
         raise ValueError(f"{path} is not read: {error}.") from None
     except ValueError:
-        return _read_json_lines(path)  # JSON lines are often named so
+        return _read_json_lines(path)  # JSON lines in a .json file
     is_row = isinstance(content, Mapping) and not all(isinstance(part, list) for part in content.values())
     return [content] if is_row else content
 
 
 class _DoubledName(ValueError):
-    """A name that an object, or the header of a table, has twice."""
+    """A duplicate name in a JSON object or a table header."""
 
 
 def _once_each(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
@@ -249,10 +247,10 @@ _READERS: dict[str, Callable[[Path], object]] = {
 
 
 def rows_of_batches(batches: Iterable[object]) -> list[Row]:
-    """Return the rows that a `DataLoader` yields, as columns of one length, lists, TensorDicts or single rows.
+    """Return the rows of batches, each of which is columns of equal length, a list, a TensorDict or a single row.
 
     Raises:
-        TypeError: if a batch is of another kind.
+        TypeError: if a batch has another type.
 
     Example:
         >>> rows_of_batches([{"query": ["a", "b"], "answer": ["1", "2"]}, [{"query": "c", "answer": "3"}]])
@@ -277,12 +275,9 @@ def rows_of_loader(loader: Iterable[object]) -> Sequence[Row]:
 
 
 class StreamedRows(Sequence[Row]):
-    """Rows of an iterable of batches, read on demand and kept.
+    """Rows of an iterable of batches (see `rows_of_batches`), read on demand and kept in memory.
 
-    Its length is that of an endless one until its end has been read.
-
-    Args:
-        batches: as `rows_of_batches` takes them.
+    Its length is `sys.maxsize` until the end has been read.
     """
 
     def __init__(self, batches: Iterable[object]) -> None:
@@ -292,7 +287,7 @@ class StreamedRows(Sequence[Row]):
         """Whether all rows have been read."""
 
     def read(self, num_rows: int) -> None:
-        """Read until there are this many rows, or none is left."""
+        """Read until there are `num_rows` rows or the end is reached."""
         while len(self._rows) < num_rows and not self.has_ended:
             try:
                 self._rows += _rows_of_batch(next(self._batches))
@@ -328,6 +323,6 @@ def _is_column(values: object) -> bool:
 
 
 def _uncollated(value: object) -> object:
-    """Return the numbers as they were before they were collated into tensors."""
+    """Return a scalar tensor as a number, as it was before collation."""
     value = plain(value)
     return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value

@@ -1,4 +1,4 @@
-"""`ToolEnv`: an environment with its public methods as the model's tools, like TRL's `environment_factory`."""
+"""`ToolEnv`: an environment whose public methods are the model's tools, like TRL's `environment_factory`."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ from llmrl.transforms import RubricReward
 
 
 class ToolEnv(KnownArguments, TransformedEnv):
-    """Conversations with an environment that has its public methods as tools: TRL's `environment_factory`.
+    """Conversations with an object whose public methods are the model's tools, like TRL's `environment_factory`.
 
-    One instance plays one conversation. Its `reset` is called first, with those columns of the row that it names, and
-    what it returns, a text or None, is appended to the last user message. `get_reward`, where there is one, gives the
-    rollout's reward when the conversation has ended; a rubric may score instead, and reads the instance by the class's
-    name, `class WordGame` as `word_game`. `close` is called in every case. Each of them may be `async`.
+    Each conversation has its own instance. `reset` is called first, with the columns of the row that it has
+    parameters for; the text that it returns, if any, is appended to the last user message. `get_reward` returns the
+    rollout's reward at the end. Alternatively a rubric scores the rollout; its functions read the instance by the
+    class name in snake case (`word_game` for `class WordGame`). `close` is always called. All methods may be `async`.
 
     Args:
         factory: the class, or a `functools.partial` of it.
-        dataset: the rows, see `DatasetChatEnv`; the column `prompt`, or `query`, is a text or messages. Without one
-            `reset` says what the task is.
+        dataset: the rows, see `DatasetChatEnv`; the column `prompt` or `query` is a text or messages. Without a
+            dataset, `reset` returns the first message.
         rubric: rubric that scores in place of `get_reward`.
-        system_prompt: system prompt of the conversation.
-        timeout: time limit of one call of a tool, in seconds.
+        timeout: time limit of a tool call, in seconds.
         **draws: see `MessageChatEnv`.
 
     Raises:
-        TypeError: if the factory is not a class, or if a method is not a tool.
-        ValueError: if rows have no prompt, or if there is neither `get_reward` nor a rubric.
+        TypeError: if the factory is not a class, or if a method is not a valid tool.
+        ValueError: if the rows have no prompt, or if there is neither `get_reward` nor a rubric.
 
     Example:
         >>> class Counter:
@@ -96,7 +95,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
 
 
 class _ToolsAtHome(ToolTransform):
-    """Tools that run on the loop on which their instances were opened."""
+    """Tools that run on the event loop of their instances."""
 
     def __init__(self, instances: InstanceTools, home: BackgroundLoop, timeout: float) -> None:
         super().__init__(instances.tools, timeout=timeout)
@@ -104,7 +103,7 @@ class _ToolsAtHome(ToolTransform):
 
 
 class _Opening(MessageEnv):
-    """Makes the instance of a conversation, and its first messages; tools answer the rest."""
+    """Creates the instance of a conversation and its first messages; tools answer later messages."""
 
     def __init__(self, instances: InstanceTools, row: Row, column: str, system_prompt: str | None) -> None:
         self._instances = instances
@@ -135,15 +134,15 @@ class _Opening(MessageEnv):
         return MessageStep()
 
     async def close(self) -> None:
-        self._instances.release(self.session.id)  # for an instance that no tools know
+        self._instances.release(self.session.id)  # if no tool has been called
 
 
 class _OpenedByTools(MessageChatEnv):
-    """Gives tools the session in which a conversation's instance is."""
+    """Adds a conversation's instance to the session of its tools."""
 
     @property
     def loop(self) -> BackgroundLoop:
-        """Where conversations are opened."""
+        """Event loop on which conversations are opened."""
         return self._loops.current
 
     def _opened_step(self, opened: Opened | None) -> TensorDictBase:
@@ -154,7 +153,7 @@ class _OpenedByTools(MessageChatEnv):
 
 
 class _OwnReward:
-    """A reward function that asks a conversation's instance."""
+    """A reward function that calls `get_reward` of a conversation's instance."""
 
     def __init__(self, state_name: str) -> None:
         self._state_name = state_name

@@ -1,1 +1,1 @@
-"""Adapters to environments that other projects provide."""
+"""Adapters for environments of other projects."""

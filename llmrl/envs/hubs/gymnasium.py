@@ -1,4 +1,4 @@
-"""A text `gymnasium.Env` as a conversation."""
+"""`GymnasiumTextEnv`: a text-based `gymnasium.Env` as a conversation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
 
 class GymnasiumTextEnv(MessageEnv):
-    """Plays a `gymnasium.Env` with strings as observations and actions; give it to `MessageChatEnv`.
+    """Adapts a `gymnasium.Env` with strings as observations and actions to `MessageChatEnv`.
 
-    Observations are the user's messages, the policy's answers are the actions. The environment's calls run in a thread.
+    Observations are user messages, and the policy's answers are actions. The environment runs in a thread.
 
     Args:
-        env: environment of one conversation. Those of GEM (`gem.make`) are of this kind, too.
+        env: environment of one conversation; those of GEM (`gem.make`) work, too.
         seed: seed of its reset.
-        system_prompt: system prompt of the conversation.
 
     Raises:
         TypeError: if an observation is not a string.
@@ -52,7 +51,7 @@ class GymnasiumTextEnv(MessageEnv):
         return [*opening, self._message(observation)]
 
     async def step(self, message: Message) -> MessageStep:
-        """Act with the text of the message; the observation after the end is discarded."""
+        """Take the message's text as the action; the final observation is discarded."""
         action = text_of(message.get("content"))
         observation, reward, is_terminated, is_truncated, info = await asyncio.to_thread(self.env.step, action)
         messages = [] if is_terminated else [self._message(observation)]
@@ -62,7 +61,7 @@ class GymnasiumTextEnv(MessageEnv):
 
     async def close(self) -> None:
         """Close the environment."""
-        if hasattr(self.env, "close"):  # GEM's have none
+        if hasattr(self.env, "close"):  # GEM's environments have no `close`
             await asyncio.to_thread(self.env.close)
 
     def _message(self, observation: object) -> Message:

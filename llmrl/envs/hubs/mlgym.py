@@ -1,4 +1,4 @@
-"""MLGym: research tasks in a container, played by shell commands (Nathani et al. 2025, arXiv 2502.14499)."""
+"""MLGym: research tasks in a container, solved with shell commands (Nathani et al. 2025, arXiv 2502.14499)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _folder_lock = threading.Lock()
 
 
 def find_command(reply: str) -> str | None:
-    r"""Return the last fenced block of a reply, without the name of its language; None without one.
+    r"""Return the last fenced block of a reply, without its language name; None if there is no block.
 
     Example:
         >>> find_command("I look around.\n```bash\nls -l\n```"), find_command("I look around.")
@@ -41,7 +41,7 @@ def find_command(reply: str) -> str | None:
 
 
 def score_gain(observation: str) -> float:
-    """Return how far the evaluation that an observation reports is above the baseline; 0 when it reports none.
+    """Return the difference between the evaluation score in an observation and the baseline; 0 without an evaluation.
 
     Example:
         >>> score_gain("Baseline Score: {'Score': 0.5} Evaluation Score: {'Score': 0.75}"), score_gain("ls")
@@ -56,9 +56,9 @@ def score_gain(observation: str) -> float:
 
 
 class MLGymWrapper(MessageEnv):
-    """Plays one `MLGymEnv` as a conversation: its templates are the user's messages, a fenced block is the command.
+    """One `MLGymEnv` as a conversation: its templates are user messages, and fenced blocks are commands.
 
-    The reward is the environment's own, plus what an evaluation gains over the baseline.
+    The reward is the environment's reward plus the gain of an evaluation over the baseline.
 
     Args:
         env: an `MLGymEnv` with the `config` of an MLGym agent.
@@ -78,7 +78,7 @@ class MLGymWrapper(MessageEnv):
         self.reward_wrong_format = reward_wrong_format
 
     async def init(self) -> list[Message]:
-        """Start the container, and open with the system's and the task's message."""
+        """Start the container, and return the system and task messages."""
         return await asyncio.to_thread(self._open)
 
     def _open(self) -> list[Message]:
@@ -146,15 +146,15 @@ def make_mlgym(
     """Make a `ChatEnv` of MLGym tasks; each conversation has its own container.
 
     Args:
-        task, tasks: one task's name, such as `prisonersDilemma`, or several.
-        max_steps: maximum number of commands in a conversation.
+        task, tasks: name of one task, such as `prisonersDilemma`, or of several.
+        max_steps: maximum number of commands per conversation.
         reward_wrong_format: reward added for a reply without a command.
-        repeats: conversations per task: the group size.
+        repeats: group size, the number of conversations per task.
         seed, container_type: arguments of MLGym.
 
     Raises:
         ValueError: unless exactly one of `task` and `tasks` is given.
-        ImportError: if MLGym, which no package index has, is not installed.
+        ImportError: if MLGym is not installed (it is in no package index).
 
     Example:
         >>> make_mlgym()
@@ -195,7 +195,7 @@ def _builder(task: str, max_steps: int, seed: int, container_type: str) -> Calla
             verbose=False,
             aliases_file="docker/aliases.sh",
         )
-        # The model is ours; MLGym's agent configuration brings the templates.
+        # Only the templates of MLGym's agent configuration are used, not its model.
         agent = AgentArguments(model=ModelArguments(""), agent_config_path=CONFIG_DIR / "agents" / "default.yaml")
         register_task(arguments)
 
@@ -210,7 +210,7 @@ def _builder(task: str, max_steps: int, seed: int, container_type: str) -> Calla
 
 @contextlib.contextmanager
 def _in_mlgym_folder() -> Iterator[None]:
-    """MLGym opens its own files by relative paths, and the current folder is the whole process's: one at a time."""
+    """Change to MLGym's folder, whose files it opens by relative paths; one thread at a time."""
     spec = importlib.util.find_spec("mlgym")
     if spec is None or not spec.submodule_search_locations:
         yield

@@ -1,4 +1,4 @@
-"""`OpenEnvChatEnv`: conversations with the environments of an OpenEnv server, over its WebSocket."""
+"""`OpenEnvChatEnv`: conversations with the environments of an OpenEnv server, over a WebSocket."""
 
 from __future__ import annotations
 
@@ -22,31 +22,29 @@ from llmrl.envs.sampler import DrawOptions
 if TYPE_CHECKING:
     import aiohttp
 
-_MAX_MESSAGE_BYTES = 100 << 20  # as OpenEnv's own client has it: screenshots are observations
+_MAX_MESSAGE_BYTES = 100 << 20  # same limit as OpenEnv's client; observations may be screenshots
 _CLOSE_SECONDS = 5.0
 _FIRST_WAIT_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 2.0
 
 
 class OpenEnvChatEnv(MessageChatEnv):
-    """Conversations with an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), without its package.
+    """Conversations with an OpenEnv server (https://github.com/meta-pytorch/OpenEnv); its package is not needed.
 
-    Each conversation has its own session on the server, which is closed at every kind of end. The session is reset with
-    a row of the dataset, so that a column `seed` is its seed. Observations are the user's messages, an answer is an
-    action; the rewards of the steps add up. While the server cannot be reached, or has no place for a session, opening
-    one is retried; a lost session cannot be resumed, and its rollout ends with an error.
+    Each conversation has its own session, which is reset with a row of the dataset, for example a column `seed`.
+    Observations are user messages, answers are actions, and the rewards of the steps are summed. Opening a session is
+    retried while the server is unreachable or full. A lost session ends its rollout with an error.
 
     Args:
         url: URL of the server, such as `http://127.0.0.1:8000`.
         dataset: the rows, see `MessageChatEnv`; by default one empty row.
-        action_adapter: makes the action, a dict, of the text of an answer. By default the text is the one field that
-            the server's schema of actions asks for.
-        observation_adapter: changes an observation, a dict, before anything reads it; what it returns is kept as
-            `("next", "env_info")` where that is a dict, too.
-        history_content_adapter: makes the text of a message of an observation; by default the one field that it has, or
-            all of them as JSON.
-        system_prompt: system prompt of the conversation.
-        timeout: time limit of opening a session, and of each answer, in seconds.
+        action_adapter: converts the text of an answer to the action, a dict. By default the text is the only required
+            field of the server's action schema.
+        observation_adapter: converts each observation, a dict, before it is used; if the result is a dict, it is
+            stored as `("next", "env_info")`.
+        history_content_adapter: converts an observation to the text of a message; by default its only field, or all
+            of its fields as JSON.
+        timeout: time limit of opening a session and of each answer, in seconds.
         **draws: see `MessageChatEnv`.
 
     Raises:
@@ -96,7 +94,7 @@ class OpenEnvChatEnv(MessageChatEnv):
 class _Server:
     url: str
     action: Callable[[str], Mapping[str, object]] | None
-    """Function that makes an action; None until the server has sent its schema."""
+    """Function that converts a text to an action; None until the server has sent its schema."""
     observation: Callable[[object], object]
     content: Callable[[object], str]
     system_prompt: str | None
@@ -108,7 +106,7 @@ class _NotNow(Exception):
 
 
 class _Session(MessageEnv):
-    """A conversation: a WebSocket, and the task that reads it, so that pings are answered during generation."""
+    """A conversation over a WebSocket; a background task reads it, so that pings are answered during generation."""
 
     def __init__(self, server: _Server, row: Row) -> None:
         self._server = server
@@ -162,7 +160,7 @@ class _Session(MessageEnv):
             raise _NotNow(str(error)) from error
 
     async def _action_of_text(self, http: aiohttp.ClientSession) -> Callable[[str], Mapping[str, object]]:
-        """Return how the server's actions are made of a text, by its schema."""
+        """Return a function that converts a text to an action of the server's schema."""
         async with http.get(f"{self._server.url}/schema", raise_for_status=True) as response:
             schema = await response.json()
         fields = {name: one for name, one in schema["action"]["properties"].items() if name != "metadata"}
@@ -185,7 +183,7 @@ class _Session(MessageEnv):
         url = self._server.url
         is_unasked = not self._received.empty()
         if not is_unasked:
-            with contextlib.suppress(ConnectionError):  # of which the reader tells why
+            with contextlib.suppress(ConnectionError):  # the reader stores the reason
                 await self._socket.send_str(json.dumps(question))
         try:
             async with asyncio.timeout(self._server.timeout):

@@ -1,4 +1,4 @@
-"""TextArena's games (Guertler et al. 2025, arXiv 2504.11442), for one player or several."""
+"""TextArena games (Guertler et al. 2025, arXiv 2504.11442) for one or several players."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ _random_lock = threading.Lock()
 
 
 class TextArenaGame(Game):
-    """Plays a game of TextArena: each player sees what is new since its own last move.
+    """A TextArena game, in which each player sees the messages since its own last move.
 
-    TextArena answers a move against the rules, or ends the game. A player that leaves others gets -1, and they get 0;
-    a player that leaves alone gets 0. Games draw Python's random numbers, each from its own state; the state of the
-    program does not change.
+    TextArena handles illegal moves. A player that leaves a game with others gets -1 and the others get 0; a single
+    player that leaves gets 0. Each game has its own state of Python's random numbers; the global state is not
+    changed.
 
     Args:
         env_id: id of the game, such as `TicTacToe-v0`.
-        num_players: number of players.
-        seed: seed of its reset.
 
     Raises:
         MissingExtraError: if TextArena is not installed.
@@ -56,7 +54,7 @@ class TextArenaGame(Game):
                 random.setstate(before)
 
     def observe(self) -> tuple[str, str]:
-        """Return the player to move, and the messages of the game and of the others since its last move."""
+        """Return the player to move, and the messages of the game and other players since its last move."""
         player, messages = self._seeded(self._env.get_observation)
         names = self._env.state.role_mapping
         said = (
@@ -74,16 +72,16 @@ class TextArenaGame(Game):
             self._results = {role: float((rewards or {}).get(player, 0.0)) for player, role in enumerate(self._roles)}
 
     def rewards(self) -> Mapping[str, float] | None:
-        """Return TextArena's rewards; None while the game goes on."""
+        """Return TextArena's rewards, or None while the game is running."""
         return self._results
 
     def leave(self, role: str) -> Mapping[str, float]:
-        """Return -1 for who leaves others, and 0 for these."""
+        """Return -1 for a player that leaves other players, and 0 otherwise."""
         return {name: -1.0 if name == role and len(self._roles) > 1 else 0.0 for name in self._roles}
 
 
 def role_names(num_players: int) -> tuple[str, ...]:
-    """Return what the players are called, in the order in which TextArena counts them.
+    """Return the names of the players in TextArena's order.
 
     Example:
         >>> role_names(2)
@@ -104,19 +102,17 @@ def make_textarena_env(
     repeats: int | None = None,
     **order: Unpack[OrderOptions],
 ) -> GameEnv:
-    """Return an environment of a game of TextArena with the players `player_0`, `player_1`, ….
+    """Return an environment of a TextArena game with the players `player_0`, `player_1`, ….
 
     Args:
         env_id: id of the game, such as `TicTacToe-v0`.
-        num_players: number of players.
-        opponents: players in place of the policy, by role: functions of the messages that the role has seen, which
-            may ask a model. The policy plays all other roles.
-        seeds: seeds of the games, one for each group.
+        opponents: players in place of the policy, by role: functions of the messages that the role has seen.
+        seeds: seeds of the games, one per group.
         system_prompt, repeats, **order: see `GameEnv`.
 
     Raises:
         MissingExtraError: if TextArena is not installed.
-        ValueError: if there is no such game for so many players; see also `GameEnv`.
+        ValueError: if the game does not exist for this number of players; see also `GameEnv`.
 
     Example:
         >>> make_textarena_env("TicTacToe-v0", opponents={"black": max})
@@ -134,5 +130,5 @@ def make_textarena_env(
         repeats=repeats,
         **order,
     )
-    TextArenaGame(env_id, num_players=num_players, seed=rows[0]["seed"])  # raises the errors of a game here
+    TextArenaGame(env_id, num_players=num_players, seed=rows[0]["seed"])  # raises errors of the game early
     return env
