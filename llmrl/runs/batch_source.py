@@ -1,4 +1,4 @@
-"""`BatchSource`: what a step trains on, with everything that it takes to train on it again after a kill."""
+"""`BatchSource`: the batches of training steps, with the state needed to train on them again after a kill."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _ROLLOUT_ID = ("rollout", "rollout_id")
 
 
 class BatchMaker(Protocol):
-    """What a run asks of an `LLMCollector`, or of what stands for one."""
+    """The interface of `LLMCollector` that a run uses."""
 
     report: CollectionReport | None
     rollouts: list[Rollout]
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """Draw batch after batch."""
+        """Yield batches."""
         ...
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that what is drawn next is played with."""
+        """Version of the weights that play the next batch."""
         ...
 
     def update_policy_weights_(self, model: torch.nn.Module, /) -> int:
@@ -43,41 +43,41 @@ class BatchMaker(Protocol):
         ...
 
     def state_dict(self) -> StateDict:
-        """Return its place in the data."""
+        """Return the position in the data."""
         ...
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from a place in the data."""
+        """Continue from a position in the data."""
         ...
 
 
 class SavedBatch(TypedDict):
-    """What a step collected. It is saved before the step trains on it."""
+    """What a step collected, as saved before the step trains on it."""
 
     batch: TensorDictBase
     """Training rows."""
     metrics: dict[str, float]
-    """Of their collection."""
+    """Metrics of the collection."""
     rollouts: list[dict[str, JSON]]
     """Records of the rollouts (`rollout_records`)."""
     dropped_rows: list[TensorDictBase]
-    """Rows of the rollouts that are not in the batch, with what `TokenLog` keeps of them alone."""
+    """Token columns (`TOKEN_KEYS`) of the rollouts that are not in the batch."""
     collector: StateDict
-    """The collector's state after it: groups in flight are in it, to be played again."""
+    """State of the collector after the batch, including the groups in flight, which are played again."""
     random: StateDict
-    """States of the random number generators after it."""
+    """States of the random number generators after the batch."""
 
 
 class BatchSource:
     """Batches of a collector, each with the state after it.
 
     Args:
-        collector: is iterated.
-        in_background: a thread draws batches ahead, and where none is ready `take` gives an empty one.
-        needs_batch: whether there is nothing to train on before a batch comes; asked in the background only.
-        last: what was taken before, when resumed.
-        on_dropped: called, where batches are drawn by the caller of `take`, with the metrics and rollouts of what was
-            played in vain so far, before more is played in its place.
+        collector: source of the batches.
+        in_background: draw batches in a thread; `take` then returns an empty batch if none is ready.
+        needs_batch: returns whether the step must wait for a batch; used only with `in_background`.
+        last: last batch that was taken, for a resumed run.
+        on_dropped: called with metrics and rollouts that no row of a batch comes from, before more are played.
+            Not used with `in_background`.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class BatchSource:
             }
 
     def take(self) -> SavedBatch | None:
-        """Return what the next step trains on; None at the end of the data.
+        """Return what the next step trains on, or None at the end of the data.
 
         Raises:
-            Exception: what the collector raised.
+            Exception: any exception of the collector.
         """
         started = time.perf_counter()
         if self._ahead is None:
@@ -137,13 +137,13 @@ class BatchSource:
         return collected
 
     def close(self) -> None:
-        """Draw nothing more."""
+        """Stop drawing batches."""
         if self._ahead is not None:
             self._ahead.close()
 
 
 def played_by(collector: BatchMaker) -> tuple[dict[str, float], list[Rollout]]:
-    """Return what a collector played last, in numbers and as rollouts."""
+    """Return the metrics and the rollouts of the collector's last batch."""
     report = collector.report
     played = collector.rollouts
     assert report is not None
@@ -151,7 +151,7 @@ def played_by(collector: BatchMaker) -> tuple[dict[str, float], list[Rollout]]:
 
 
 def left_out(played: Sequence[Rollout], batch: TensorDictBase) -> list[Rollout]:
-    """Return the rollouts that a batch has no row of; none where its rows do not name theirs."""
+    """Return the rollouts without a row in the batch, or none if the rows do not name their rollouts."""
     if not batch.batch_size.numel() or not has_entry(batch, _ROLLOUT_ID):
         return []
     held = set(value_column(batch, _ROLLOUT_ID))
@@ -159,12 +159,12 @@ def left_out(played: Sequence[Rollout], batch: TensorDictBase) -> list[Rollout]:
 
 
 def token_rows(rollouts: Sequence[Rollout]) -> list[TensorDictBase]:
-    """Return what `TokenLog` keeps of rollouts that are not trained on."""
+    """Return the token columns of rollouts that are not trained on."""
     rows = [row for rollout in rollouts for row in rollout.rows or rollout_rows(rollout)]
     return [row.select(*TOKEN_KEYS) for row in rows]
 
 
 def restore(collector: BatchMaker, collected: SavedBatch | StateDict) -> None:
-    """Put collector and random number generators into the state after a saved batch, or of a checkpoint."""
+    """Restore the collector and the random number generators from a saved batch or a checkpoint."""
     collector.load_state_dict(collected["collector"])
     restore_random_states(collected["random"])

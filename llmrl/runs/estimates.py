@@ -1,4 +1,4 @@
-"""The arithmetic of an evaluation: pass@k, and how sure one can be of a mean."""
+"""Statistics of an evaluation: pass@k, and confidence intervals of means."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _Z = 1.96
-"""Standard errors on each side of a mean that make 95 %."""
+"""Half-width of a 95 % interval, in standard errors."""
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Return the chance that at least one of `k` answers is right, unbiased, from `num_samples` answers to one problem.
+    """Return the unbiased estimate of the probability that at least one of `k` answers to a problem is right.
 
     `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
 
@@ -32,9 +32,8 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def interval_of_mean(problem_means: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of a mean score in [0, 1].
 
-    Answers to one problem are alike, so the problem is the unit (Miller 2024, "Adding Error Bars to Evals", section
-    2.2); the interval is Wilson's (1927) at the sample size that this standard error amounts to, so that it is right
-    near 0 and 1, too, where the usual one has no width.
+    Standard errors are clustered by problem (Miller 2024, "Adding Error Bars to Evals", section 2.2). The interval is
+    Wilson's (1927) at the effective sample size, so it has a width for means of 0 and 1.
 
     Args:
         problem_means: mean score of each problem's answers.
@@ -69,7 +68,7 @@ def interval_of_mean(problem_means: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean, and the ends of its 95 % interval."""
+    """A mean and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -77,7 +76,7 @@ class Estimate:
 
 
 def estimate_of_mean(problem_means: Sequence[float]) -> Estimate:
-    """Return the mean of scores in [0, 1], one per problem, with `interval_of_mean`.
+    """Return the mean of scores in [0, 1], one per problem, with its `interval_of_mean`.
 
     Example:
         >>> estimate_of_mean([0.5, 0.5]).mean

@@ -1,4 +1,4 @@
-"""`Evaluator`: what a policy is worth on problems that are not trained on, while it is trained or by itself."""
+"""`Evaluator`: measures a policy on held-out problems, during training or on its own."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ from llmrl.watch.tracking import as_recorded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """Results in one environment. Which answers are right is said by `right_answers`."""
+    """Results in one environment. `right_answers` decides which answers are right."""
 
     policy_version: int
-    """Of the weights that were measured."""
+    """Version of the weights that were measured."""
     num_problems: int
     num_samples: int
-    """Answers to each problem."""
+    """Number of answers per problem."""
     pass_at: dict[int, Estimate]
-    """pass@k for `k` of 1 (which is avg@k: the share of right answers) and of all answers to a problem. It is empty
-    where it is not known which answers are right."""
+    """pass@k for `k` = 1 (the share of right answers) and `k` = `num_samples`. Empty if right answers are unknown."""
     reward: float | None
-    """Mean over scored answers; None without any."""
+    """Mean over scored answers; None if no answer is scored."""
     reward_breakdown: dict[str, float]
-    """Of each reward function, the mean over scored answers."""
+    """Mean of each reward function over scored answers."""
     completion_tokens: float
-    """Mean of an answer."""
+    """Mean number of tokens per answer."""
     num_by_status: dict[str, int]
-    """Answers by status and reason."""
+    """Number of answers by status and reason."""
     seconds: float
     rollouts: list[Rollout] = field(repr=False)
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], *, policy_version: int = 0, seconds: float = 0.0) -> EvaluationReport:
-        """Judge rollouts, all answers to a problem in one group.
+        """Return the report of rollouts; all answers to a problem are one group.
 
         Raises:
             ValueError: if there are no rollouts.
@@ -91,7 +90,7 @@ class EvaluationReport:
         )
 
     def to_metrics(self) -> dict[str, float]:
-        """Return what is worth a curve: `pass@1` and the ends of its 95 % interval, `reward`, `completion_tokens`."""
+        """Return the metrics to plot, among them pass@k with its 95 % interval and `reward`."""
         metrics = rollout_metrics(self.rollouts)
         metrics |= {"completion_tokens": self.completion_tokens, "seconds": self.seconds}
         for k, estimate in self.pass_at.items():
@@ -99,7 +98,7 @@ class EvaluationReport:
         return metrics if self.reward is None else {**metrics, "reward": self.reward}
 
     def to_summary(self) -> dict[str, JSON]:
-        """Return everything but the rollouts, as JSON has it."""
+        """Return the results without the rollouts, as JSON."""
         return {
             "num_problems": self.num_problems,
             "num_samples": self.num_samples,
@@ -115,18 +114,17 @@ class EvaluationReport:
 
 
 class Evaluator:
-    """Plays every problem of named environments, on the engine that also collects. A context manager.
+    """Plays all problems of named environments, on the engine that also collects. A context manager.
 
-    Collection is not paused: where it runs beside training its requests and these are served side by side. What must
-    not happen meanwhile is an update of the weights, for results would be of a mixture; that is warned of.
+    Collection continues meanwhile. If the weights are updated during an evaluation, it warns, because the results then
+    belong to a mixture of weights.
 
     Args:
-        envs: a `DatasetChatEnv`, usually transformed, under each name; its `repeats` are the answers to each problem.
-            Of no environment there is nothing to evaluate.
-        policy: answers; with a temperature of its own, if it is to be measured so.
+        envs: a `DatasetChatEnv`, usually transformed, by name; its `repeats` is the number of answers per problem.
+        policy: generates the answers.
         limits: turn, prompt and time limits of a rollout.
-        num_problems: number of problems of each environment, its first ones; all by default.
-        max_concurrent_rollouts: conversations in flight in one environment; all by default.
+        num_problems: evaluate the first `num_problems` of each environment; all by default.
+        max_concurrent_rollouts: conversations in flight per environment; all by default.
 
     Raises:
         ValueError: if an environment has no dataset, or `num_problems` is below 1.
@@ -171,10 +169,10 @@ class Evaluator:
         }
 
     def evaluate(self) -> dict[str, EvaluationReport]:
-        """Play all environments, side by side; the report of each, by name.
+        """Play all environments in parallel and return their reports by name.
 
         Raises:
-            EndOfData: if an environment's `num_epochs` are over.
+            EndOfData: if an environment has no epochs left.
         """
         with ThreadPoolExecutor(max(1, len(self._collectors)), thread_name_prefix="llmrl-evaluation") as pool:
             return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
@@ -193,11 +191,11 @@ class Evaluator:
 
     @property
     def num_played(self) -> int:
-        """Answers that have come so far, of the evaluation that is going on."""
+        """Number of answers so far in the current evaluation."""
         return sum(collector.num_played for collector in self._collectors.values())
 
     def shutdown(self) -> None:
-        """End the threads; environments and engine are their owner's to end."""
+        """End the threads. Environments and engine stay open."""
         for collector in self._collectors.values():
             collector.shutdown()
 
@@ -209,21 +207,21 @@ class Evaluator:
 
 
 def metrics_of_evaluation(reports: Mapping[str, EvaluationReport]) -> dict[str, float]:
-    """Return all environments' metrics, as `eval/NAME/METRIC`."""
+    """Return the metrics of all environments as `eval/NAME/METRIC`."""
     named = ((name, report.to_metrics()) for name, report in reports.items())
     return {f"eval/{name}/{metric}": value for name, metrics in named for metric, value in metrics.items()}
 
 
 def check_metric(metric: str | None, envs: Mapping[str, EnvBase], *, measured: Sequence[str] = ()) -> None:
-    """Refuse a metric for choosing the best model that no evaluation has, before anything is started.
+    """Refuse an `eval.metric` that the evaluations do not have, before anything starts.
 
     Args:
         metric: `eval.metric`, or None.
         envs: environments of the evaluation, by name.
-        measured: names of what the loop measures beside them.
+        measured: names of further metrics that the loop measures.
 
     Raises:
-        EntryError: naming the nearest metric, and all that there are.
+        EntryError: with the nearest metric and all metrics.
     """
     known = [f"eval/{name}" for name in measured]
     for name, env in envs.items():
@@ -240,7 +238,7 @@ def check_metric(metric: str | None, envs: Mapping[str, EnvBase], *, measured: S
 
 
 def _reward_names(env: EnvBase) -> list[str] | None:
-    """Return the names of an environment's reward functions; None if a rubric of a user's may report others."""
+    """Return the names of an environment's reward functions, or None if a user's rubric may report others."""
     rubrics = [part.rubric for part in environment_parts(env) if isinstance(part, RubricReward)]
     if any((type(one).score, type(one).score_group) != (Rubric.score, Rubric.score_group) for one in rubrics):
         return None
@@ -248,7 +246,7 @@ def _reward_names(env: EnvBase) -> list[str] | None:
 
 
 def _example_rollouts(env: EnvBase) -> list[Rollout]:
-    """Return rollouts as an evaluation in `env` plays them: wrong answers to one problem, right ones to another."""
+    """Return rollouts as an evaluation in `env` plays them: one problem answered wrongly, another one rightly."""
     dataset_env = dataset_env_of(env)
     num_samples = 1 if dataset_env is None else dataset_env.prompts.num_samples
     return [
@@ -270,14 +268,14 @@ def _example_rollouts(env: EnvBase) -> list[Rollout]:
 
 @dataclass(slots=True)
 class BestEvaluation:
-    """Which evaluation was the best so far by one metric, and whether it is time to stop.
+    """The best evaluation so far by one metric, and whether training should stop.
 
-    What is seen twice, as by a run that was killed and resumed, counts once. Values are compared as `metrics.csv` has
-    them, so that a resumed run, which reads them there, decides alike.
+    A step that is seen twice, as after a resumption, counts once. Values are rounded as in `metrics.csv`, so a resumed
+    run makes the same decisions.
 
     Args:
-        metric: such as `eval/addition/pass@1`; higher is better, but of `eval/loss`.
-        patience: evaluations in a row without a better one, after which training should stop; None is never.
+        metric: such as `eval/addition/pass@1`; higher is better, except for names that end in `loss`.
+        patience: stop after so many evaluations in a row without a better one; None means never.
 
     Example:
         >>> best = BestEvaluation("eval/sums/pass@1", patience=2)
@@ -290,19 +288,19 @@ class BestEvaluation:
     metric: str
     patience: int | None = None
     values: dict[int, float] = field(default_factory=dict)
-    """By step."""
+    """Value by step; losses are negated."""
 
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience must be at least 1, got {self.patience}.")
 
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take an evaluation into account; whether it is the best so far.
+        """Add an evaluation and return whether it is the best so far.
 
-        An evaluation without the metric, or where it is not a number, is worse than any other.
+        An evaluation without the metric, or with NaN, counts as the worst.
 
         Raises:
-            KeyError: if no evaluation has had such a metric, naming those that there are.
+            KeyError: if no evaluation so far has the metric.
         """
         if self.metric not in metrics and not self.values:
             raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")
@@ -313,26 +311,26 @@ class BestEvaluation:
 
     @property
     def step(self) -> int | None:
-        """Of the best, the first of equals; None before any."""
+        """Step of the best evaluation, the first among equals; None before any evaluation."""
         return min(self.values, key=lambda step: (-self.values[step], step), default=None)
 
     @property
     def is_over(self) -> bool:
-        """Whether the last `patience` evaluations were no better than the one before them."""
+        """Whether the last `patience` evaluations brought no improvement."""
         num_since = sum(1 for step in self.values if self.step is not None and step > self.step)
         return self.patience is not None and num_since >= self.patience
 
     def recall(self, recorded: Mapping[int, Mapping[str, float]]) -> None:
-        """Take into account all evaluations among recorded metrics, by step."""
+        """Add all evaluations among recorded metrics, which are given by step."""
         for step in sorted(recorded):
             is_evaluated = any(name.startswith("eval/") for name in recorded[step])
             if is_evaluated and (self.values or self.metric in recorded[step]):
                 self.see(step, recorded[step])
 
     def state_dict(self) -> StateDict:
-        """Return what was seen."""
+        """Return the values seen so far."""
         return {"values": dict(self.values)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on from what was seen."""
+        """Restore the values seen so far."""
         self.values = dict(state_dict["values"])

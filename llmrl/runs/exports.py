@@ -1,4 +1,4 @@
-"""The model in Hugging Face format while training goes on: copied to the host, written and pushed in the background."""
+"""Export of the model in Hugging Face format during training: writes and pushes happen in the background."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 
 
 class Exports:
-    """What a run gives away of its model: `exports/step-000050`, `model-best`, `model`, and a hub's repository.
+    """Exports of a run's model: `exports/step-000050`, `model-best`, `model`, and a repository on the hub.
 
-    An export is the weights of one step, in the dtype that they were served in, adapters merged, with the tokenizer and
-    a card that says what trained. Its folder is there when it is whole. The weights are copied to the host's memory
-    when it is due; a thread writes them, while training goes on. An export that is due while the one before is still
-    being written waits for it, so that there is one copy. One that is due while the hub still takes another is written
-    and not pushed. A hub that fails ends no run: the failure is reported, and the next export is pushed again.
+    An export contains the weights of one step, in the dtype of serving and with adapters merged, the tokenizer and a
+    model card. The weights are copied to host memory, and a thread writes them while training continues; the next
+    export waits for the thread, so there is at most one copy. A push is skipped while another one is running. A failed
+    push is reported and does not end the run.
 
-    Where the model is sharded each rank has one, and all call the same methods; rank 0 alone writes.
+    If the model is sharded, all ranks call the same methods, and rank 0 writes.
 
     Args:
-        cfg: its section `export` says what is due, and `run.path` where the run's folder is.
-        say: tells the user what went wrong.
+        cfg: configuration of the run.
+        say: reports problems to the user.
     """
 
     def __init__(self, cfg: ScriptConfig, say: Callable[[str], object]) -> None:
@@ -53,7 +52,7 @@ class Exports:
         """Begin the export of a step's weights.
 
         Raises:
-            Exception: what the writing of the export before raised.
+            Exception: any exception of the previous export.
         """
         self._writes.wait()
         copied = copy_to_host(model)
@@ -64,14 +63,14 @@ class Exports:
     def save(
         self, path: Path, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults
     ) -> None:
-        """Write a step's weights to a folder, and return when they are there; see `start`."""
+        """Write a step's weights to a folder, and wait until they are written."""
         self._writes.wait()
         copied = copy_to_host(model)
         if copied is not None:
             self._write(copied, path, run_card(self._cfg, step, metrics, summary))
 
     def finish(self, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults) -> None:
-        """Write the last weights to `model`, push them, and return when the hub has them."""
+        """Write the last weights to `model`, push them, and wait for the push."""
         path = self._path / "model"
         self.save(path, step, model, metrics, summary)
         if self._cfg.export.push_to_hub is not None and this_rank() == 0:
@@ -80,7 +79,7 @@ class Exports:
             self._await_push()
 
     def wait(self) -> None:
-        """Block until nothing is being written."""
+        """Wait until nothing is being written."""
         self._writes.wait()
 
     def _write(self, model: PreTrainedModel, path: Path, card: str) -> None:
@@ -109,7 +108,7 @@ class Exports:
         )
 
     def _await_push(self) -> None:
-        """Wait for the hub; where it failed, say so."""
+        """Wait for the push and report its failure."""
         pushed = self._pushed
         path = self._being_pushed
         self._pushed = self._being_pushed = None
@@ -121,15 +120,15 @@ class Exports:
 
 
 def open_repository(name: str, *, is_public: bool = False) -> None:
-    """Make a hub's repository for a model where there is none.
+    """Create a repository for a model on the hub, if it does not exist.
 
     Args:
         name: such as `me/my-model`.
-        is_public: whether a new repository is public; an existing one stays as it is.
+        is_public: whether a new repository is public; an existing one is not changed.
 
     Raises:
-        ValueError: if that is no name of a repository.
-        OSError: if the hub cannot be reached, or refuses.
+        ValueError: if the name is invalid.
+        OSError: if the hub cannot be reached or refuses.
     """
     from huggingface_hub import HfApi
 
@@ -137,7 +136,7 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
         HfApi().create_repo(name, private=not is_public, exist_ok=True)
     except ValueError:
         raise
-    except Exception as error:  # of whichever HTTP library it has
+    except Exception as error:  # the class depends on the hub's HTTP library
         raise OSError(
             f"the hub gives no repository {name!r} to push to ({type(error).__name__}: {error}). Log in by "
             "`hf auth login`, or name one that you may write to."
@@ -145,12 +144,12 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
 
 
 def push_folder(folder: Path, repository: str, *, is_public: bool = False) -> str:
-    """Push the folder of a model to a hub's repository, see `open_repository`; gives its address.
+    """Push a model's folder to a repository on the hub (`open_repository`), and return its URL.
 
     Raises:
-        FileNotFoundError: if the folder holds no model.
-        UnsafeFileError: if it holds a link, which may lead to a file that is not to be pushed.
-        OSError: if the hub cannot be reached, or refuses.
+        FileNotFoundError: if the folder has no model.
+        UnsafeFileError: if the folder has a link, which could lead to a private file.
+        OSError: if the hub cannot be reached or refuses.
     """
     from huggingface_hub import HfApi
 
@@ -166,16 +165,16 @@ def push_folder(folder: Path, repository: str, *, is_public: bool = False) -> st
 
 
 def exports_of(run: Path) -> list[Path]:
-    """Return the folders of a run's exports, those of earlier steps first."""
+    """Return the folders of a run's exports, sorted by step."""
     return sorted((run / "exports").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def copy_to_host(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a copy of a model on the host, in the dtype that it was served in, adapters merged.
+    """Return a copy of a model on the host, in the dtype of serving and with adapters merged.
 
-    Where it is sharded every rank calls this. Rank 0 gets the copy; the others help to gather it, and get None.
+    All ranks call this if the model is sharded; only rank 0 gets the copy, the others get None.
     """
-    broadcast_from_rank0(None)  # the others wait here for however long the first one writes
+    broadcast_from_rank0(None)  # without a time limit: rank 0 may be writing for long
     dtype = trained_model(model).compute_dtype or torch.float32
     base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
     weights = {}
@@ -197,7 +196,7 @@ def copy_to_host(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 def write_model(model: PreTrainedModel, path: Path, tokenizer: Path, card: str, max_shard_size: str) -> None:
-    """Write a model, a tokenizer's files and a card to a folder, so that a kill leaves all of it or nothing."""
+    """Write a model, a tokenizer's files and a card to a folder, atomically."""
 
     def write(folder: Path) -> None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)

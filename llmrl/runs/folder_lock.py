@@ -1,4 +1,4 @@
-"""`FolderLock`: one process at a time writes into a folder."""
+"""`FolderLock`: lets one process at a time write into a folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from llmrl._utils.files import UnsafeFileError, open_file
 
 
 class FolderInUseError(RuntimeError):
-    """Another process writes into the folder, or another object of this one."""
+    """The folder is locked by another process, or by another object of this process."""
 
 
 class FolderLock:
-    """Holds the file `lock` of a folder. The kernel releases it when the process ends, however it does.
+    """Holds the file `lock` of a folder. The kernel releases it when the process ends in any way.
 
     Args:
-        folder: which exists. Where its file system knows no locks, there is a warning and no lock.
+        folder: an existing folder. If its file system has no locks, there is a warning and no lock.
 
     Raises:
-        FolderInUseError: if the lock is held, naming the process and its host.
+        FolderInUseError: if the lock is held; the message names the process and its host.
 
     Example:
         >>> import tempfile
@@ -54,7 +54,7 @@ class FolderLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Let others have the folder. May be called twice."""
+        """Release the lock. May be called twice."""
         self._release()
 
 
@@ -82,7 +82,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    # A forked process has the open file, too, and would hold the lock for as long as it lives.
+    # A forked child inherits the open file and would hold the lock as long as it lives.
     for lock in list(_held):
         lock.release()
 

@@ -1,4 +1,4 @@
-"""`NullEngine`: stands for the engine where there is none."""
+"""`NullEngine`: stands in for an engine that is not needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class NullEngine:
-    """The engine of ranks above 0, and of a run that generates nothing: it knows the tokenizer, and refuses requests.
+    """An engine with a tokenizer that refuses requests, for ranks above 0 and runs that generate nothing.
 
     Args:
         model: name or folder of the model.

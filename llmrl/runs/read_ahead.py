@@ -1,4 +1,4 @@
-"""`ReadAhead`: an iterator that draws its items in a thread."""
+"""`ReadAhead`: draws the items of an iterator in a thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Item = TypeVar("Item")
 
 
 class ReadAhead(Generic[Item]):
-    """Draws items in the background, one beyond those that were taken.
+    """Draws items in the background, at most one ahead in the queue.
 
     Args:
-        items: drawn from one thread only, which begins at once.
+        items: iterated by one thread, which starts at once.
 
     Example:
         >>> ahead = ReadAhead(iter("ab"))
@@ -35,10 +35,10 @@ class ReadAhead(Generic[Item]):
         self._thread.start()
 
     def take(self, *, wait: bool) -> Item | None:
-        """Return the next item; None at the end, or when it is not there yet and is not waited for.
+        """Return the next item, or None at the end, or if it is not ready and `wait` is false.
 
         Raises:
-            Exception: what the iterator raised.
+            Exception: any exception of the iterator.
         """
         if self.is_at_end:
             return None
@@ -53,7 +53,7 @@ class ReadAhead(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Draw nothing more; what is being drawn is thrown away. Does not wait for it."""
+        """Stop drawing and discard the pending item, without waiting for it."""
         self._is_closed.set()
 
     def _draw(self) -> None:

@@ -1,4 +1,4 @@
-"""`RunRecorder`: what rank 0 alone keeps of a run, and shows of it."""
+"""`RunRecorder`: what rank 0 records and shows of a run."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from llmrl.watch.step_metrics import Learned, StepMeter, is_logged, log_probs_be
 from llmrl.watch.tracking import as_recorded, spread
 
 _NUM_SHOWN = 3
-"""Answers that are shown where nothing can be learned from any."""
+"""Number of answers shown if no rollout of a batch can be trained on."""
 
 
 class RunRecorder:
-    """Folder, metrics, health, best evaluation and live view of a run. No method of it calls a collective.
+    """Folder, metrics, health, best evaluation and live view of a run. No method calls a collective.
 
     Args:
         cfg: configuration of the run.
-        console: where it reports.
+        console: receives the output.
 
     Raises:
-        FileExistsError, FileNotFoundError, FolderInUseError, ValueError: see `RunFolder`.
+        FileExistsError, FileNotFoundError, FolderInUseError, ValueError: as `RunFolder` raises them.
     """
 
     def __init__(self, cfg: ScriptConfig, console: Console) -> None:
@@ -51,12 +51,12 @@ class RunRecorder:
         self.folder.drop_rollouts(self._logged)
         self._health = HealthJudge(self.folder.health, self._logged, max_staleness=cfg.collect.max_staleness)
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
-        self._best_step: int | None = None  # of the best model that this process has saved
-        self._dropped_ids: set[str] = set()  # of rollouts that were logged before their step's batch came
+        self._best_step: int | None = None  # the step of the last best model that this process saved
+        self._dropped_ids: set[str] = set()  # rollouts that were logged before the batch of their step
         self._meter = StepMeter({})  # of the step
 
     def recall(self, checkpoint: int) -> None:
-        """Take from the table what the loop knew; what it says of steps that are made anew is forgotten."""
+        """Restore what was known from the recorded metrics, without those of steps that will be collected anew."""
         num_logged = max((step for step in self._logged if is_logged(self._logged, step, "train")), default=0)
         last = self.folder.last_replayed(checkpoint, num_logged, self._cfg.run.checkpoint_every)
         for step in [step for step in self._logged if step > last]:
@@ -65,7 +65,7 @@ class RunRecorder:
             self._best.recall(self._logged)
 
     def why_over(self, step: int, num_steps: int, target_reward: float | None) -> tuple[str, str | None]:
-        """Return why training ends after a step, in this process or before a kill, and the entry that ends it early."""
+        """Return why training ends after a step, empty if it does not, and the entry that ends it early."""
         reward = self._logged.get(step, {}).get("reward_mean", -math.inf)
         if target_reward is not None and reward >= target_reward:
             why = f"the mean reward reached train.target_reward={target_reward:g} at step {step}"
@@ -77,31 +77,31 @@ class RunRecorder:
     # A step
 
     def begin_step(self, step: int, tracked: Mapping[str, Any], engine: Engine | None, *, is_replay: bool) -> None:
-        """Measure a step from now on."""
+        """Start to measure a step."""
         if not is_replay:
-            self._logged.pop(step, None)  # of a batch that was taken away
+            self._logged.pop(step, None)  # its batch was set aside
         self.metrics = {}
         self._meter = StepMeter(tracked, engine)
 
     def end_step(self) -> None:
-        """Forget what was logged of a step before its batch came."""
+        """Forget the rollouts that were logged before the batch of the step."""
         self._dropped_ids = set()
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Measure a part of a step, and show that it is being done."""
+        """Measure a part of a step, and show its name."""
         self.view.doing(name)
         with self._meter.part(name):
             yield
 
     def log_dropped(self, step: int, metrics: Mapping[str, float], played: Sequence[Rollout]) -> None:
-        """Record, judge and show what was played for a coming step so far, when nothing of it is trained on.
+        """Record, judge and show rollouts of the coming step that are not trained on, before its batch comes.
 
-        It is logged once: the step has it not again when its batch comes.
+        They are not logged again with the batch.
         """
         records = rollout_records(played)
         is_first = not self._dropped_ids and all(row.get("is_skipped", 1.0) for row in self._logged.values())
-        rows = token_rows(played)  # of the whole step: its tokens are one file
+        rows = token_rows(played)  # of all calls in this step, because the tokens of a step are one file
         self._log_new_rollouts(step, records)
         if rows:
             self.folder.tokens.write(step, rows)
@@ -114,7 +114,7 @@ class RunRecorder:
             self.view.show_health(step, findings, records)
 
     def log_step(self, step: int, collected: SavedBatch, learned: Learned, metrics: Mapping[str, float]) -> None:
-        """Record, judge and show a step; one that was logged before a kill is not recorded again."""
+        """Record, judge and show a step. A step that was logged before a kill is not recorded again."""
         logged = only_finite({**collected["metrics"], **metrics_of(learned), **metrics})
         self.metrics = logged | self._meter.metrics(logged)
         rollouts = collected["rollouts"]
@@ -122,7 +122,7 @@ class RunRecorder:
             self._log_new_rollouts(step, rollouts)
             if collected["batch"].shape[0]:
                 log_probs = log_probs_before(learned, collected["batch"])
-                dropped = collected.get("dropped_rows", [])  # a batch saved by an earlier version has none
+                dropped = collected.get("dropped_rows", [])  # absent from batches of earlier versions
                 self.folder.tokens.write(step, collected["batch"], log_probs, not_trained=dropped)
             self._log_metrics(step, self.metrics, spread(rollouts, self._cfg.run.traces))
         findings = self._health.judge(step, self.metrics, rollouts)
@@ -135,7 +135,7 @@ class RunRecorder:
         self.folder.log_rollouts(step, "train", new)
 
     def _log_metrics(self, step: int, metrics: Mapping[str, float], traces: Sequence[Row] = ()) -> None:
-        """Record metrics, and note what the table has of the step now, as it has it."""
+        """Record metrics, and keep them as `metrics.csv` rounds them."""
         self.folder.log_metrics(step, metrics, traces)
         recorded = {name: as_recorded(value) for name, value in only_finite(metrics).items()}
         self._logged.setdefault(step, {}).update(recorded)
@@ -143,10 +143,10 @@ class RunRecorder:
     # Evaluation
 
     def evaluate(self, step: int, evaluator: Evaluator, measured: Mapping[str, float]) -> tuple[dict[str, float], bool]:
-        """Evaluate after a step, unless the table has it; see `Run.evaluate`.
+        """Evaluate after a step, unless the evaluation is recorded already (`Run.evaluate`).
 
         Returns:
-            The evaluation's metrics, and whether the model is the best so far and is to be saved.
+            The metrics, and whether the model is the best so far and must be saved.
         """
         own = (*(f"eval/{name}/" for name in evaluator.num_rollouts), *(f"eval/{name}" for name in measured))
         metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith(own)}
@@ -163,8 +163,8 @@ class RunRecorder:
             self.folder.write_summary(self.summary)
             self._log_metrics(step, metrics)
             self.view.show_health(step, self._health.judge(step, metrics))
-        # After it is recorded: a kill in between saves the model when the step is replayed. What a resumed run asks for
-        # first was not measured then.
+        # Decided after recording, so that a replay saves the best model if a kill prevented it. What the loop measures
+        # itself is new after a resumption.
         if self._best is None or not (is_new or self._best.metric in metrics):
             return metrics, False
         is_best = self._best.see(step, metrics) and step > 0 and step != self._best_step
@@ -175,7 +175,7 @@ class RunRecorder:
     # The end
 
     def report(self, num_steps: int) -> bool:
-        """Draw the curve and print the results; returns whether one of `num_steps` steps changed the weights."""
+        """Draw the curve, print the results, and return whether a step changed the weights."""
         metrics = self.folder.read_metrics()
         plot_curve(metrics, self.folder.curve_path)
         if self.summary.get("after"):

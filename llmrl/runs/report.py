@@ -1,4 +1,4 @@
-"""What a finished run shows: a table before and after, a curve, and how to go on."""
+"""The report of a finished run: a table of results, a curve, and the commands to continue."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from llmrl.runs.run_folder import RunFolder
 
 
 def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw reward and evaluations, log-prob difference and time per step as a PNG.
+    """Draw the reward, evaluations, log-prob difference and time per step as a PNG.
 
     Raises:
-        ImportError: if matplotlib is missing, naming the extra.
+        ImportError: if matplotlib is missing.
     """
     from llmrl._utils.imports import require
 
@@ -60,14 +60,14 @@ def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
 
 
 Results: TypeAlias = Mapping[str, Mapping[str, JSON]]
-"""Of an evaluation, by environment: `EvaluationReport.to_summary`."""
+"""Results of an evaluation by environment (`EvaluationReport.to_summary`)."""
 
 RunResults: TypeAlias = Mapping[str, Results]
-"""Of a run: `before` and `after` training, as `summary.json` has them."""
+"""Evaluations `before` and `after` training, as in `summary.json`."""
 
 
 def before_after_table(before: Results, after: Results) -> Table:
-    """Return results of evaluations before and after training, side by side."""
+    """Return a table of evaluation results before and after training."""
     table = Table(title="on problems held out of training")
     for title in ("", "before", "after"):
         table.add_column(title, justify="left" if not title else "right")
@@ -77,7 +77,7 @@ def before_after_table(before: Results, after: Results) -> Table:
 
 
 def shown_results(before: Results, after: Results) -> list[tuple[str, str, str]]:
-    """Return what a person wants to see of evaluations: name, before training, and after.
+    """Return rows for the table of evaluations: name, value before training, and value after.
 
     Example:
         >>> shown_results({"sums": {"reward": 0.25}}, {"sums": {"reward": 0.5, "num_rollouts": 8}})
@@ -99,11 +99,11 @@ def _number(result: Any) -> str:
 
 
 ContinuedBy: TypeAlias = Callable[[str, Mapping[str, object]], str]
-"""What continues a run, of its path and the entries to change."""
+"""Returns how to continue a run, from its path and the entries to change."""
 
 
 def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
-    """Return the command that continues a run: its configuration is in its folder.
+    """Return the command that continues a run.
 
     Example:
         >>> resume_command("runs/mine", {"train.num_steps": 40}).split()[-3:]
@@ -114,7 +114,7 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
 
 
 def print_next_steps(console: Console, folder: RunFolder, resume_command: str) -> None:
-    """Print a line per file: where it is and how to look at it or continue."""
+    """Print the path of each file, with a way to open it or to continue."""
     tensorboard = folder.path / "tensorboard"
     lines = (
         ("curve", folder.curve_path, "open it in any picture viewer"),
@@ -130,7 +130,7 @@ def print_next_steps(console: Console, folder: RunFolder, resume_command: str) -
 
 
 def _activation_command() -> str | None:
-    """Return what puts this environment's `llmrl` and `python` first on the path; None where they are on it."""
+    """Return the command that activates this environment, or None if it is active."""
     folder = Path(sys.prefix)
     if sys.prefix == sys.base_prefix or str(folder / "bin") in os.environ.get("PATH", "").split(os.pathsep):
         return None

@@ -1,4 +1,4 @@
-"""`Run`: the companion of a training loop that keeps what the loop need not show."""
+"""`Run`: the bookkeeping of a training loop."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ Entered = TypeVar("Entered")
 
 
 class NothingLearned(RuntimeError):
-    """A run came to its end and no step of it changed the weights."""
+    """A run ended, and none of its steps changed the weights."""
 
 
 class Run:
-    """Folder, resumption, live view, trackers, checkpoints and the report of a training loop. A context manager.
+    """Folder, resumption, live view, trackers, checkpoints and report of a training loop. A context manager.
 
-    The loop is its caller's:
+    The caller writes the loop:
 
         with Run(cfg) as run:
             engine = run.enter(start_engine(cfg))
@@ -60,27 +60,26 @@ class Run:
                 run.log(step, report, version=version)
             run.finish()
 
-    A run that was killed is resumed by the same loop: `track` restores the last checkpoint, and `steps` first gives the
-    batches that were saved since, so that what a kill loses is the batch that was being collected. Where engine and
-    loop are deterministic, the weights are then those of a run that was never killed, bit by bit.
+    The same loop resumes a killed run: `track` restores the last checkpoint, and `steps` first yields the batches saved
+    since then. If engine and loop are deterministic, the weights are bitwise those of an uninterrupted run.
 
-    In a trainer of several ranks each rank goes through the same loop. Rank 0 has engines, collector and folder; the
-    others are given its batches and random numbers, and take part in what all do to the model: training, sending and
-    saving it. What rank 0 does alone stands under `if self._recorder is not None`. No collective stands there.
+    With several ranks, each rank runs the same loop. Rank 0 has the engines, the collector and the folder, and sends
+    its batches and random states to the others. Code under `if self._recorder is not None` runs on rank 0 only and must
+    not call a collective.
 
-    Ctrl-C ends the loop: a wait for a batch at once, a step when it is done, and what follows the loop still runs. A
-    second one is a `KeyboardInterrupt` like any other.
+    The first Ctrl-C ends the loop after the current step, or at once while it waits for a batch; the code after the
+    loop still runs. The second one raises KeyboardInterrupt.
 
     Args:
-        cfg: its sections `run`, `seed`, `resume` and `dry_run` say what to do; all of it is saved as `config.yaml`.
-        console: where it reports.
-        continued_by: returns what continues the run, of its path and the entries to change; a command by default.
+        cfg: configuration, saved as `config.yaml`.
+        console: receives the output.
+        continued_by: returns how to continue the run, from its path and the entries to change; a command by default.
 
     Raises:
-        FileExistsError, FileNotFoundError: if the folder holds a run, or none to resume.
-        FolderInUseError: if another process runs in it.
-        ValueError: if the run to be resumed is another one, see `resumed_config`; if a file of it is damaged.
-        OSError: if the hub gives no repository `export.push_to_hub`.
+        FileExistsError, FileNotFoundError: if the folder holds a run, or no run to resume.
+        FolderInUseError: if another process uses the folder.
+        ValueError: if the run to resume has another configuration (`resumed_config`), or a damaged file.
+        OSError: if the hub does not provide the repository `export.push_to_hub`.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Run:
         is_rank0 = join_ranks(cfg) == 0
         self.cfg = cfg
         self.console = console or Console()
-        if not is_rank0:  # what they would report rank 0 reports
+        if not is_rank0:  # rank 0 reports the same warnings
             self.console = Console(quiet=True)
             warnings.simplefilter("ignore")
             logging.getLogger("llmrl").setLevel(logging.ERROR)
@@ -107,13 +106,13 @@ class Run:
         self._collector: BatchMaker | None = None
         self._engine: Engine | None = None
         self._lent: Engine | None = None
-        self._ended_by: str | None = None  # the entry that ended the loop before its last step
+        self._ended_by: str | None = None  # configuration entry that ended the loop early
         self._num_steps = 0
-        self._step = 0  # the last that was begun
+        self._step = 0  # the last step that began
         self._is_in_step = self._is_replay = False
-        self._collected: SavedBatch | None = None  # what rank 0 has of the step
+        self._collected: SavedBatch | None = None  # the current step's, on rank 0
         self._is_ahead = self._is_interrupted = False
-        self._update: Future[int] | None = None  # of the engines' weights; its error is still to be raised
+        self._update: Future[int] | None = None  # the pending weight update
         seed_all(cfg.seed)
         disable_progress_bar()  # the live view owns the terminal
 
@@ -121,7 +120,7 @@ class Run:
         cfg = self.cfg
         if cfg.run.spans:
             trace_spans()
-        if cfg.export.push_to_hub is not None:  # before anything is trained, since the hub may refuse it
+        if cfg.export.push_to_hub is not None:  # early, because the hub may refuse it
             open_repository(cfg.export.push_to_hub)
         for name, (old, new) in (resumed_config(cfg)[1] if cfg.resume else {}).items():
             self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
@@ -130,23 +129,24 @@ class Run:
     # What the loop is made of
 
     def enter(self, part: contextlib.AbstractContextManager[Entered]) -> Entered:
-        """Enter a context manager that is left at the end of the run, those entered last first."""
+        """Enter a context manager, and exit it at the end of the run, in reverse order."""
         return self._exit.enter_context(part)
 
     def lend(self, engine: Engine) -> Engine:
-        """Take an engine of the caller's, which stays open: `track` gives it the model's weights, whatever it has."""
+        """Register an engine of the caller, which stays open; `track` gives it the model's weights."""
         self._lent = engine
         return engine
 
     def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
-        """Name what a checkpoint holds; of a resumed run, restore it, and give the engine the weights, as one lent.
+        """Register what a checkpoint contains. Restore it if the run is resumed.
+
+        A resumed run, or one with a lent engine, then sends the model's weights to the engine.
 
         Args:
-            collector: an `LLMCollector` or `Demonstrations`; its place in the data is saved with every batch.
-            engine: the engine to give the weights to; its versions count on from where they were.
-            tokenizer: tokenizer, saved with the run, for its readers, and beside its model.
-            objects: `model`, which the engine's weights are of, and whatever else of the loop has a `state_dict`:
-                optimizer, schedule, buffer.
+            collector: an `LLMCollector` or `Demonstrations`; its position in the data is saved with every batch.
+            engine: engine that receives the weights; its version numbers continue.
+            tokenizer: saved with the run and with its model.
+            objects: `model`, and everything else in the loop with a `state_dict`: optimizer, schedule, buffer.
 
         Raises:
             ValueError: if the checkpoint lacks one of them.
@@ -163,13 +163,13 @@ class Run:
         if checkpoint is not None and self._recorder is not None:
             restore(collector, checkpoint)
         if checkpoint is not None or engine is self._lent:
-            engine.policy_version = self._step - 1  # versions count on from where they were
+            engine.policy_version = self._step - 1  # the version numbers continue
             collector.update_policy_weights_(self._tracked["model"])
-        if self._recorder is not None:  # not before: a run that cannot be resumed keeps its own
+        if self._recorder is not None:  # only now, so that a failed resumption changes nothing
             save_config(self.cfg, self._recorder.folder.path)
 
     def _load_checkpoint(self) -> StateDict | None:
-        """Return the last checkpoint, which each rank reads from the folder where rank 0 finds one."""
+        """Return the last checkpoint, which each rank reads from the folder, or None."""
         folder = self._recorder.folder if self._recorder is not None else RunFolder(self.cfg.run.path, read_only=True)
         is_saved = broadcast_from_rank0(folder.checkpoint_path.exists())
         checkpoint = folder.load_checkpoint() if is_saved else None
@@ -191,19 +191,18 @@ class Run:
         in_background: bool = False,
         needs_batch: Callable[[], bool] = lambda: True,
     ) -> Iterator[tuple[int, TensorDictBase]]:
-        """Return the steps to make, from 1, each with its batch, which is saved before it is given.
+        """Yield the steps, from 1, each with its batch, which is saved first.
 
-        Of a resumed run the steps since the checkpoint come first, with the batches of then. The steps end early where
-        the data does, or nothing is left to learn from; `why_stopped` says so.
+        A resumed run begins with the saved batches since the checkpoint. `why_stopped` explains an early end.
 
         Args:
-            num_steps: number of steps of the whole run.
-            target_reward: end after a step with this mean reward of its batch.
-            in_background: draw batches in the background; where none is ready a step has an empty batch.
-            needs_batch: whether a step has nothing to train on without new rows; asked in the background only.
+            num_steps: total number of steps of the run.
+            target_reward: end after a step with at least this mean reward.
+            in_background: draw batches in the background; if none is ready, a step has an empty batch.
+            needs_batch: returns whether a step must wait for a batch; used only with `in_background`.
 
         Raises:
-            RuntimeError: if it is called before `track`.
+            RuntimeError: if `track` was not called.
         """
         if self._collector is None:
             raise RuntimeError("run.steps needs run.track(collector, engine, model=..., ...) before it.")
@@ -221,7 +220,7 @@ class Run:
     def _draw(
         self, collector: BatchMaker, target_reward: float | None, in_background: bool, needs_batch: Callable[[], bool]
     ) -> Generator[SavedBatch, None, None]:
-        """Yield what each step trains on: what was saved, then what is collected. Rank 0 alone has any of it."""
+        """Yield what each step trains on, saved batches first; nothing on ranks above 0."""
         if self._recorder is None:
             return
         recorder = self._recorder
@@ -239,7 +238,7 @@ class Run:
             self._is_replay = False
             if (aside := folder.load_set_aside(self._step + 1)) is not None:
                 collected = cast(SavedBatch, aside)
-                restore(collector, collected)  # what follows it is drawn
+                restore(collector, collected)  # undo what was drawn ahead
             if self.cfg.resume:
                 self.console.print(f"resumed after step {self._step}, {self._step - first_step} of them replayed")
             source = BatchSource(
@@ -282,8 +281,8 @@ class Run:
         return collected
 
     def _begin(self, collected: SavedBatch | None) -> tuple[int, TensorDictBase] | None:
-        """Return the next step and its batch, as rank 0 has them; None at the end of the loop."""
-        self._writes.wait()  # the checkpoint being written must not see half an update
+        """Return the next step and its batch from rank 0, or None at the end of the loop."""
+        self._writes.wait()  # a checkpoint must not see half an update
         given = None if collected is None else (self._step + 1, collected["batch"], random_states())
         self._is_in_step = given is not None
         given = broadcast_from_rank0(given)
@@ -299,7 +298,7 @@ class Run:
         return self._step, batch
 
     def _end(self) -> None:
-        """Do what follows a step: save a checkpoint, and export the model, when it is time."""
+        """Save a checkpoint and export the model, if they are due after this step."""
         collected = self._collected
         self._is_in_step = False
         self._collected = None
@@ -316,15 +315,14 @@ class Run:
             self.why_stopped = "interrupted; what was learned so far is kept"
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Measure a part of a step, as its metric `NAME_seconds`; the rest of the step is `train_seconds`."""
+        """Measure a part of a step as the metric `NAME_seconds`; the rest of the step is `train_seconds`."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.timer(name)
 
     def follow(self, update: Future[int]) -> int:
-        """Take charge of an update of the weights, begun by `collector.start_update`; gives the coming version.
+        """Register a weight update begun by `collector.start_update`, and return the coming version.
 
-        Where batches are collected ahead, the next step trains while the engines load; otherwise this waits for them.
-        Evaluations, the next update and `finish` wait in any case. What an update failed of is raised by what waits for
-        it, the wait for a batch included.
+        If batches are collected ahead, the engines load while the next step trains; otherwise this waits. Evaluations,
+        the next update and `finish` always wait. Errors of the update are raised by the next call that waits for it.
         """
         self._wait_for_engines()
         self._update = update
@@ -337,18 +335,18 @@ class Run:
             self._update.result()
 
     def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
-        """Record a step: metrics, conversations, tokens, live view; gives its metrics, on ranks above 0 none.
+        """Record a step, and return its metrics (empty on ranks above 0).
 
         A replayed step that was logged before the kill is not logged again.
 
         Args:
-            step: as `steps` gave it.
-            learned: the report of `train_step`, or those of a step's several, or metrics.
-            version: version of the weights that the step's update brings to the engine.
-            metrics: further ones.
+            step: number of the step, from `steps`.
+            learned: the report of `train_step`, several of them, or metrics.
+            version: version of the weights after this step's update.
+            metrics: further metrics.
 
         Raises:
-            ValueError: if `step` is not the one that is being made.
+            ValueError: if `step` is not the current step.
         """
         if not self._is_in_step or step != self._step:
             raise ValueError(f"step {step} is not being made; run.steps is at {self._step}. Log within the loop.")
@@ -359,7 +357,7 @@ class Run:
 
     @staticmethod
     def is_due(step: int, every: int | None) -> bool:
-        """Return whether something is to be done after this step; None is never.
+        """Return whether a periodic action is due after this step; None means never.
 
         Example:
             >>> [step for step in range(1, 7) if Run.is_due(step, 3)], Run.is_due(5, None)
@@ -370,11 +368,11 @@ class Run:
     # Evaluation
 
     def evaluate(self, step: int, evaluator: Evaluator, **measured: float) -> dict[str, float]:
-        """Evaluate after a step (0: before training); record its metrics, and what is `measured`, as `eval/NAME`.
+        """Evaluate after a step (0: before training), and return the metrics and `measured` as `eval/NAME`.
 
-        It changes nothing of the training, random numbers included. What a step was evaluated on, before a kill or in
-        the loop, it is not again. With `eval.metric` the best model is kept in `model-best`, and with `eval.patience`
-        the loop ends where none is better for so many evaluations.
+        The random states of the training are not changed. A recorded evaluation is not repeated. With `eval.metric` the
+        best model is saved in `model-best`; with `eval.patience` the loop ends after so many evaluations without
+        improvement.
         """
         if not evaluator.num_rollouts and not measured:
             return {}
@@ -389,18 +387,18 @@ class Run:
         return metrics
 
     def _results(self) -> tuple[Mapping[str, float], RunResults]:
-        """Return what the card of an export says: the last step's metrics, and the evaluations."""
+        """Return what a model card shows: the last step's metrics, and the evaluations."""
         return ({}, {}) if self._recorder is None else (self._recorder.metrics, self._recorder.summary)
 
     # The end
 
     def finish(self, evaluator: Evaluator | None = None, **measured: float) -> None:
-        """Evaluate, save the model in Hugging Face format, draw the curve, and say what there is and how to go on.
+        """Evaluate, save the model in Hugging Face format, draw the curve, and print the report.
 
         Raises:
             NothingLearned: if no step changed the weights.
         """
-        if self._is_in_step:  # the loop was left in the midst of a step
+        if self._is_in_step:  # the caller left the loop within a step
             self._end()
             self.why_stopped = self.why_stopped or f"the loop was left at step {self._step}"
         self._wait_for_engines()
@@ -420,7 +418,7 @@ class Run:
             self.console.print("dry run: two steps done")
             return
         changes: dict[str, object] = {"train.num_steps": self._num_steps + 20}
-        if self._ended_by is not None:  # else it would end at once
+        if self._ended_by is not None:  # otherwise a resumed run would end at once
             changes[self._ended_by] = None
         print_next_steps(self.console, recorder.folder, self._continued_by(self.cfg.run.path, changes))
 
@@ -446,5 +444,5 @@ class Run:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self._is_in_step or self._is_interrupted:
             raise KeyboardInterrupt
-        self._is_interrupted = True  # half an update would be neither the old weights nor the new ones
+        self._is_interrupted = True  # half an update would leave a mixture of old and new weights
         self.console.print("interrupted: this step is finished first; Ctrl-C again ends it now")

@@ -1,4 +1,4 @@
-"""The card of a model that a run gives away: what trained, on what, by which command, and what came of it."""
+"""The model card of an export: base model, data, command, configuration and results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def run_card(
     metrics: Mapping[str, float],
     summary: RunResults,
 ) -> str:
-    """Return a model's card, as Markdown with the head that a hub reads.
+    """Return a model card in Markdown, with the metadata that the hub reads.
 
     Args:
         cfg: configuration of the run.
-        step: after which the weights were taken.
-        metrics: metrics of that step; none are shown where there are none.
-        summary: summary of the run, its evaluations before and after training.
+        step: step after which the weights were taken.
+        metrics: metrics of that step; may be empty.
+        summary: evaluations before and after training.
     """
     from huggingface_hub import ModelCardData
     from omegaconf import OmegaConf
 
     base = _EMBEDDED if cfg.model.path == "embedded" else cfg.model.path
-    # Another thing than a name on the hub would be refused there.
+    # The hub refuses a base model that is no name on the hub.
     is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
     head = ModelCardData(
         library_name="transformers",

@@ -1,4 +1,4 @@
-"""`RunFolder`: everything a training run leaves behind, written so that a kill at any moment leaves it readable."""
+"""`RunFolder`: the files of a training run, which stay readable if the run is killed at any moment."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ _NAMES = (
     ".*.old",
     ".*.tmp",
 )
-"""Entries that a run, its trackers and its viewer read or write."""
+"""Entries that a run, its trackers and its viewer may have."""
 _LINKS = ("wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log", "wandb/*run-*/logs/debug-core.log")
-"""Links that wandb makes, to its last run and to its own logs elsewhere; it replaces them, and follows none."""
+"""Links that wandb makes. It replaces them and does not follow them."""
 
 
 def memory_kills() -> tuple[str, int]:
-    """Name this start of the machine, and count the processes that the kernel has ended in it for want of memory."""
+    """Return this machine's boot id, and the number of out-of-memory kills since boot."""
     try:
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), int(counters["oom_kill"])
@@ -79,7 +79,7 @@ def memory_kills() -> tuple[str, int]:
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether a run has begun in a folder; it has not if its engine did not start."""
+    """Return whether a folder contains a run that has begun; a run whose engine failed to start has not."""
     recorded = ("rollouts.jsonl", "metrics.csv", "batches/*")
     return any(any(path.glob(name)) for name in recorded)
 
@@ -87,29 +87,25 @@ def holds_run(path: Path) -> bool:
 class RunFolder:
     """A folder with `metrics.csv`, `rollouts.jsonl`, `health.jsonl`, `tokens/`, `batches/`, `model/`, ….
 
-    Recovery is by replay: each step's training rows are written (they are small) before the optimizer uses them, the
-    large model and optimizer states only now and then. A resumed run loads the last checkpoint and trains again on
-    the rows written since, so that a kill loses nothing but the step that was being collected.
+    Each step's batch is saved before the optimizer uses it, and checkpoints less often. A resumed run loads the last
+    checkpoint and replays the saved batches, so a kill loses at most the step that was being collected.
 
-    Its entries are files and folders, never links: a folder from elsewhere could lead outside by one.
-
-    One process at a time writes into it. A folder that is made here can be entered by its owner alone (0700); one that
-    was there keeps its mode. What a kill cut short is removed when the folder is opened again.
+    One process at a time writes into the folder. A new folder is accessible to its owner only (0700); an existing one
+    keeps its mode. Incomplete files are removed when the folder is opened.
 
     Args:
-        path: the folder, created when missing.
-        resume: continue what is there; otherwise the folder must not hold a run.
-        read_only: only read what is there, also while a run writes it.
-        trackers: where metrics go besides `metrics.csv`: any of `"tensorboard"`, `"wandb"`, `"trackio"`,
-            `"mlflow"`. See `llmrl.watch.tracking`.
+        path: the folder, created if missing.
+        resume: continue the run in it; otherwise the folder must not hold a run.
+        read_only: only read, possibly while a run writes.
+        trackers: where metrics are sent, besides `metrics.csv`: `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`.
 
     Raises:
         FileExistsError: if the folder holds a run and `resume` is false.
-        FileNotFoundError: if `resume` or `read_only` is true and there is none.
-        FolderInUseError: if another run has it, naming its process.
-        ValueError: if a tracker is unknown, with the nearest one.
-        MissingExtraError: if a tracker's package is not installed, with the command that installs it.
-        UnsafeFileError: if an entry is a link, a pipe, a socket or a device, naming it.
+        FileNotFoundError: if `resume` or `read_only` is true and the folder holds no run.
+        FolderInUseError: if another process writes into it.
+        ValueError: if a tracker is unknown.
+        MissingExtraError: if a tracker's package is not installed.
+        UnsafeFileError: if an entry is a link, a pipe, a socket or a device.
     """
 
     def __init__(
@@ -163,9 +159,9 @@ class RunFolder:
     # Metrics
 
     def log_metrics(self, step: int, metrics: Mapping[str, float], traces: Sequence[Row] = ()) -> None:
-        """Append one step's metrics to `metrics.csv`, and send them to the trackers, in groups.
+        """Append one step's metrics to `metrics.csv`, and send them to the trackers, with grouped names.
 
-        What is not finite is left out: an absent value is absent. Traces are records of rollouts that trackers show.
+        Values that are not finite are left out. `traces` are rollout records for the trackers to show.
         """
         numbers = only_finite(metrics)
         self._table.log_metrics(numbers, step)
@@ -176,28 +172,28 @@ class RunFolder:
                 tracker.log_traces(traces, step)
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """Return all steps' metrics; of a step logged twice (before and after a kill) the last."""
+        """Return the metrics of all steps; of a step that was logged twice, the last."""
         return self._table.read()
 
     # Rollouts
 
     def log_rollouts(self, step: int, split: str, records: Iterable[Mapping[str, JSON]]) -> None:
         """Append rollout records (`Rollout.to_record`), one JSON object per line."""
-        # A lone surrogate, which no UTF-8 has, is escaped as JSON does.
+        # JSON escapes lone surrogates, which UTF-8 cannot encode.
         with open_file(self.rollouts_path, "a", errors="backslashreplace") as file:
             for record in records:
                 line = {"step": step, "split": split, **record}
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     def log_evaluation(self, step: int, split: str, rollouts: Sequence[Rollout]) -> None:
-        """Append the records of an evaluation's rollouts, and keep their tokens."""
+        """Append the rollout records of an evaluation, and save the tokens."""
         self.log_rollouts(step, split, rollout_records(rollouts))
         rows = [row for rollout in rollouts for row in rollout.rows or rollout_rows(rollout)]
         if rows:
             self.tokens.write(step, rows, split=split)
 
     def drop_rollouts(self, logged: Mapping[int, Mapping[str, float]]) -> None:
-        """Drop the last records, of steps without logged metrics (by step): they will be written again."""
+        """Drop the last records, those of steps without logged metrics, because they will be written again."""
 
         def is_kept(line: bytes) -> bool:
             try:
@@ -209,39 +205,39 @@ class RunFolder:
         cut_lines(self.rollouts_path, is_kept)
 
     def save_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Keep the tokenizer, so that a viewer can name tokens while the run goes on."""
+        """Save the tokenizer, so that a viewer can decode tokens during the run."""
         tokenizer.save_pretrained(self.tokenizer_path)
 
     # Recovery
 
     def save_batch(self, step: int, collected: Mapping[str, object]) -> None:
-        """Write what a step collected (rows, the state after them, what is to be logged) before it is trained on.
+        """Save what a step collected (rows, state, records) before the step trains on it.
 
         Raises:
-            TypeError: if it has a value that `save_state` does not write.
+            TypeError: if `save_state` does not support a value.
         """
         write_atomically(self._batch_path(step), lambda path: save_state(path, dict(collected)))
 
     def load_batch(self, step: int) -> StateDict | None:
-        """Return what `save_batch` wrote for a step; None when it was not reached.
+        """Return what `save_batch` saved for a step, or None.
 
         Raises:
-            DamagedFileError: if it is not what was written.
+            DamagedFileError: if the file is damaged.
         """
         path = self._batch_path(step)
         advice = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
         return load_state(path, advice=advice) if path.exists() else None
 
     def saved_batches(self, first: int, say: Callable[[str], object]) -> Iterator[StateDict]:
-        """Yield what was saved from a step on, to be trained on again, and note of which step that is being done.
+        """Yield the saved batches from a step on, and mark the step that is being replayed.
 
-        Where the last such training of a step ended with this process because the kernel was short of memory, it counts
-        as a failure of its batch, see `fail_replay`; `say` reports it.
+        If the kernel killed the last replay of a step for lack of memory, it counts as a failure of its batch
+        (`fail_replay`), which `say` reports.
         """
         mark = self.batches_path / "replaying.json"
         boot, num_kills = memory_kills()
         if mark.exists():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # half of one
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # the mark may be incomplete
                 was = json.loads(read_text(mark))
                 if was["boot"] == boot and was["num_kills"] < num_kills and self._batch_path(was["step"]).exists():
                     say(self._count_failure(was["step"], "The kernel ended the process for want of memory.\n"))
@@ -258,17 +254,17 @@ class RunFolder:
                 mark.unlink()
 
     def last_replayed(self, checkpoint: int, num_logged: int, checkpoint_every: int) -> int:
-        """Return the last step that a resumed run makes again: batches were saved of all steps up to it.
+        """Return the last step that a resumed run replays: a saved batch exists for each step up to it.
 
-        What was saved after a batch that was set aside is removed: it was drawn by weights that will not be again.
+        Batches after one that was set aside are removed, because a replay no longer leads to their weights.
 
         Args:
-            checkpoint: step of the checkpoint; 0 where there is none.
+            checkpoint: step of the checkpoint; 0 if there is none.
             num_logged: number of steps with logged metrics.
             checkpoint_every: steps between checkpoints.
 
         Raises:
-            ValueError: if the checkpoint is missing, or an older one than the saved batches go on from.
+            ValueError: if the checkpoint is missing, or older than the saved batches require.
         """
         saved = sorted(int(path.stem) for path in self.batches_path.glob("[0-9]*.safetensors"))
         last = checkpoint
@@ -296,9 +292,9 @@ class RunFolder:
         return self.batches_path / f"{step:06d}.safetensors"
 
     def fail_replay(self, step: int, error: BaseException | None) -> str:
-        """Note that training on a saved batch failed again; the second time set it aside. Says what was done.
+        """Count a failed replay of a saved batch, set it aside after the second one, and return a message.
 
-        What is not the batch's failure (an interrupt, the disk, an engine) is not noted.
+        Failures that the batch does not cause (an interrupt, `OSError`, `EngineError`) are not counted.
         """
         if not isinstance(error, Exception) or isinstance(error, OSError | EngineError):
             return ""
@@ -326,33 +322,33 @@ class RunFolder:
         )
 
     def load_set_aside(self, step: int) -> StateDict | None:
-        """Return the last batch of a step that was set aside; None when there is none."""
+        """Return the last batch of a step that was set aside, or None."""
         paths = sorted(self.set_aside_path.glob(f"{step:06d}-*.safetensors"), key=lambda path: len(path.stem))
         advice = f"Remove it, and resume: step {step} is then collected from the prompts that it had."
         return load_state(paths[-1], advice=advice) if paths else None
 
     def save_checkpoint(self, state: StateDict) -> None:
-        """Replace the checkpoint; `state["step"]` says after which step it was taken.
+        """Replace the checkpoint; `state["step"]` is the step after which it was taken.
 
         Raises:
-            TypeError: if it has a value that `save_state` does not write.
+            TypeError: if `save_state` does not support a value.
         """
-        for path in (self.metrics_path, self.rollouts_path):  # of steps that will not be replayed
+        for path in (self.metrics_path, self.rollouts_path):  # steps before it are not replayed
             if path.exists():
                 flush_to_disk(path)
         write_atomically(self.checkpoint_path, lambda path: save_state(path, dict(state)))
         for path in self.batches_path.glob("[0-9]*"):
             if int(path.stem) < state["step"]:
                 path.unlink()
-        for folder in self.path.glob("shards-*"):  # of checkpoints before
+        for folder in self.path.glob("shards-*"):  # of earlier checkpoints
             if folder.name != state.get("shards", {}).get("folder"):
                 shutil.rmtree(folder)
 
     def load_checkpoint(self) -> StateDict | None:
-        """Return the last checkpoint, memory-mapped; None before the first.
+        """Return the last checkpoint, memory-mapped, or None.
 
         Raises:
-            DamagedFileError: if it is not what was written.
+            DamagedFileError: if the file is damaged.
         """
         advice = "Put a copy of it in its place, or begin another run, from a model that you have, in another folder."
         return load_state(self.checkpoint_path, advice=advice) if self.checkpoint_path.exists() else None
@@ -362,10 +358,10 @@ class RunFolder:
         write_atomically(self.summary_path, lambda path: path.write_text(json.dumps(summary, indent=2) + "\n"))
 
     def read_summary(self) -> StateDict:
-        """Return `summary.json`, empty when there is none.
+        """Return the content of `summary.json`; empty if the file is missing.
 
         Raises:
-            DamagedFileError: if it is not JSON.
+            DamagedFileError: if the file is not JSON.
         """
         try:
             return json.loads(read_text(self.summary_path)) if self.summary_path.exists() else {}
@@ -373,7 +369,7 @@ class RunFolder:
             raise DamagedFileError(f"{self.summary_path} is damaged: {error}. Remove it, and resume.") from error
 
     def close(self) -> None:
-        """Write what is buffered, end the trackers, and leave the folder to others."""
+        """Write buffered data, close the trackers and release the lock."""
         for tracker in self._trackers:
             tracker.close()
         if self._lock is not None:
@@ -388,13 +384,13 @@ def seed_all(seed: int) -> None:
 
 
 def random_states() -> StateDict:
-    """Return the states of Python's, numpy's and torch's random number generators, and of GPUs' that are in use."""
+    """Return the random states of Python, numpy, torch, and CUDA if it is in use."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     return {**states, "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
 
 
 def restore_random_states(states: StateDict) -> None:
-    """Continue from saved `random_states`.
+    """Restore the result of `random_states`.
 
     Example:
         >>> states = random_states()
@@ -411,10 +407,10 @@ def restore_random_states(states: StateDict) -> None:
 
 
 class BackgroundWrites:
-    """One write at a time in a background thread; `wait` before changing what is being written.
+    """Runs one write at a time in a background thread. Call `wait` before changing what is being written.
 
     Raises:
-        Exception: in `wait`, what the write raised.
+        Exception: from `wait`, any exception of the write.
 
     Example:
         >>> written = []
@@ -434,12 +430,12 @@ class BackgroundWrites:
     def start(
         self, function: Callable[Parameters, object], *arguments: Parameters.args, **options: Parameters.kwargs
     ) -> None:
-        """Run `function(*arguments)` in the background, after the write before it."""
+        """Run `function(*arguments, **options)` in the background, after the previous write."""
         self.wait()
         self._pending = self._pool.submit(function, *arguments, **options)
 
     def wait(self) -> None:
-        """Block until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._pending is not None:
             pending = self._pending
             self._pending = None

@@ -1,4 +1,4 @@
-"""From a script's configuration to the parts of a training run: environment, engine, weight sync, collector."""
+"""Builds the parts of a training run from a configuration: environment, engine, weight sync, collector."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from llmrl.weight_sync.in_process import LoadsWeights
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 
-# What engines are started with, by the way that weights take to them.
+# The engine's option for each `sync.transport`.
 _WEIGHT_TRANSFER: dict[str, bool | str] = {"direct": True, "ipc": "ipc", "files": "llmrl"}
 _TEACHER_TIMEOUT_S = 120.0
-"""For a teacher's server that is being started beside the run."""
+"""Long enough for a teacher's server that starts at the same time."""
 
 
 def make_env(cfg: ScriptConfig) -> EnvBase:
-    """Make the task environment that is trained on: a group of answers to each problem.
+    """Return the task environment for training, with `collect.group_size` answers per problem.
 
     Raises:
-        ValueError, TypeError: see `make_task_env`; when it gives no reward, and the algorithm learns from one.
+        ValueError, TypeError: as `make_task_env` raises them; ValueError also if the algorithm needs a reward and the
+            environment gives none.
     """
     group = {"repeats": cfg.collect.group_size, "seed": cfg.seed}
     env = make_task_env(cfg.env.name, cfg.env.train_split, data=cfg.env.data, **group, **cfg.env.options)
@@ -54,10 +55,12 @@ def make_env(cfg: ScriptConfig) -> EnvBase:
 
 
 def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
-    """Make what is evaluated, by name: the task's held-out problems, and `eval.envs`; none if `eval.num_problems` is 0.
+    """Return the evaluation environments by name: the task's held-out problems and `eval.envs`.
+
+    It is empty if `eval.num_problems` is 0.
 
     Raises:
-        ValueError, TypeError: see `make_task_env`; ValueError for an `eval.metric` that they do not have.
+        ValueError, TypeError: as `make_task_env` raises them; ValueError also for an unknown `eval.metric`.
     """
     envs: dict[str, EvalEnvConfig] = {}
     if cfg.eval.num_problems != 0:
@@ -73,14 +76,14 @@ def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
 
 
 def check_reward(env: EnvBase, name: str) -> None:
-    """Refuse an environment where no part gives a reward, so that nothing could be learned from it.
+    """Refuse an environment without a reward.
 
     Args:
-        env: transformed.
-        name: its name, for the message.
+        env: transformed environment.
+        name: name for the message.
 
     Raises:
-        ValueError: saying how to add a reward.
+        ValueError: if no part of the environment gives a reward.
     """
     if not writes_reward(env):
         raise ValueError(
@@ -90,13 +93,13 @@ def check_reward(env: EnvBase, name: str) -> None:
 
 
 def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | EngineReplicas | NullEngine]:
-    """Start vLLM as `engine` says: one, or replicas, here or in Ray actors. A context manager.
+    """Start vLLM as `engine` configures it: one engine or replicas, here or in Ray actors. A context manager.
 
-    On ranks of a trainer above 0, which are handed batches, what stands for it.
+    Ranks above 0 get a `NullEngine`.
 
     Raises:
-        ValueError: when the model has no chat template.
-        EngineError: when an engine does not start.
+        ValueError: if the model has no chat template.
+        EngineError: if an engine does not start.
     """
     if this_rank() > 0:
         return nullcontext(NullEngine(cfg.model.folder))
@@ -129,11 +132,11 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
 def start_teacher(
     cfg: DistillationConfig, policy: TransformersWrapper, *, tokenizer: Tokenizer
 ) -> Iterator[TransformersWrapper | EngineTeacher]:
-    """Load the teacher that `teacher` describes, connect to its server, or take the student itself.
+    """Load the teacher, connect to its server, or use the student itself, as `teacher` configures it.
 
     Raises:
-        ValueError: when it has another tokenizer, or is a server and the student's temperature is not 1.
-        EngineError: when the server cannot be reached within two minutes.
+        ValueError: if the tokenizers differ, or if the teacher is a server and the student's temperature is not 1.
+        EngineError: if the server cannot be reached within two minutes.
     """
     if cfg.teacher.url is not None:
         with ServerEngine(cfg.teacher.url, start_timeout_seconds=_TEACHER_TIMEOUT_S) as engine:
@@ -145,14 +148,14 @@ def start_teacher(
 
 
 def sync_scheme(cfg: ScriptConfig, engine: Engine) -> WeightScheme:
-    """Return how new weights reach an engine: a copy if it is in this process, otherwise as `sync` says."""
+    """Return the weight sync scheme: a copy if the engine is in this process, otherwise as `sync` configures it."""
     if isinstance(engine, LoadsWeights):
         return default_scheme(engine)
     if cfg.sync.transport == "files":
         folder = cfg.sync.folder or str(Path(cfg.run.path, "weights").absolute())
         options = cfg.sync.arguments_of(VLLMDoubleBufferSyncScheme)
         return VLLMDoubleBufferSyncScheme(remote_addr=folder, rank=this_rank(), **options)
-    # Engines on other hosts meet the trainer at an address that they can reach.
+    # Engines on other hosts need an address of the trainer that they can reach.
     address = own_address() if cfg.ray.address is not None else None
     options = cfg.sync.arguments_of(VLLMWeightSyncScheme)
     return VLLMWeightSyncScheme(master_address=address, rank=this_rank(), **options)
@@ -160,29 +163,29 @@ def sync_scheme(cfg: ScriptConfig, engine: Engine) -> WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFactory:
-    """Builds the policy of a collector actor, over the engines that a registry names."""
+    """Builds the policy of a collector actor, with the engines of a registry."""
 
     registry: EngineRegistry
     renderer: Renderer | None
     sampling: SamplingConfig
 
     def __call__(self) -> vLLMWrapper:
-        """Make the policy."""
+        """Return the policy."""
         return vLLMWrapper(self.registry.connect(), renderer=self.renderer, generate_kwargs=self.sampling)
 
 
 def make_collector(
     cfg: ScriptConfig, env: EnvBase | MixedEnv, *, policy: LLMWrapperBase, postproc: Postproc | None
 ) -> LLMCollector:
-    """Return what plays `env` as `collect` says, or, with `collect.num_collectors`, the same on Ray.
+    """Return the collector of `env` that `collect` configures, on Ray if `collect.num_collectors` is set.
 
-    There each actor builds an environment (`make_env`) and a policy of its own, over the engines that this one has. The
-    rewards of a dry run are made to differ, so that there is something to learn.
+    On Ray, each actor builds its own environment (`make_env`) and a policy with the same engines. In a dry run, the
+    rewards are made to differ, so that the loss is not zero.
 
     Args:
         cfg: configuration of the run.
         env: environment, with groups of `collect.group_size`.
-        policy: generates.
+        policy: generates the answers.
         postproc: called with each batch, such as `MCAdvantage`.
     """
     if cfg.dry_run and postproc is not None:

@@ -1,7 +1,7 @@
-"""What a training loop has that a checkpoint holds: whole, or in shards that each rank writes for itself.
+"""The states of a training loop's objects in a checkpoint, whole or sharded.
 
-Shards are safetensors files by `torch.distributed.checkpoint`, which gives them to any number of ranks; their
-checksums, and everything that is not sharded, are in the checkpoint's own file.
+Shards are safetensors files of `torch.distributed.checkpoint` and can be loaded by any number of ranks. Their
+checksums, and the states that are not sharded, are in the checkpoint's own file.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from llmrl._utils.types import StateDict
 from llmrl.data.state_file import DamagedFileError
 
 Place = tuple[str | int, ...]
-"""Keys from the outermost dict to a tensor."""
+"""Keys from the outermost dictionary to a tensor."""
 
 _CHUNK = 1 << 24
 
 
 class Stateful(Protocol):
-    """What a checkpoint can hold."""
+    """An object that a checkpoint can contain."""
 
     def state_dict(self) -> StateDict:
-        """Return everything needed to go on, as `llmrl.data.state_file` can write it, and sharded tensors."""
+        """Return the state, which may contain what `llmrl.data.state_file` can write, and sharded tensors."""
         ...
 
     def load_state_dict(self, state_dict: StateDict) -> object:
-        """Continue from a saved state."""
+        """Restore a state."""
         ...
 
 
 def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> StateDict:
-    """Return the states of a loop's objects for the checkpoint's file; every rank writes its shards to a folder.
+    """Return the states of a loop's objects for the checkpoint's file; each rank writes its shards to a folder.
 
     Args:
-        tracked: by name. Where one has sharded tensors, all ranks call this.
-        path: folder of the run, which all ranks see.
-        step: after which the checkpoint is taken.
+        tracked: objects by name. All ranks call this if one has sharded tensors.
+        path: folder of the run, which all ranks can access.
+        step: step after which the checkpoint is taken.
     """
     states: StateDict = {name: one.state_dict() for name, one in tracked.items()}
     shards = {place: tensor for place, tensor in _tensors(states) if isinstance(tensor, DTensor)}
@@ -55,7 +55,7 @@ def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> Stat
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
     folder = path / f"shards-{step:06d}"
-    if dist.get_rank() == 0 and folder.exists():  # of a run that was killed while it wrote
+    if dist.get_rank() == 0 and folder.exists():  # left by a run that was killed
         shutil.rmtree(folder)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     names = _names(shards)
@@ -67,11 +67,11 @@ def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> Stat
 
 
 def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path: Path) -> None:
-    """Put a loop's objects into the states that the checkpoint at `path` has of them, on however many ranks.
+    """Restore the states of a loop's objects from the checkpoint at `path`, on any number of ranks.
 
     Raises:
-        ValueError: if it has none of one of them.
-        DamagedFileError: if its shards are not those that were written.
+        ValueError: if the checkpoint lacks an object.
+        DamagedFileError: if the shards are damaged.
     """
     states = checkpoint["tracked"]
     missing = [name for name in tracked if name not in states]
@@ -94,7 +94,7 @@ def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path
 
 
 def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapping[Place, DTensor]) -> None:
-    """Read shards into `states`: as this loop lays them out, or whole where it has one rank."""
+    """Read shards into `states`, sharded as in this loop, or whole if it is not sharded."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     folder = path.parent / shards["folder"]
@@ -117,7 +117,7 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
 
 
 def _layouts(tracked: Mapping[str, Stateful]) -> Iterator[tuple[Place, DTensor]]:
-    """Return how tensors of states are sharded here; of an optimizer, by the place of what it keeps per parameter."""
+    """Yield how tensors are sharded here; for an optimizer, the place of each parameter's state."""
     for name, one in tracked.items():
         if isinstance(one, torch.optim.Optimizer):
             parameters = [parameter for group in one.param_groups for parameter in group["params"]]
@@ -128,19 +128,19 @@ def _layouts(tracked: Mapping[str, Stateful]) -> Iterator[tuple[Place, DTensor]]
 
 
 def _names(shards: Mapping[Place, DTensor]) -> list[tuple[Place, str]]:
-    """Return what each tensor is called in the files; weights that are tied are one."""
+    """Return the name of each tensor in the files; tied weights have one name."""
     first: dict[int, str] = {}
     names = [
         (place, first.setdefault(tensor.to_local().data_ptr(), "/".join(map(str, place))))
         for place, tensor in shards.items()
     ]
-    # The first rank's: others may have nothing of a small tensor, and so no address.
+    # Only the first rank's are reliable: others may have an empty part of a small tensor, which has no address.
     dist.broadcast_object_list(names, src=0)
     return names
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """Return CRC-32 of each file of a folder; ranks share the reading."""
+    """Return the CRC-32 of each safetensors file in a folder; the ranks share the work."""
     rank, num_ranks = rank_and_size(dist.group.WORLD if dist.is_initialized() else None)
     own = {path.name: _crc(path) for path in sorted(folder.glob("*.safetensors"))[rank::num_ranks]}
     held = [own] * num_ranks

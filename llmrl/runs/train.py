@@ -1,4 +1,4 @@
-"""`train`: the loop of the GRPO script as one call."""
+"""`train`: the training loop of the GRPO script as one call."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _EXPLAINED = {
     ),
     **dict.fromkeys(("train_dataset", "dataset"), "the environment has the data, DatasetChatEnv(rows, ...)"),
 }
-"""Arguments of TRL and verl that `train` does not have, and what to do instead."""
+"""Arguments of TRL and verl that `train` does not have, and their replacements."""
 
 
 class TrainOptions(TypedDict, total=False):
-    """Keywords of `train` that are entries of a `GRPOConfig`, which documents and checks them; see `ENTRIES`."""
+    """Keywords of `train` that are entries of `GRPOConfig`, as mapped by `ENTRIES`."""
 
     loss: LossName
     seed: int
@@ -85,7 +85,7 @@ _OWN_NAMES = {
     "path": "run.path",
 }
 ENTRIES: Mapping[str, str] = entries_by_name(GRPOConfig) | _OWN_NAMES
-"""The entry of each keyword of `train`: the one of its name, in the section that has it."""
+"""Configuration entry of each keyword of `train`."""
 _DEFAULTS = {
     "run.trackers": [],
     "collect.groups_per_batch": 16,
@@ -115,34 +115,32 @@ def train(
     console: Console | None = None,
     **options: Unpack[TrainOptions],
 ) -> Path:
-    """Train a model by GRPO in an environment, on this machine's GPU or its CPU, and save it.
+    """Train a model by GRPO in an environment, on this machine's GPU or CPU, and save it.
 
-    The loop is `sota-implementations/grpo/grpo.py`, with checkpoints, a live view, metrics and conversations in the
-    run's folder. It starts processes: in a file of your own call it under `if __name__ == "__main__":`.
+    It starts processes: a script must call it under `if __name__ == "__main__":`.
 
     Args:
         model: a Hugging Face name or folder, or `embedded` (SmolLM2-135M-Instruct from its package).
-        env: a `DatasetChatEnv` with a `RubricReward`; its `repeats` are the answers that are compared. Several as a
-            `MixedEnv`.
-        eval_envs: environments of problems held out, by name, or one of them, which is then named `eval`; evaluated
-            before and after training.
-        path: the run's folder; by default a new one in `runs/`.
-        engine: generates in place of vLLM, such as a `TransformersEngine` of the same model. It is given the model's
-            weights before the first step, and is not shut down.
-        console: where it reports.
-        options: entries of the script's configuration: `num_steps=100`, `loss="dapo"`, `resume=True`, …; all of them
-            are in `TrainOptions`, and as a table in `docs/how-to/change-the-loop.md`.
+        env: a `DatasetChatEnv` with a `RubricReward`, or several as a `MixedEnv`; `repeats` is the number of answers
+            per prompt that GRPO compares.
+        eval_envs: environments of held-out problems, by name, or a single one, named `eval`; evaluated before and after
+            training.
+        path: folder of the run; a new one in `runs/` by default.
+        engine: used instead of vLLM, such as a `TransformersEngine` of the same model. It receives the model's weights
+            before the first step, and is not shut down.
+        console: receives the output.
+        options: entries of the configuration (`TrainOptions`), such as `num_steps=100`, `loss="dapo"`, `resume=True`.
+            `docs/how-to/change-the-loop.md` describes them.
 
     Returns:
-        The run's folder: `model/` in it is what was trained, and `llmrl view` shows the rest.
+        The folder of the run; `model/` in it is the trained model.
 
     Raises:
-        TypeError: for an argument that does not exist, with the nearest one; those of TRL and verl are known.
-        ValueError: for an argument out of range, or an environment or a model that cannot be trained with, before
-            anything is started.
-        MissingExtraError: without the extra `scripts`.
-        NothingLearned: when no step changed the weights.
-        FileExistsError, FileNotFoundError: when `path` holds a run, or none to resume.
+        TypeError: if an argument is unknown, with the nearest one.
+        ValueError: if an argument is out of range, or the environment or the model is unsuitable.
+        MissingExtraError: if the extra `scripts` is not installed.
+        NothingLearned: if no step changed the weights.
+        FileExistsError, FileNotFoundError: if `path` holds a run, or no run to resume.
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown("train", given, [name for name in keywords_of(train) or () if name != "env"], _EXPLAINED)
@@ -172,7 +170,7 @@ def train(
 
 @contextmanager
 def _named_as_arguments() -> Iterator[None]:
-    """Name entries of the configuration as the arguments of `train` are called."""
+    """Replace configuration entries in errors by the arguments of `train`."""
     try:
         yield
     except EntryError as error:
@@ -186,7 +184,7 @@ def _argument_of(entry: str) -> str:
 
 
 def _how_to_continue(path: str, changes: Mapping[str, object]) -> str:
-    """Return how a call of `train` is continued: what is changed of it."""
+    """Return how to continue a run with `train`."""
     changed = {"path": path, "resume": True, **{_argument_of(name): value for name, value in changes.items()}}
     return "the same call with " + ", ".join(f"{name}={value!r}" for name, value in changed.items())
 

@@ -1,4 +1,4 @@
-"""Where the trainer's model is."""
+"""The device of the trainer's model."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LOCAL_RANKS = (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-"""What torchrun says of this process's place among those of its host, and what holds without it."""
+"""Environment variables of torchrun for the rank on this host, and their defaults."""
 
 
 class GpuReservation:
-    """What runs in an actor that keeps a GPU free of other actors: nothing."""
+    """An idle actor that keeps a GPU free of other actors."""
 
     def gpu(self) -> str:
-        """Return the GPU that Ray gave it."""
+        """Return the GPU that Ray assigned."""
         import ray
 
         return str(ray.get_gpu_ids()[0])
 
 
 class TrainerDevice:
-    """Where the trainer's model is, with `train.cpu_threads`: of several ranks, each has a GPU of its host.
+    """The device of the trainer's model; each rank has its own GPU.
 
-    Make it before the engines are started. On Ray GPUs of this host are reserved while this lives, so that no engine is
-    put there.
+    Create it before the engines. With Ray, it reserves GPUs of this host for as long as it exists.
 
     Args:
-        cfg: the configuration.
+        cfg: configuration of the run.
 
     Raises:
-        RuntimeError: if `train.device` is a GPU and there is none, or fewer than ranks of this host.
+        RuntimeError: if `train.device` is a GPU and this host has fewer GPUs than ranks.
     """
 
     def __init__(self, cfg: ScriptConfig) -> None:
@@ -80,18 +79,18 @@ class TrainerDevice:
         return [local_gpu_index(gpu, visible) for gpu in ray.get([one.gpu.remote() for one in self._reservations])]
 
     def shard(self, model: PreTrainedModel) -> None:
-        """Spread a model over the ranks, where there are several: after its policy is made, before its optimizer."""
+        """Shard a model over several ranks; call it after creating the policy and before the optimizer."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             shard_model(model, compute_dtype=self._compute_dtype)
 
     def claim(self, engine: Engine) -> None:
-        """Have an engine on the same GPU sleep until its next update, where `engine.sleep_while_training` says so."""
+        """Let an engine on the same GPU sleep until its next update, if `engine.sleep_while_training` is set."""
         if self._engine_sleeps and isinstance(engine, AsyncVLLM):
             engine.sleep()
 
 
 def local_gpu_index(gpu: str, visible: str | None) -> int:
-    """Return the number by which this process knows a GPU of this host.
+    """Return the index by which this process addresses a GPU of its host.
 
     Args:
         gpu: the host's name for it.
