@@ -163,8 +163,8 @@ class RunRecorder:
             self.folder.write_summary(self.summary)
             self._log_metrics(step, metrics)
             self.view.show_health(step, self._health.judge(step, metrics))
-        # Decided after recording, so that a replay saves the best model if a kill prevented it. What the loop measures
-        # itself is new after a resumption.
+        # After recording, so that a replay saves the best model if a kill prevented it. A resumed run may have a new
+        # `eval.metric`, which the recorded evaluations lack.
         if self._best is None or not (is_new or self._best.metric in metrics):
             return metrics, False
         is_best = self._best.see(step, metrics) and step > 0 and step != self._best_step

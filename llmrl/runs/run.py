@@ -165,7 +165,7 @@ class Run:
         if checkpoint is not None or engine is self._lent:
             engine.policy_version = self._step - 1  # the version numbers continue
             collector.update_policy_weights_(self._tracked["model"])
-        if self._recorder is not None:  # only now, so that a failed resumption changes nothing
+        if self._recorder is not None:  # a failed resumption keeps the old configuration
             save_config(self.cfg, self._recorder.folder.path)
 
     def _load_checkpoint(self) -> StateDict | None:
@@ -238,7 +238,7 @@ class Run:
             self._is_replay = False
             if (aside := folder.load_set_aside(self._step + 1)) is not None:
                 collected = cast(SavedBatch, aside)
-                restore(collector, collected)  # undo what was drawn ahead
+                restore(collector, collected)  # continue with the data after it
             if self.cfg.resume:
                 self.console.print(f"resumed after step {self._step}, {self._step - first_step} of them replayed")
             source = BatchSource(

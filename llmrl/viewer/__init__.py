@@ -1,4 +1,4 @@
-"""Looking at runs: one self-contained page, or a table on the terminal."""
+"""Viewers of runs: a self-contained HTML page, and a table on the terminal."""
 
 from llmrl.viewer.follow import follow
 from llmrl.viewer.run_data import RunData, last_run, read_run

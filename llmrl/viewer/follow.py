@@ -1,4 +1,4 @@
-"""`follow`: a page that is written again while its runs go on."""
+"""`follow`: rewrites a page while its runs continue."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from llmrl.runs.folder_lock import is_in_use
 from llmrl.viewer.run_data import read_run
 from llmrl.viewer.write_page import write_page
 
-# Of a core, at most: the run needs it more.
+# Share of one core, because the run needs the rest.
 _MAX_SHARE = 0.1
 
 
 def follow(
     runs: Sequence[str | Path], path: str | Path, *, max_rollouts: int | None = None, interval: float = 2.0
 ) -> Iterator[tuple[Path, bool]]:
-    """Write the page, and again whenever a run has logged more, until none of them goes on.
+    """Write the page, and rewrite it whenever a run has logged more, until no run continues.
 
     Args:
-        runs: their folders.
+        runs: folders of the runs.
         path: path of the page.
-        max_rollouts: keep only the last so many of each.
-        interval: seconds between two looks, at least; more where writing takes long.
+        max_rollouts: keep only the last so many rollouts per run.
+        interval: minimum seconds between checks; longer if writing is slow.
 
     Yields:
-        The path, and whether a run goes on, each time that the page was written.
+        The path, and whether a run continues, after each write.
 
     Raises:
         FileNotFoundError: if a folder holds no run.
@@ -45,7 +45,7 @@ def follow(
 
 
 def _modified(run: str | Path) -> tuple[float, ...]:
-    """Return when what a page shows was written last, and whether it may be written still."""
+    """Return the modification times of the files that a page shows, and whether the run continues."""
     names = ("metrics.csv", "rollouts.jsonl", "summary.json")
     times = [path.stat().st_mtime if (path := Path(run, name)).exists() else 0.0 for name in names]
     return (*times, float(is_in_use(Path(run))))

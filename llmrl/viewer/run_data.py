@@ -1,4 +1,4 @@
-"""`read_run`: a run folder as one value."""
+"""`read_run`: reads a run folder into one object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmrl.watch.token_log import TokenRow
 
 
 class Record(TypedDict):
-    """One rollout as a run's folder keeps it: `Rollout.to_record`, and where it belongs."""
+    """A rollout as stored in a run's folder: `Rollout.to_record` with step and split."""
 
     step: int
     split: str
@@ -32,35 +32,35 @@ class Record(TypedDict):
 
 
 class Turn(TypedDict):
-    """One of an agent's requests, see `TurnTree.to_records`."""
+    """One of an agent's requests (`TurnTree.to_records`)."""
 
     messages: list[Message]
 
 
 @dataclass(slots=True)
 class RunData:
-    """What a run left behind, for reading."""
+    """The content of a run folder."""
 
     name: str
     metrics: list[dict[str, float]] = field(default_factory=list)
     """One entry per step."""
     rollouts: list[Record] = field(default_factory=list)
-    """Records (`Rollout.to_record`) with `step` and `split`, in the order they were played."""
+    """Records (`Rollout.to_record`) with `step` and `split`, in the order of the rollouts."""
     rows: dict[tuple[int, str, str], list[TokenRow]] = field(default_factory=dict)
-    """Rows by step, split and rollout id, where their tokens were kept."""
+    """Rows with stored tokens, by step, split and rollout id."""
     health: dict[int, dict[str, JSON]] = field(default_factory=dict)
-    """Lines of `health.jsonl` by step: what was found of the run at it."""
+    """Lines of `health.jsonl`, by step."""
     summary: dict[str, JSON] = field(default_factory=dict)
     config: str = ""
     """The run's configuration, as text."""
     token_texts: dict[int, str] = field(default_factory=dict)
-    """What each token id that occurs stands for; empty when no tokenizer was found."""
+    """Text of each token id in the rows; empty if there is no tokenizer."""
     is_running: bool = False
     """Whether a process writes into the folder."""
 
 
 def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
-    """Return what `summary.json` says, as people read it: names and values.
+    """Return the content of `summary.json` as names and values for display.
 
     Example:
         >>> facts_of({"before": {"sums": {"reward": 0.5}}, "after": {"sums": {"reward": 0.8}}})
@@ -74,7 +74,7 @@ def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
         if not isinstance(value, Mapping) or "interval" in value:
             by_name.setdefault(" ".join(names), {})[when] = _number(value)
             return
-        for name, part in value.items():  # of environments, rewards by name
+        for name, part in value.items():  # environments, or rewards by name
             if not name.startswith("num_"):
                 add(when, names if name == "reward_breakdown" else (*names, name), part)
 
@@ -98,15 +98,15 @@ def _number(value: JSON) -> str:
 
 
 def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
-    """Read a run folder; a line that a kill cut short is left out.
+    """Read a run folder; incomplete lines are left out.
 
     Args:
         path: the folder.
-        max_rollouts: keep only the last so many.
+        max_rollouts: keep only the last so many rollouts.
 
     Raises:
-        FileNotFoundError: if the folder holds neither metrics nor rollouts.
-        DamagedFileError: if a file of it is not what was written, naming it.
+        FileNotFoundError: if the folder holds no run.
+        DamagedFileError: if a file is damaged.
         ValueError: if `max_rollouts` is not positive.
     """
     if max_rollouts is not None and max_rollouts < 1:
@@ -141,15 +141,15 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
 
 
 def key_of(record: Record) -> tuple[int, str, str]:
-    """Return what a rollout is found by: its step, its split and its id."""
+    """Return the key of a rollout: step, split, rollout id."""
     return record["step"], record["split"], record["rollout_id"]
 
 
 def last_run(folder: str | Path = "runs") -> Path:
-    """Return the run in a folder of runs that logged last.
+    """Return the run that logged last in a folder of runs.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if the folder holds no run.
     """
     runs = _runs_in(Path(folder))
     if not runs:
@@ -158,14 +158,14 @@ def last_run(folder: str | Path = "runs") -> Path:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the runs in a folder, the one that logged last last."""
+    """Return the runs in a folder, sorted by the time of their last log entry."""
     runs = [entry for entry in folder.iterdir() if entry.is_dir() and holds_run(entry)] if folder.is_dir() else []
     names = ("metrics.csv", "rollouts.jsonl", "batches")
     return sorted(runs, key=lambda run: max((run / name).stat().st_mtime for name in names if (run / name).exists()))
 
 
 def _where_runs_are(path: Path) -> str:
-    """Return the last run inside, where a folder of runs was given."""
+    """Return a hint where a run is, for an error message."""
     runs = _runs_in(path)
     if runs:
         return f"the last one in it is {runs[-1]}."
@@ -173,7 +173,7 @@ def _where_runs_are(path: Path) -> str:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    """Yield the records; a step that was logged twice (before and after a kill) counts once."""
+    """Yield the records; a rollout that was logged twice counts once."""
     if not path.exists():
         return
     seen = set()

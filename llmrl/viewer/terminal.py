@@ -1,4 +1,4 @@
-"""`print_run`: a run on the terminal."""
+"""`print_run`: shows a run on the terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llmrl.watch.live_view import conversation_panel, sparkline
 
 
 def print_run(run: RunData, *, console: Console | None = None) -> None:
-    """Print the curves as lines, the rollouts by status, and the best and the worst conversation of the last step.
+    """Print the curves, the number of rollouts by status, and the best and worst conversations of the last step.
 
     Args:
-        run: what `read_run` gave.
-        console: where to print; standard output by default.
+        run: from `read_run`.
+        console: receives the output; standard output by default.
     """
     console = console or Console()
     head = Text(printable(run.name), style="bold")
@@ -30,7 +30,7 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
     ]
     if facts:
         console.print(Columns(facts, padding=(0, 3)))
-    # A step in which nothing was trained lacks some, so the last one's are not all.
+    # The names of all steps, because a step without training lacks some.
     names = [name for name in dict.fromkeys(name for row in run.metrics for name in row) if name != "step"]
     table = Table("metric", "first", "last", "from the first step to the last")
     for name in names:
@@ -60,13 +60,13 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
 
 
 def _thinned(values: Sequence[float], width: int = 60) -> list[float]:
-    """Return at most `width` of them, evenly spaced, the last among them."""
+    """Return at most `width` values, evenly spaced, including the last."""
     if len(values) <= width:
         return list(values)
     return [values[round(place * (len(values) - 1) / (width - 1))] for place in range(width)]
 
 
 def _extremes(records: Sequence[Record]) -> list[Record]:
-    """Return the record with the highest and the one with the lowest reward, each once."""
+    """Return the records with the highest and the lowest reward, without duplicates."""
     ranked = sorted(records, key=lambda record: -record["reward"])
     return ranked[:1] + ranked[1:][-1:]

@@ -1,4 +1,4 @@
-"""`write_page`: runs as one HTML file that needs no network."""
+"""`write_page`: writes runs as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmrl.data import Message, text_of
 from llmrl.viewer.run_data import Record, RunData, facts_of, key_of
 from llmrl.watch.token_log import TokenRow
 
-# Of rollouts; opening one decompresses its block alone, so that a page of thousands opens at once.
+# Rollouts per compressed block. A page with thousands opens fast, because a block is decompressed only if needed.
 _BLOCK_SIZE = 32
 _LISTED = (
     "step",
@@ -31,7 +31,7 @@ _LISTED = (
     "reason",
     "num_completion_tokens",
 )
-# In this order; each uses the ones before.
+# In order of dependency.
 _SCRIPTS = (
     "base",
     "state",
@@ -50,12 +50,12 @@ _SCRIPTS = (
 
 
 def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
-    """Write the page: health and curves, rewards and groups of a step, conversations as chat, and tokens.
+    """Write a page with health, curves, rewards, groups, conversations and tokens of runs.
 
-    While one of them is being written, the page loads itself again now and then: write it anew to the same path.
+    If a run is still being written, the page reloads periodically, so it can be rewritten at the same path.
 
     Args:
-        runs: what `read_run` gave; curves of several are drawn over each other.
+        runs: from `read_run`; their curves are overlaid.
         path: path of the HTML file.
 
     Returns:
@@ -124,11 +124,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
 
 
 def _policy(script: str) -> str:
-    """Return a content-security policy: this script and no other, nothing from elsewhere.
-
-    A run is data of models and of its sender. That it is shown as text is the page's doing; this is for the day
-    on which it is not.
-    """
+    """Return a content-security policy that allows only this script, in case untrusted text is not escaped."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
@@ -142,14 +138,14 @@ def _packed(value: object) -> str:
 
     try:
         text = write(value)
-    except ValueError:  # it holds NaN, or an infinity
+    except ValueError:  # contains NaN or an infinity
         text = write(_readable(value))
-    # Lone surrogates are escaped as JSON does.
+    # JSON escapes lone surrogates.
     return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), 6, mtime=0)).decode()
 
 
 def _readable(value: object) -> object:
-    """Return the value as browsers read JSON: they know neither NaN nor infinity, which are given by name."""
+    """Return the value with NaN and infinities as strings, because browsers' JSON lacks them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if isinstance(value, dict):
@@ -160,7 +156,7 @@ def _readable(value: object) -> object:
 
 
 def _opening(record: Record) -> list[Message]:
-    """Return what came before the first answer."""
+    """Return the messages before the first answer."""
     turns = record.get("turns")
     messages = turns[0]["messages"] if turns else record["messages"]
     roles = [message["role"] for message in messages]
@@ -168,7 +164,7 @@ def _opening(record: Record) -> list[Message]:
 
 
 def _key_of_problem(record: Record) -> str:
-    """Return what tells problems apart: by it one is found again in other steps, and in other runs."""
+    """Return a key that identifies a problem across steps and runs."""
     return json.dumps(_opening(record) or record.get("columns"), default=str)
 
 
@@ -178,7 +174,7 @@ def _question(record: Record) -> str:
 
 
 def _answer(record: Record) -> str:
-    """Return the end of the last answer, where the result stands, to know a rollout by in a list."""
+    """Return the end of the last answer, which identifies a rollout in a list."""
     answers: list[Message] = [message for message in record["messages"] if message["role"] == "assistant"]
     answer = answers[-1] if answers else {}
     calls = " ".join(f"calls {call['function']['name']}" for call in answer.get("tool_calls") or [])

@@ -1,1 +1,1 @@
-"""What is watched while a run trains: metrics, findings, trackers, the live view."""
+"""Monitoring of a training run: metrics, health findings, trackers, live view."""

@@ -1,4 +1,4 @@
-"""Findings of a run's health, their verdicts, and the rollouts that show them; `health.jsonl` keeps them."""
+"""Findings about a run's health, their verdicts and example rollouts, as stored in `health.jsonl`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUM_SHOWN = 8
 
 
 class Verdict(StrEnum):
-    """How healthy a run is, the worst last."""
+    """Health of a run, from best to worst."""
 
     FINE = "fine"
     LOOK = "look"
@@ -23,7 +23,7 @@ class Verdict(StrEnum):
 
 
 class Selection(StrEnum):
-    """Which of a step's rollouts show a finding, see `failing_rollouts`."""
+    """Which rollouts of a step illustrate a finding (`failing_rollouts`)."""
 
     NONE = ""
     ERROR = "error"
@@ -37,21 +37,21 @@ class Selection(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that a run's metrics say about it."""
+    """A statement about a run, derived from its metrics."""
 
     name: str
     verdict: Verdict
     says: str
     """What was measured, as a sentence."""
     causes: tuple[str, ...]
-    """The most likely first."""
+    """Possible causes, the most likely first."""
     selection: Selection = Selection.NONE
     steps: tuple[int, int] | None = None
-    """First and last step that it looked at; None for a finding of no run."""
+    """First and last step examined; None if the finding belongs to no run."""
 
     @property
     def over(self) -> str:
-        """The steps that it looked at, in words.
+        """The steps examined, in words.
 
         Example:
             >>> Finding("answers_cut", Verdict.LOOK, "25 % of the answers were cut.", (), steps=(3, 5)).over
@@ -63,7 +63,7 @@ class Finding:
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
     def to_record(self, records: Sequence[Mapping[str, JSON]] = ()) -> dict[str, JSON]:
-        """Return it as JSON has it, with the ids of the rollouts that show it, at most eight of `records`."""
+        """Return the finding as JSON, with the ids of at most eight of `records` that illustrate it."""
         rollouts: list[JSON] = [record["rollout_id"] for record in failing_rollouts(self.selection, records)]
         causes: list[JSON] = list(self.causes)
         steps: list[JSON] = list(self.steps or ())
@@ -89,7 +89,7 @@ def verdict_of(findings: Sequence[Finding]) -> Verdict:
 
 
 def failing_rollouts(selection: Selection, records: Sequence[Mapping[str, JSON]]) -> list[Mapping[str, JSON]]:
-    """Return the rollouts' records (`Rollout.to_record`) that show a finding, at most eight.
+    """Return at most eight rollout records (`Rollout.to_record`) that illustrate a finding.
 
     Example:
         >>> records = [{"rollout_id": "a", "reason": ""}, {"rollout_id": "b", "reason": "length"}]
@@ -121,7 +121,7 @@ def _number(value: JSON) -> float:
 
 
 class HealthLog:
-    """`health.jsonl` of a run: a line per step with its verdict and its findings, of a step's several the last counts.
+    """The file `health.jsonl` of a run: verdict and findings per step. The last line of a step counts.
 
     Example:
         >>> import tempfile
@@ -135,14 +135,14 @@ class HealthLog:
         self.path = path
 
     def write(self, step: int, findings: Sequence[Finding], records: Sequence[Mapping[str, JSON]] = ()) -> None:
-        """Append a step's findings, with the ids of those of its rollouts that show them."""
+        """Append a step's findings, with the ids of rollouts that illustrate them."""
         found: list[JSON] = [finding.to_record(records) for finding in findings]
         line = {"step": step, "verdict": verdict_of(findings), "findings": found}
         with open_file(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
 
     def read(self) -> dict[int, dict[str, JSON]]:
-        """Return all steps' lines, by step; what is none, as the half line of a kill, is left out."""
+        """Return the records by step, without damaged lines."""
         steps: dict[int, dict[str, JSON]] = {}
         if not self.path.exists():
             return steps

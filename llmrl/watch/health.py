@@ -1,4 +1,4 @@
-"""Health: the bounds of `docs/metrics.md`, applied to a run's metrics. Pure: numbers in, findings out."""
+"""Health checks of a run: the bounds of `docs/metrics.md`, applied to its metrics."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from llmrl.watch.findings import Finding, HealthLog, Selection, Verdict
 from llmrl.watch.metric_history import NUM_SMOOTHED, SURE, MetricHistory, Metrics
 
 _LEAST_CHANGE = 1e-6
-"""Of the weights in a step, as a share of their size: at a learning rate of 1e-6 it is some 50 times as much."""
+"""Smallest relative change of the weights in a step; a learning rate of 1e-6 gives about 50 times as much."""
 
 
 def diagnose(
     steps: Sequence[Metrics], *, numbers: Sequence[int] | None = None, max_staleness: int | None = None
 ) -> list[Finding]:
-    """Return what the metrics say about the last step, the worst first; nothing where all is fine.
+    """Return what the metrics say about the last step, worst finding first; empty if all is fine.
 
     Args:
-        steps: metrics of all steps of the run in order, by the names of `docs/metrics.md`; a missing one is not judged.
-        numbers: numbers of these steps; by default they count from 1.
-        max_staleness: as the collector was given; None is on-policy.
+        steps: metrics of all steps in order, named as in `docs/metrics.md`. Missing metrics are not judged.
+        numbers: numbers of these steps; 1, 2, … by default.
+        max_staleness: as given to the collector; None means on-policy.
 
     Example:
         >>> diagnose([{"cut_share": 0.0, "reward_mean": 0.5}])
@@ -43,12 +43,12 @@ def diagnose(
 
 
 class HealthJudge:
-    """Judges a run step by step, and writes down what it finds.
+    """Judges a run step by step and logs the findings.
 
     Args:
-        log: where.
-        steps: metrics of the steps that were made before, by step.
-        max_staleness: see `diagnose`.
+        log: receives the findings.
+        steps: metrics of earlier steps, by step.
+        max_staleness: as for `diagnose`.
     """
 
     def __init__(self, log: HealthLog, steps: Mapping[int, Metrics], *, max_staleness: int | None = None) -> None:
@@ -58,9 +58,13 @@ class HealthJudge:
         self._records: tuple[int, Sequence[Row]] = (-1, ())
 
     def judge(self, step: int, metrics: Metrics, records: Sequence[Row] = ()) -> list[Finding]:
-        """Return what a step's metrics say, which may come in parts, as those of its evaluation do after its own.
+        """Return the findings about a step.
+
+        The metrics of a step may come in several calls: first of training, then of the evaluation.
 
         Args:
+            step: number of the step.
+            metrics: metrics of the step.
             records: records of the step's rollouts (`Rollout.to_record`).
         """
         if records or self._records[0] != step:
@@ -82,7 +86,7 @@ def _severity(is_broken: bool) -> Verdict:
 
 
 def _graded(share: tuple[float, float] | None, *, look: float, broken: float) -> Verdict:
-    """Return the verdict on a share that is beyond the first bound, chance aside."""
+    """Return the verdict on a share, given as (value, lower confidence bound)."""
     if share is None or share[1] <= look:
         return Verdict.FINE
     return _severity(share[0] > broken)
@@ -117,7 +121,7 @@ def _mismatch(history: MetricHistory) -> Iterator[Finding]:
     bound = history.now("on_policy_difference_bound")
     if difference is None or bound is None or difference <= bound:
         return
-    # Before the first update what is on-policy is not known, and the difference of all tokens tells it.
+    # Before the first update it is unknown which tokens are on-policy; the difference of all tokens counts.
     known = [*history.values("on_policy_difference"), *history.values("log_prob_difference_mean")]
     has_agreed = any(earlier <= bound for earlier in known)
     causes = (
@@ -160,7 +164,7 @@ def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
 
 
 def _updates(history: MetricHistory) -> Iterator[Finding]:
-    """Judge the size of updates: those that change nothing, gradients that grow, a penalty beyond the reward."""
+    """Check for updates that change nothing, growing gradients, and a penalty larger than the reward."""
     changes = history.values("weight_change")
     rates = history.values("learning_rate")
     is_warming_up = len(rates) > 1 and rates[-1] > rates[-2]
@@ -204,7 +208,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
 
 
 def _entropy(history: MetricHistory) -> Iterator[Finding]:
-    # a mean over tokens, which is not noisy
+    # A mean over tokens has little noise.
     now = history.now("entropy")
     began = history.began("entropy")
     if now is None or not began:
@@ -213,7 +217,7 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
     margin = history.margin("entropy")
     is_falling_fast = now < 0.5 * before - margin and before > 0.25 * began
     is_gone = now < 0.02 * began
-    is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not history.is_learning())  # who learns gets surer
+    is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not history.is_learning())  # learning lowers it
     if is_low and not history.is_learned():
         since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
         yield Finding(
@@ -279,10 +283,10 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
 def _signal(history: MetricHistory) -> Iterator[Finding]:
     share = history.share("groups_all_equal", "num_groups")
     if history.now("groups_all_equal") == 1.0:
-        share = 1.0, 1.0  # there was nothing to train on, which is no chance
+        share = 1.0, 1.0  # nothing to train on: no sampling error
     verdict = _graded(share, look=0.5, broken=0.9)
     if share is None or verdict == Verdict.FINE or history.now("kl_to_teacher") is not None:
-        return  # of every token a teacher says something
+        return  # a teacher gives a signal for every token
     right = history.recent("groups_all_right") or 0.0
     wrong = history.recent("groups_all_wrong") or 0.0
     says = f"{_percent(share[0])} of the prompts have answers of one reward, from which nothing is learned"
@@ -340,7 +344,7 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
 
 
 def _held_out(history: MetricHistory) -> Iterator[Finding]:
-    """The reward of training rises while that of problems held out falls."""
+    """Check whether the training reward rises while results on held-out problems fall."""
     names = {name for step in history.steps for name in step if name.startswith("eval/") and name.count("/") == 2}
     for env in sorted({name.split("/")[1] for name in names}):
         found = (_fell(history, f"eval/{env}/{metric}") for metric in ("pass@1", "reward"))
@@ -348,7 +352,7 @@ def _held_out(history: MetricHistory) -> Iterator[Finding]:
 
 
 def _fell(history: MetricHistory, name: str) -> Finding | None:
-    """Return what metric of an evaluation is now below its best, although the reward of training is higher."""
+    """Return a finding if an evaluation metric is below its best although the training reward has risen."""
     *earlier, last = [place for place, step in enumerate(history.steps) if name in step] or [0]
     if not earlier:
         return None
@@ -379,7 +383,7 @@ def _fell(history: MetricHistory, name: str) -> Finding | None:
 
 
 def _standard_errors(history: MetricHistory, name: str, places: tuple[int, int]) -> float:
-    """Return the standard error of the difference of two evaluations, by their intervals, or by all those before."""
+    """Return the standard error of the difference of two evaluations, from intervals or earlier evaluations."""
     ends = [(history.steps[place].get(f"{name}_low"), history.steps[place].get(f"{name}_high")) for place in places]
     widths = [high - low for low, high in ends if low is not None and high is not None]
     if len(widths) == len(places):

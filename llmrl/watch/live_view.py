@@ -1,4 +1,4 @@
-"""`LiveView`: a training run on the terminal while it runs."""
+"""`LiveView`: shows the progress of a training run on the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COLUMNS = (
     ("forks", "num_forks", "{:.0f}"),
     ("realigned tokens", "num_realigned_tokens", "{:.0f}"),
 )
-# Shown from the first step on in which they are something else.
+# Shown once a step has a different value.
 _RARE = {
     "trained_share": 1.0,
     "cut_share": 0.0,
@@ -50,7 +50,7 @@ _NUM_ROWS = 12
 
 
 def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> str:
-    """Return values as a line of block characters between `low` and `high`, with gaps where there is none.
+    """Return values as a line of block characters, with a space for NaN.
 
     Example:
         >>> sparkline([0.0, 0.5, float("nan"), 1.0])
@@ -73,15 +73,15 @@ def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
 
 
 class LiveView:
-    """Step, reward, length, entropy, tokens per second, log-prob difference, effective sample size, where time went.
+    """Step, reward, length, entropy, throughput, log-prob difference, effective sample size and timing of each step.
 
-    What is rare (cut answers, errors, forks, …) is shown once there is any; a line says how healthy the run is.
-
-    On a terminal it redraws in place; elsewhere it prints one line per step. Use as a context manager.
+    Rare values (cut answers, errors, forks, …) are shown once they occur. It redraws in place on a terminal, and prints
+    one line per step elsewhere. A context manager.
 
     Args:
-        num_steps: steps of the whole run.
-        first_step: steps done before, when resumed.
+        num_steps: total number of steps of the run.
+        first_step: number of steps done before a resumption.
+        console: receives the output.
     """
 
     def __init__(self, num_steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
@@ -108,13 +108,13 @@ class LiveView:
             self._live.stop()
 
     def doing(self, what: str) -> None:
-        """Say what is being done now."""
+        """Show the current activity."""
         self._progress.update(self._task, description=what)
         if self._live is not None:
             self._live.update(self._render())
 
     def show_step(self, step: int, metrics: Mapping[str, float], records: Sequence[Row] = ()) -> None:
-        """Show one step's metrics, and the best of some rollouts' records."""
+        """Show one step's metrics, and the best of `records`."""
         row = {"step": step, **metrics}
         self._rows.append(row)
         self._progress.update(self._task, completed=step)
@@ -132,7 +132,7 @@ class LiveView:
             self.show_sample(max(records, key=lambda record: record["reward"]))
 
     def show_health(self, step: int, findings: Sequence[Finding], records: Sequence[Row] = ()) -> None:
-        """Show how healthy the run is, and the run's first error with its traceback, from a step's records."""
+        """Show a step's findings, and the run's first error with its traceback."""
         known = {(finding.name, finding.verdict) for finding in self._findings}
         self._findings = findings
         if self._live is not None:
@@ -149,7 +149,7 @@ class LiveView:
             self.console.print(Panel(Text(said), title=Text(printable(title)), title_align="left"))
 
     def show_dropped(self, step: int, findings: Sequence[Finding], records: Sequence[Row]) -> None:
-        """Show why nothing of a step's rollouts is trained on: what was found of them, and some of the rollouts."""
+        """Show why no rollout of a step is trained on: the findings, and some of the rollouts."""
         lines = [_sentence(finding) for finding in findings]
         lines += [Text(f"  or: {cause}") for finding in findings[:1] for cause in finding.causes[1:]]
         panels = [conversation_panel(record["messages"], _title(record)) for record in records]
@@ -163,7 +163,7 @@ class LiveView:
         )
 
     def show_sample(self, record: Row) -> None:
-        """Show one conversation with its reward, from a rollout's record."""
+        """Show the conversation and the reward of a rollout record."""
         self._sample = conversation_panel(record["messages"], _title(record))
         if self._live is None:
             self.console.print(self._sample)
@@ -175,7 +175,7 @@ class LiveView:
         return [column for column in _COLUMNS if is_shown(column[1])]
 
     def _parts_of_reward(self) -> list[Text]:
-        """Return the mean and spread of each reward function at the last step, where there are several."""
+        """Return mean and spread of each reward function at the last step, if there are several."""
         row = self._rows[-1] if self._rows else {}
         names = [name.removesuffix("_mean") for name in row if name.startswith("reward/") and name.endswith("_mean")]
         parts = (

@@ -1,4 +1,4 @@
-"""The metrics of a run so far, as its health looks at them: smoothed, at the beginning, and with their noise."""
+"""Metrics of a run as its health checks need them: smoothed, initial values, noise."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TypeAlias
 
 Metrics: TypeAlias = Mapping[str, float]
 NUM_SMOOTHED = 3
-"""Steps that are averaged, since a batch of few prompts is noisy."""
+"""Number of steps to average, because a batch of few prompts is noisy."""
 SURE = 3.5
-"""Standard errors by which something differs that is not called chance; steps are many, and so are findings."""
+"""Standard errors of a significant difference; large, because many steps and metrics are compared."""
 SURE_OF_SHARE = 2.6
-"""The same of shares, which are bounded."""
+"""The same for shares, which are bounded."""
 
 
 class MetricHistory:
-    """Metrics of the steps so far: now, smoothed, as they began, and how noisy they are.
+    """Metrics of the steps so far: latest, smoothed, initial values, and noise.
 
-    It notes which steps were read, so that a finding can say what it looked at. Noise (`margin`) does not count.
+    It tracks which steps were read, as the steps a finding examined; reads for the noise (`margin`) do not count.
 
     Args:
         steps: metrics of all steps in order.
-        numbers: numbers of these steps; by default they count from 1.
+        numbers: numbers of these steps; 1, 2, … by default.
     """
 
     def __init__(self, steps: Sequence[Metrics], numbers: Sequence[int] | None = None) -> None:
@@ -34,11 +34,11 @@ class MetricHistory:
         self._read: set[int] = set()
 
     def note(self, *places: int) -> None:
-        """Note that the steps at these places were read."""
+        """Mark the steps at these places as read."""
         self._read.update(places)
 
     def take_read(self) -> tuple[int, int] | None:
-        """Return the first and the last step that were read since the last call; the last step if none was."""
+        """Return the first and last step read since the last call, or the last step if none was read."""
         places = self._read or {len(self.steps) - 1}
         self._read = set()
         return (self._numbers[min(places)], self._numbers[max(places)]) if self.steps else None
@@ -51,7 +51,7 @@ class MetricHistory:
         return [self.steps[place][name] for place in places]
 
     def values(self, name: str) -> list[float]:
-        """Return a metric's values, step by step, without the steps that lack it."""
+        """Return a metric's values in step order, without the steps that lack it."""
         return self._noted(name, self._places(name))
 
     def now(self, name: str) -> float | None:
@@ -61,20 +61,20 @@ class MetricHistory:
         return self.last.get(name)
 
     def recent(self, name: str) -> float | None:
-        """Return the mean of the last few steps; None where the last has no such metric."""
+        """Return a metric's mean over the last few steps, or None if the last step lacks it."""
         return None if self.now(name) is None else fmean(self._noted(name, self._places(name)[-NUM_SMOOTHED:]))
 
     def began(self, name: str) -> float | None:
-        """Return the mean of the first few steps, once there are more."""
+        """Return a metric's mean over the first few steps, or None if there are no more steps than these."""
         places = self._places(name)
         return fmean(self._noted(name, places[:NUM_SMOOTHED])) if len(places) > NUM_SMOOTHED else None
 
     def share(self, name: str, counted: str) -> tuple[float, float] | None:
-        """Return a share of the last few steps, and what it is at least, chance aside; None where the last has none.
+        """Return a share over the last few steps and its lower confidence bound, or None if the last step lacks it.
 
         Args:
             name: name of the metric.
-            counted: metric with the number that it is a share of; without it chance is left out.
+            counted: metric with the denominator of the share; without it the bound is the share itself.
         """
         if self.now(name) is None:
             return None
@@ -87,16 +87,16 @@ class MetricHistory:
             return share, share
         total = sum(counts)
         share = sum(step[name] * count for step, count in zip(steps, counts, strict=True)) / total
-        # The lower end of Wilson's interval.
+        # Lower end of Wilson's interval.
         square = SURE_OF_SHARE**2 / total
         spread = SURE_OF_SHARE * math.sqrt(max(0.0, share * (1 - share)) / total + square / (4 * total))
         return share, (share + square / 2 - spread) / (1 + square)
 
     def margin(self, name: str) -> float:
-        """Return by how much two means of a few steps differ by chance, at most; 0 where too few steps tell it.
+        """Return the largest difference of two means of a few steps that chance explains; 0 if there are too few steps.
 
-        The noise is what one step differs from the one before, in the steps before the last few, the largest difference
-        aside, which may be what is looked for. Of a metric that moves steadily that is too much rather than too little.
+        The noise is estimated from differences of consecutive steps, without the last few steps and the largest
+        difference. It is overestimated for a metric with a trend.
         """
         values = [self.steps[place][name] for place in self._places(name)[:-NUM_SMOOTHED]]
         squares = sorted((later - earlier) ** 2 for earlier, later in itertools.pairwise(values))[:-1]
@@ -106,19 +106,19 @@ class MetricHistory:
         return SURE * (1 + 4 / len(squares)) * noise * math.sqrt(2 / NUM_SMOOTHED)
 
     def around(self, place: int, name: str) -> float | None:
-        """Return the mean of the few steps that end at a place; of the first few, where there were none before."""
+        """Return the mean of the last few steps up to a place, or of the first few steps if there are none."""
         places = self._places(name)
         chosen = [one for one in places if one <= place][-NUM_SMOOTHED:] or places[:NUM_SMOOTHED]
         return fmean(self._noted(name, chosen)) if chosen else None
 
     def best(self, name: str) -> float | None:
-        """Return the highest mean of a few steps in a row, before the last few; None where there are none."""
+        """Return the highest mean of a few consecutive steps, without the last few; None if there are too few."""
         values = self.values(name)[:-NUM_SMOOTHED]
         windows = [values[end - NUM_SMOOTHED : end] for end in range(NUM_SMOOTHED, len(values) + 1)]
         return max(map(fmean, windows), default=None)
 
     def is_learning(self) -> bool:
-        """Return whether the reward is higher than it began, and not lower than it was."""
+        """Return whether the reward is above its initial value, and not below its best."""
         *earlier, now = self.values("reward_mean") or [0.0]
         if not earlier:
             return False
@@ -131,9 +131,9 @@ class MetricHistory:
         return began is not None and best is not None and recent > began + margin and recent >= best - margin
 
     def is_learned(self) -> bool:
-        """Return whether most answers are right: they have the highest reward that any had, or are called right."""
+        """Return whether most answers are right, or have the highest reward seen so far."""
         tops = self.values("reward_max")
-        # Where one step's rewards do not say what is right, those of the others do not, either.
+        # If a step does not know which answers are right, the other steps do not either.
         knows_right = all("groups_all_right" in step for step in self.steps if "num_groups" in step)
         if knows_right and (self.recent("groups_all_right") or 0.0) > 0.5:
             return True

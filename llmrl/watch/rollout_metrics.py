@@ -1,4 +1,4 @@
-"""What rollouts say in numbers: rewards and their parts, groups, lengths, tool calls. Of training and evaluation."""
+"""Metrics of rollouts, in training and evaluation: rewards and their parts, groups, lengths, tool calls."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _UNKNOWN = (
 
 
 def right_answers(rollouts: Sequence[Rollout]) -> list[bool] | None:
-    """Return which of an environment's rollouts have a right answer; None, with a warning, where that is not known.
+    """Return which of an environment's rollouts have a right answer, or None with a warning if that is unknown.
 
-    The reward function named `success` says it: right is a value of 1 at least. Without one a reward of 1 is right, but
-    where a reward is larger the scale is the task's own, and says nothing. A rollout that was not scored is not right.
+    If there is a reward function named `success`, an answer is right if its value is at least 1. Otherwise it is right
+    if the reward is 1, and unknown if any reward is larger. Rollouts without a score are not right.
 
     Example:
         >>> def answer(reward, **breakdown):
@@ -45,10 +45,7 @@ def right_answers(rollouts: Sequence[Rollout]) -> list[bool] | None:
 
 
 def rollout_records(rollouts: Sequence[Rollout]) -> list[dict[str, JSON]]:
-    """Return the records of rollouts (`Rollout.to_record`), each with `is_right`.
-
-    It is None where that is not known, and for a rollout that was not scored.
-    """
+    """Return the records of rollouts (`Rollout.to_record`) with `is_right`, None if unknown or not scored."""
     rights: Sequence[bool | None] = right_answers(rollouts) or [None] * len(rollouts)
     return [
         {**rollout.to_record(), "is_right": right if rollout.is_scored else None}
@@ -57,10 +54,9 @@ def rollout_records(rollouts: Sequence[Rollout]) -> list[dict[str, JSON]]:
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return what rollouts say, by the names of `docs/metrics.md`; what has no number is left out.
+    """Return metrics of rollouts, named as in `docs/metrics.md`, without those that are undefined.
 
-    Spreads are standard deviations of the population: of one rollout 0. The answers of one prompt are a group; only its
-    scored ones count.
+    Spreads are population standard deviations. Groups are the scored answers to the same prompt.
 
     Example:
         >>> def answer(group_id, reward, num_tokens):
@@ -78,7 +74,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     metrics = {
         "num_unscored": float(len(rollouts) - len(scored)),
         "cut_share": sum(rollout.reason == StopReason.LENGTH for rollout in rollouts) / len(rollouts),
-        # The length that at most one in twenty exceeds, one that was really sampled.
+        # 95th percentile, as the length of an actual answer.
         "completion_tokens_p95": float(lengths[math.ceil(0.95 * len(lengths)) - 1]),
         "completion_tokens_max": float(lengths[-1]),
         **dict(_reward_metrics(scored)),
@@ -89,7 +85,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def metrics_by_env(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return `rollout_metrics` and mean rewards of each environment of a `MixedEnv`, as `env/NAME/METRIC`.
+    """Return `rollout_metrics` and mean rewards per environment of a `MixedEnv`, as `env/NAME/METRIC`.
 
     Example:
         >>> rollout = Rollout(rollout_id="", group_id="sums/0/1", sample_index=0, group_size=1, env="sums", reward=1.0,
@@ -118,7 +114,7 @@ def _right_metrics(scored: Sequence[Rollout], rights: Sequence[bool]) -> Iterato
     for name, of_kind in (("right", lengths[True]), ("wrong", lengths[False])):
         if of_kind:
             yield f"completion_tokens_{name}", fmean(of_kind)
-    if len(groups) < len(scored):  # answers are compared
+    if len(groups) < len(scored):  # some prompt has several answers
         yield "groups_all_right", sum(map(all, groups.values())) / len(groups)
         yield "groups_all_wrong", sum(not any(group) for group in groups.values()) / len(groups)
 
@@ -134,7 +130,7 @@ def _reward_metrics(scored: Sequence[Rollout]) -> Iterator[tuple[str, float]]:
         groups[rollout.group_id].append(rollout.reward)
         for name, value in rollout.breakdown.items():
             parts[name].append(value)
-    if len(groups) < len(scored):  # answers are compared
+    if len(groups) < len(scored):  # some prompt has several answers
         spreads = [pstdev(rewards) for rewards in groups.values()]
         yield "num_groups", float(len(groups))
         yield "reward_group_std", fmean(spreads)
@@ -155,7 +151,7 @@ def _tool_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
 
 
 def _answer_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-    """Return how alike the answers to different prompts are: in how many groups the most frequent answer is found."""
+    """Return the share of groups that contain the most frequent answer, as a measure of similarity across prompts."""
     answers: dict[str, set[str]] = defaultdict(set)
     for rollout in rollouts:
         said = [message for message in rollout.messages if message["role"] == "assistant"]

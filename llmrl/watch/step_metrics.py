@@ -1,4 +1,4 @@
-"""What the updates of one step say, as one row of metrics."""
+"""Metrics of the updates of one step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from llmrl.engines.load import take_load
 from llmrl.trainer import TrainStepReport
 
 Learned = TrainStepReport | Sequence[TrainStepReport] | Mapping[str, float]
-"""Of a step: the report of its update, those of its updates, or metrics."""
+"""Result of a step: the report of its update, the reports of several updates, or metrics."""
 
 _NUM_TENSORS = 32
 _NUM_WEIGHTS = 1024
-"""Of the sample by which the change of weights is measured."""
+"""Size of the sample for measuring the change of the weights."""
 _OLD_LOG_PROBS = ("old_log_probs", "full")
 
 
 def metrics_of(learned: Learned) -> dict[str, float]:
-    """Return one row of metrics: of several updates counts are added, and others averaged, save `is_skipped`: all were.
+    """Return the metrics of a step's updates: counts are added, and other metrics averaged.
 
-    What compares trainer and engine is of the first update: the later ones have moved away from what was sampled.
+    `is_skipped` is 1 only if all updates were skipped. Metrics that compare trainer and engine come from the first
+    update, because later ones are off-policy.
 
     Example:
         >>> metrics = metrics_of([TrainStepReport(loss=1.0, num_rows=2), TrainStepReport(loss=2.0, num_rows=3)])
@@ -56,7 +57,7 @@ def metrics_of(learned: Learned) -> dict[str, float]:
 
 
 def only_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that have a number; an absent value is absent.
+    """Return the metrics with finite values.
 
     Example:
         >>> only_finite({"loss": float("nan"), "num_rows": 3})
@@ -66,11 +67,11 @@ def only_finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class StepMeter:
-    """Measures one step, from its construction on: what its parts take, and what it is made with.
+    """Measures one step from construction: times, learning rate, weight change, memory, engine load.
 
     Args:
         tracked: objects of the loop; those with `param_groups` are optimizers.
-        engine: what generates, if its load is to be told: from the step before on.
+        engine: engine to report the load of, since the previous step.
 
     Example:
         >>> meter = StepMeter({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)})
@@ -83,7 +84,7 @@ class StepMeter:
 
     def __init__(self, tracked: Mapping[str, Any], engine: object = None) -> None:
         self._engine = engine
-        # Here, for a schedule steps before the step is logged.
+        # Now, because the schedule advances before the step is logged.
         self._rates = [float(group["lr"]) for one in tracked.values() for group in getattr(one, "param_groups", ())]
         self._weights = _sample_of_weights(tracked)
         self._parts: dict[str, float] = {}
@@ -93,7 +94,7 @@ class StepMeter:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure a part of the step, as its metric `NAME_seconds`; the rest is `train_seconds`."""
+        """Measure a part of the step as the metric `NAME_seconds`; the rest is `train_seconds`."""
         started = time.perf_counter()
         try:
             yield
@@ -101,7 +102,7 @@ class StepMeter:
             self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - started
 
     def metrics(self, of_step: Mapping[str, float]) -> dict[str, float]:
-        """Return what was measured so far, beside the step's other metrics."""
+        """Return the measurements so far, given the step's other metrics."""
         seconds = time.perf_counter() - self._begun
         measured = {f"{name}_seconds": part for name, part in self._parts.items()}
         measured["train_seconds"] = seconds - sum(measured.values())
@@ -117,7 +118,7 @@ class StepMeter:
 
 
 def _sample_of_weights(tracked: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return some weights of some trained matrices, those of this rank: where they are, and as they are now."""
+    """Return a sample of this rank's trained weights, each as a view and a copy."""
     modules = [one for one in tracked.values() if isinstance(one, torch.nn.Module)]
     trained = [one.detach() for module in modules for one in module.parameters() if one.requires_grad and one.ndim > 1]
     sample = []
@@ -130,7 +131,7 @@ def _sample_of_weights(tracked: Mapping[str, Any]) -> list[tuple[torch.Tensor, t
 
 
 def _change_of(sample: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return by how much of their size the weights of a sample have changed."""
+    """Return the relative change of a sample of weights."""
     changes = [(now.float() - before.float()).norm().cpu() for now, before in sample]
     sizes = [before.float().norm().cpu() for _, before in sample]
     size = float(torch.stack(sizes).norm()) if sizes else 0.0
@@ -142,7 +143,7 @@ def _devices() -> range:
 
 
 def _peak_memory() -> int:
-    """Return bytes: on GPUs of the step, and of the one that held most; else of this process so far."""
+    """Return peak memory in bytes: the largest of all GPUs in this step, or of this process if there is no GPU."""
     if devices := _devices():
         return max(map(torch.cuda.max_memory_allocated, devices))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -150,7 +151,7 @@ def _peak_memory() -> int:
 
 
 def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) -> bool:
-    """Return whether a step's metrics of a split were logged, by step, before a kill; they come after its rollouts.
+    """Return whether a step's metrics of a split were logged before a kill; they are logged after its rollouts.
 
     Example:
         >>> is_logged({1: {"policy_version": 1.0}}, 1, "train"), is_logged({}, 1, "eval/sums")
@@ -163,7 +164,7 @@ def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) 
 
 
 def log_probs_before(learned: Learned, batch: TensorDictBase) -> list[torch.Tensor] | None:
-    """Return the trainer's log-probs before a step's updates, `[num_tokens]` per row; None where unknown."""
+    """Return the trainer's log-probs before a step's updates, `[num_tokens]` per row, or None if unknown."""
     if has_entry(batch, _OLD_LOG_PROBS):
         return [row[_OLD_LOG_PROBS] for row in batch.unbind(0)]
     reports = [learned] if isinstance(learned, TrainStepReport) else learned

@@ -1,4 +1,4 @@
-"""`TokenLog`: the tokens of training rows, with everything known of each, kept beside the rollouts of a run."""
+"""`TokenLog`: stores the tokens of training rows with their per-token data."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TOKEN_KEYS = (
     ("rollout", "rollout_id"),
     ("rollout", "row_index"),
 )
-"""What is read of a row, besides its advantage."""
+"""Entries that are read of a row, besides its advantage."""
 
 
 @dataclass(slots=True)
 class TokenRow:
-    """One training row as it is shown, every column `[num_tokens]`."""
+    """One training row for display; the lists are `[num_tokens]`."""
 
     rollout_id: str
     row_index: int
@@ -46,14 +46,14 @@ class TokenRow:
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """The sampler's."""
+    """Log-probs of the sampler."""
     trainer_log_probs: list[float] = field(default_factory=list)
-    """The trainer's before its update; NaN where they were not kept."""
+    """Log-probs of the trainer before its update; NaN if unknown."""
     versions: list[int] = field(default_factory=list)
 
 
 class TokenLog:
-    """A folder with one compressed file per step.
+    """A folder with one compressed file per step and split.
 
     Args:
         path: the folder; created by the first write.
@@ -76,17 +76,17 @@ class TokenLog:
         not_trained: Sequence[TensorDictBase] = (),
         split: str = "train",
     ) -> None:
-        """Keep a batch of rows.
+        """Store a batch of rows.
 
         Args:
             step: step of training.
-            rows: as a collector yields them, or as `rollout_rows` gives them.
-            trainer_log_probs: one `[num_tokens]` per row, NaN where there is none.
-            not_trained: further rows, of rollouts that were dropped; they have the entries `TOKEN_KEYS`.
-            split: `"train"`, or the evaluation that they are of.
+            rows: from a collector or `rollout_rows`.
+            trainer_log_probs: `[num_tokens]` per row, NaN if unknown.
+            not_trained: further rows with the entries `TOKEN_KEYS`, of rollouts that are not trained on.
+            split: `"train"`, or the name of an evaluation.
 
         Raises:
-            ValueError: if a row's trainer log-probs are not one per token.
+            ValueError: if the length of a row's trainer log-probs differs from its number of tokens.
         """
         elements = batch_elements(rows) if isinstance(rows, TensorDictBase) else list(rows)
         columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
@@ -124,7 +124,7 @@ class TokenLog:
         )
 
         def write(temporary: Path) -> None:
-            with temporary.open("wb") as file:  # given a name, NumPy would append its suffix
+            with temporary.open("wb") as file:  # NumPy would append its suffix to a file name
                 np.savez_compressed(file, **arrays)
 
         write_atomically(self._path(step, split), write)
@@ -133,7 +133,7 @@ class TokenLog:
         return self.path / (f"{step:06d}.npz" if split == "train" else f"{step:06d}-{quote(split, safe='')}.npz")
 
     def steps(self) -> list[tuple[int, str]]:
-        """Return steps and splits that were kept, in order."""
+        """Return the stored steps and splits, sorted."""
         stems = (path.stem.partition("-") for path in self.path.glob("[0-9]*.npz"))
         return sorted((int(step), unquote(split) or "train") for step, _, split in stems)
 
@@ -141,8 +141,8 @@ class TokenLog:
         """Return the rows of a step.
 
         Raises:
-            FileNotFoundError: if that step was not kept.
-            DamagedFileError: if its file is not what was written.
+            FileNotFoundError: if the step was not stored.
+            DamagedFileError: if the file is damaged.
         """
         path = self._path(step, split)
         try:
@@ -163,7 +163,7 @@ class TokenLog:
 
 
 def _advantage(row: TensorDictBase) -> float:
-    """Return the row's advantage, of tokens' advantages their mean over trained ones; NaN where there is none."""
+    """Return a row's advantage (the mean over trained tokens if it has one per token), or NaN."""
     advantage = row.get("advantage", None)
     if advantage is None:
         return math.nan

@@ -1,6 +1,7 @@
-"""Trackers: where a run's metrics and conversations go. A table in its folder always, others when asked.
+"""Trackers of a run's metrics and conversations: `metrics.csv` in its folder, and optional others.
 
-torchrl's loggers are used for TensorBoard, Weights & Biases and trackio; its MLflow logger begins a run anew each time.
+TensorBoard, Weights & Biases and trackio use torchrl's loggers. torchrl's MLflow logger cannot continue a run, so
+MLflow has its own.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ PROJECT = "llmrl"
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-"""Names of those that can be opened."""
+"""Names of the optional trackers."""
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """A destination of metrics and conversations."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> object:
         """Record one step's metrics."""
         ...
 
     def log_traces(self, records: Sequence[Row], step: int) -> None:
-        """Show conversations of a step, from rollouts' records."""
+        """Record conversations of a step, given as rollout records."""
         ...
 
     def close(self) -> None:
-        """Write what is buffered and end."""
+        """Write buffered data and close."""
         ...
 
 
 _PERFORMANCE = ("seconds", "_per_second", "_gib")
-"""How metrics end that say how fast something was, and what it took; those of engines begin with `engine_`."""
+"""Endings of metrics of speed and memory; engine metrics begin with `engine_`."""
 
 
 def grouped_name(name: str) -> str:
-    """Return a metric's name as trackers have it, which show what is in one group together.
+    """Return a metric's name with a group, by which trackers arrange plots.
 
     Example:
         >>> [grouped_name(name) for name in ("reward_mean", "train_seconds", "eval/sums/pass@1")]
@@ -63,7 +64,7 @@ def grouped_name(name: str) -> str:
 
 
 def spread(records: Sequence[Row], count: int) -> list[Row]:
-    """Return so many of a step's records, as far apart as they can be, since neighbours answer the same prompt.
+    """Return at most `count` records, evenly spaced, because neighbours answer the same prompt.
 
     Example:
         >>> spread([{"reward": reward} for reward in range(8)], 3)
@@ -77,7 +78,7 @@ _TRACE_COLUMNS = ("rollout_id", "env", "reward", "status", "reason", "num_turns"
 
 
 def trace_table(records: Sequence[Row], step: int) -> dict[str, list[JSON]]:
-    """Return conversations as columns: what is known of each, and its text."""
+    """Return conversations as columns: facts about each, and its text."""
     columns = {name: [record[name] for record in records] for name in _TRACE_COLUMNS}
     return {"step": [step] * len(records), **columns, "conversation": [_as_read(one["messages"]) for one in records]}
 
@@ -96,7 +97,7 @@ def _written(value: float) -> str:
 
 
 def as_recorded(value: float) -> float:
-    """Return a metric as `metrics.csv` has it, so that a run that reads it again decides as the one that measured it.
+    """Return a metric as rounded in `metrics.csv`, so that a resumed run makes the same decisions.
 
     Example:
         >>> as_recorded(2 / 3)
@@ -106,10 +107,10 @@ def as_recorded(value: float) -> float:
 
 
 class CSVTracker:
-    """One table with a row per step; metrics that come later add columns.
+    """A table with one row per step; new metrics add columns.
 
     Args:
-        path: the file, written when the first step is logged.
+        path: the file, created by the first step.
 
     Example:
         >>> import tempfile
@@ -124,7 +125,7 @@ class CSVTracker:
         self.path = path
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append a row; a new metric rewrites the file, so that a kill leaves the old table or the new one."""
+        """Append a row. A new metric rewrites the file atomically."""
         named = {name.encode(errors="backslashreplace").decode(): _written(value) for name, value in metrics.items()}
         row = {"step": str(step), **named}
         rows, names = self._read_rows()
@@ -143,10 +144,10 @@ class CSVTracker:
         write_atomically(self.path, write)
 
     def read(self) -> list[dict[str, float]]:
-        """Return all steps' metrics; of a metric that was logged twice (before and after a kill) the last.
+        """Return the metrics of all steps; of a metric that was logged twice, the last value.
 
         Raises:
-            DamagedFileError: if it is no table of steps.
+            DamagedFileError: if the file is no table of steps.
         """
         steps: dict[int, dict[str, float]] = {}
         for row in self._read_rows()[0]:
@@ -159,7 +160,7 @@ class CSVTracker:
         """Do nothing: every row is written at once."""
 
     def _read_rows(self) -> tuple[list[dict[str, str]], list[str]]:
-        """Return the rows and columns; a row that is cut short, or of which something is no number, is left out."""
+        """Return the rows and the columns, without incomplete or invalid rows."""
         if not self.path.exists():
             return [], []
         text = read_text(self.path, newline="", errors="replace")
@@ -182,18 +183,18 @@ def _is_whole(row: list[str], names: list[str]) -> bool:
 
 
 def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
-    """Open the trackers of a folder's run; one that was tracked before is continued, also where the folder was moved.
+    """Open the trackers of a run. A run that was tracked before is continued, even if its folder was moved.
 
     Args:
-        names: `"tensorboard"` writes into the folder. `"wandb"` obeys its own settings, such as `WANDB_MODE=offline`,
-            and `"trackio"` writes to its own local database; the project is `llmrl`, or `WANDB_PROJECT`. `"mlflow"`
-            writes to `MLFLOW_TRACKING_URI`, or a database in the folder.
-        path: the run's folder.
+        names: `"tensorboard"` writes into the folder. `"wandb"` follows its own settings, such as `WANDB_MODE=offline`,
+            and `"trackio"` writes to its local database; the project is `WANDB_PROJECT`, or `llmrl`. `"mlflow"` writes
+            to `MLFLOW_TRACKING_URI`, or to a database in the folder.
+        path: folder of the run.
 
     Raises:
         TypeError: if `names` is a string.
-        ValueError: if a name is unknown, with the nearest one.
-        MissingExtraError: if a tracker's package is not installed, with the command that installs it.
+        ValueError: if a name is unknown.
+        MissingExtraError: if a tracker's package is not installed.
 
     Example:
         >>> open_trackers(["wnadb"], Path("run"))
@@ -221,7 +222,7 @@ def _open_tensorboard(path: Path) -> Tracker:
         def log_traces(self, records: Sequence[Row], step: int) -> None:
             """Show a step's conversations as texts, of which TensorBoard keeps ten."""
             for number, text in enumerate(trace_table(records, step)["conversation"]):
-                # Four spaces are Markdown's for text as it is.
+                # Four spaces mark preformatted text in Markdown.
                 indented = "\n".join(f"    {line}" for line in str(text).splitlines())
                 self.experiment.add_text(f"traces/{number}", indented, global_step=step)
 
@@ -254,7 +255,7 @@ def _open_trackio(path: Path) -> Tracker:
 
     class TrackioTracker(TrackioLogger):
         def log_traces(self, records: Sequence[Row], step: int) -> None:
-            """Show a step's conversations, which trackio draws as such."""
+            """Show a step's conversations as traces."""
             import trackio
 
             told = [{name: record[name] for name in _TRACE_COLUMNS} for record in records]
@@ -265,22 +266,22 @@ def _open_trackio(path: Path) -> Tracker:
             self.experiment.log({"train/traces": traces}, step=step)
 
         def close(self, timeout: float | None = None) -> None:
-            """Write what is buffered now: torchrl leaves it to the end of the process."""
+            """Write buffered data now; torchrl would wait for the end of the process."""
             import trackio
 
             super().close(timeout)
             if trackio.context_vars.current_run.get() is not None:
                 trackio.finish()
 
-    # It knows runs by name alone: folders of the same name must not become one run.
+    # It identifies runs by name, so folders of the same name need different names.
     return TrackioTracker(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
 
 
 class MLflowTracker:
-    """A run of MLflow, which is found again by the folder's id; nothing of MLflow's global state is touched.
+    """A run of MLflow, identified by the folder's id, without MLflow's global state.
 
     Args:
-        path: the run's folder.
+        path: folder of the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -298,7 +299,7 @@ class MLflowTracker:
         self._client.set_terminated(self._id, "RUNNING")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record a step's metrics; of a name what MLflow refuses, as in `pass@1`, is `_`."""
+        """Record a step's metrics; characters that MLflow refuses in names become `_`."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -306,11 +307,11 @@ class MLflowTracker:
         self._client.log_batch(self._id, [Metric(name, value, now, step) for name, value in named])
 
     def log_traces(self, records: Sequence[Row], step: int) -> None:
-        """Keep a step's conversations as an artifact; a table would be named in a tag, which 130 of them fill."""
+        """Store a step's conversations as an artifact; a tag of limited size lists MLflow's tables."""
         self._client.log_dict(self._id, trace_table(records, step), f"traces/{step:06d}.json")
 
     def close(self) -> None:
-        """Call the run finished."""
+        """Mark the run as finished."""
         self._client.set_terminated(self._id)
 
 
@@ -323,7 +324,7 @@ _OPENERS: dict[str, Callable[[Path], Tracker]] = {
 
 
 def _run_id(path: Path) -> str:
-    """Return what trackers know the run by, kept in its folder."""
+    """Return the run's id for trackers, which is stored in its folder."""
     file = path / "run_id"
     if not file.exists():
         write_atomically(file, lambda path: path.write_text(secrets.token_hex(4)))
