@@ -1,4 +1,4 @@
-"""Agents of an `AgentEnv`: each plays a rollout by itself and calls the policy at the collector's endpoint."""
+"""Agents of an `AgentEnv`, each of which leads a rollout and calls the policy at the collector's endpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KeyedSessions:
         return len(self._open)
 
     def add(self, session: Session) -> str:
-        """Return the key of a session that is open from now on."""
+        """Open a session and return its key."""
         key = f"llmrl-{secrets.token_urlsafe(24)}"
         self._open[key] = session
         return key
@@ -46,18 +46,14 @@ class KeyedSessions:
         return True
 
     def check(self, api_key: str | None, session_id: str | None) -> None:
-        """Raise RefusedRequest unless the key is that of an open session.
-
-        Raises:
-            RefusedRequest: then.
-        """
+        """Raise `RefusedRequest` unless the key belongs to an open session."""
         self._of(api_key, session_id)
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a key, in whichever place the client put it.
+        """Return the session of a key, which the client may send as API key or as session id.
 
         Raises:
-            RefusedRequest: for an unknown one.
+            RefusedRequest: if the key is unknown.
         """
         return self._of(api_key, session_id)
 
@@ -69,7 +65,7 @@ class KeyedSessions:
 
 
 class AgentEndpoint:
-    """The endpoint for the agents of a collector. It listens on this machine only, from the first session on.
+    """Endpoint for a collector's agents. It listens on this machine only, and starts with the first session.
 
     Args:
         policy: policy that answers, in history mode.
@@ -78,7 +74,7 @@ class AgentEndpoint:
 
     Raises:
         ValueError: if the policy has no renderer.
-        MissingExtraError: if aiohttp is not installed; the message names the extra.
+        MissingExtraError: if aiohttp is not installed.
     """
 
     def __init__(self, policy: LLMWrapperBase, completer: Completer, limits: SessionLimits) -> None:
@@ -94,7 +90,7 @@ class AgentEndpoint:
 
     @contextlib.asynccontextmanager
     async def session(self, rollout: Rollout) -> AsyncIterator[tuple[Session, AgentModel]]:
-        """Open a session for a rollout's agent; at its exit the records are written into the rollout."""
+        """Open a session for a rollout's agent; write its records into the rollout when the context ends."""
         await self._listen()
         numbers = itertools.count()
         parent = here()  # requests run in tasks of the server
@@ -131,7 +127,7 @@ class AgentEndpoint:
             self._serving.result()
 
     async def _serve(self) -> None:
-        """Listen until the loop ends, which cancels this."""
+        """Serve until the event loop cancels this task."""
         try:
             await self._server.start()
             self._is_listening.set()

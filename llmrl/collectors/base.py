@@ -1,4 +1,4 @@
-"""What a collector does with its scheduler: batches, a buffer filled in the background, pause, weights, state."""
+"""Common part of collectors: batches, a buffer filled in the background, pauses, weight updates and saved state."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ Result = TypeVar("Result")
 
 
 class CollectorSource(RolloutSource, Protocol):
-    """A source of rollouts, with everything that a collector uses."""
+    """Source of rollouts, with everything that a collector uses."""
 
     is_open: asyncio.Event
     """Cleared while no rollout and no turn may start."""
-    num_players: int  # rollouts, one after the other in their group, that wait for each other
+    num_players: int  # consecutive rollouts of a group that wait for each other
 
     @property
     def dataset_env(self) -> DatasetChatEnv | DataLoadingPrimer | MixedEnv | None:
-        """The environment that holds the position in the dataset, which the saved state includes."""
+        """Environment whose position in the dataset is part of the saved state."""
         ...
 
     @property
     def engine(self) -> object:
-        """What weights are sent to."""
+        """Engine that receives the weights."""
         ...
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw this many rollouts, or fewer if the data ends."""
+        """Draw `count` rollouts, or fewer if the data ends."""
         ...
 
     def shutdown(self) -> None:
@@ -59,7 +59,7 @@ class CollectorSource(RolloutSource, Protocol):
 
 
 class BatchCollector:
-    """Makes batches of a scheduler's deliveries. `LLMCollector` builds the parts; this class is not used by itself."""
+    """Base class of `LLMCollector`: makes batches of a scheduler's deliveries."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class BatchCollector:
         self._batch_lock = threading.Lock()  # held by a caller of `next` until it has its batch
         self._frames = 0  # turns, under TorchRL's name
         self._left_over: list[TensorDictBase] = []
-        # turns of the batch at hand, and left over
+        # (number of turns, turns left over) to record when the current batch is delivered
         self._once_delivered: tuple[int, list[TensorDictBase]] = (0, [])
-        self._groups: list[list[Rollout]] = []  # those of the batch at hand
+        self._groups: list[list[Rollout]] = []  # groups of the current batch
         self._collected = self._reported = CollectionTally(is_grouped=shape.is_grouped)
         self._signal_detector = StallDetector(
             max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
@@ -101,10 +101,10 @@ class BatchCollector:
         self.report: CollectionReport | None = None
         """Report on the collection of the last batch."""
         self.rollouts: list[Rollout] = []
-        """Records of the last batch's rollouts, those dropped since the batch before included."""
+        """Records of the last batch's rollouts, and of those dropped since the previous batch."""
         self.on_empty_batch: Callable[[], object] = lambda: None
-        """Called if no row of a batch is used for training, before another is collected in its place; `report` and
-        `rollouts` then cover everything since the last batch that was delivered."""
+        """Called if no row of a batch can be trained on, before another batch is collected in its place. `report` and
+        `rollouts` then cover everything since the last delivered batch."""
         self.num_played = 0  # rollouts of the current call of `play`
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -122,13 +122,13 @@ class BatchCollector:
                     self._delivered()
                 elif not self._write(batch):
                     continue
-            yield batch if self.replay_buffer is None else None  # as TorchRL's: the buffer has the batch
+            yield batch if self.replay_buffer is None else None  # as TorchRL: the batch is in the buffer
 
     def next(self) -> TensorDictBase:
         """Return the next batch. Threads that call this at the same time get different batches.
 
         Raises:
-            StopIteration: at the end of the data, or of `total_dialog_turns`.
+            StopIteration: at the end of the data, or after `total_dialog_turns`.
             RuntimeError: after `shutdown`.
         """
         with self._batch_lock:
@@ -140,15 +140,15 @@ class BatchCollector:
 
     @property
     def dialog_turns_per_batch(self) -> int | None:
-        """Number of turns, or of last turns, in a batch; None if a batch is counted in another unit."""
+        """Number of turns, or of last turns, per batch; None if batches are counted in another unit."""
         return self._shape.size if not self._shape.is_grouped else None
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Apply a function to each batch from now on.
 
         Raises:
-            RuntimeError: if there is one already.
-            ValueError: if it computes advantages for groups of another size than the environment's.
+            RuntimeError: if the collector has a `postproc`.
+            ValueError: if it computes advantages for another group size than the environment's.
         """
         if self.postproc is not None:
             raise RuntimeError("the collector has a postproc already; put both into one function.")
@@ -156,13 +156,13 @@ class BatchCollector:
         self.postproc = postproc
 
     def _next(self) -> TensorDictBase | None:
-        """Return the next batch that has rows; a saved state has its groups as to be played until it is delivered.
+        """Return the next batch that has rows; until it is delivered, a saved state lists its groups as unplayed.
 
-        Where rules and `postproc` leave nothing of a batch, another is collected in its place: what is not trained on
-        is in the report of the batch that comes.
+        If the rules and `postproc` leave no rows, another batch is collected, and its report includes what was
+        dropped.
 
         Raises:
-            CollectionStalled: if nothing was left of batch after batch; `report` and `rollouts` are of these.
+            CollectionStalled: if too many batches in a row had no rows; `report` and `rollouts` describe them.
         """
         try:
             return self._next_with_rows()
@@ -185,7 +185,7 @@ class BatchCollector:
             if batch is not None and self.postproc is not None:
                 try:
                     batch = self.postproc(batch)
-                except BaseException:  # the batch is lost, and the error reaches the author of the postproc
+                except BaseException:  # the batch is lost; the caller gets the error
                     self._collected.leave_out(self._groups, None)
                     self._mark_delivered()
                     raise
@@ -199,7 +199,7 @@ class BatchCollector:
         return None
 
     def _nothing_trained(self, left_out: Sequence[Dropped]) -> None:
-        """Collect another batch in place of the current one."""
+        """Prepare to collect another batch in place of the current one."""
         self._mark_delivered()
         self._background.post(self._scheduler.rollback)
         self._show(self._collected)
@@ -214,7 +214,7 @@ class BatchCollector:
         if not isinstance(indices, torch.Tensor) or indices.numel():
             self._delivered()
             return True
-        # The buffer's own transforms kept nothing: it was no batch, and its rollouts are counted with the next one's.
+        # The buffer's transforms kept nothing: count these rollouts with the next batch.
         self._collected = self._reported
         self._nothing_trained(self._collected.leave_out(self._groups, None))
         return False
@@ -229,7 +229,7 @@ class BatchCollector:
         self._scheduler.mark_delivered()
 
     def _next_delivery(self) -> ReadyBatch | None:
-        search_young()  # what training left in cycles, tensors among it
+        search_young()  # collect the reference cycles of the training step, which may hold tensors
         # The next call continues an interrupted wait, so that no batch is lost.
         pending_batch = self._pending_batch or self._background.submit(self._scheduler.next_batch())
         self._pending_batch = pending_batch
@@ -251,20 +251,19 @@ class BatchCollector:
         self.report = tally.report()
 
     def _count_turns(self, batch: TensorDictBase | None, delivery: ReadyBatch | None) -> int:
-        if self._shape.kind == "turns":  # turns that wait for the next batch are not in this one's budget
+        if self._shape.kind == "turns":  # left-over turns count when they are delivered
             return 0 if batch is None else batch.shape[0]
         return 0 if delivery is None else sum(rollout.num_turns for rollout in delivery.rollouts)
 
     # In the background
 
     def start(self) -> None:
-        """Fill the replay buffer in the background from now on, as far ahead of training as `max_staleness` allows.
+        """Start to fill the replay buffer in the background, as far ahead of training as `max_staleness` allows.
 
-        Without it, batch after batch, whatever the version. What is in hand is bounded by a batch and the rollouts in
-        flight, so that a queue that is full holds collection up.
+        Without `max_staleness` one batch follows the other, whatever the version. A full queue stops collection.
 
         Raises:
-            RuntimeError: if there is no replay buffer, or if it runs already.
+            RuntimeError: if there is no replay buffer, or if it is being filled.
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")
@@ -272,15 +271,11 @@ class BatchCollector:
         self._filler.start()
 
     def is_running(self) -> bool:
-        """Return whether the buffer is being filled.
-
-        Raises:
-            Exception: whatever ended the filling, once.
-        """
+        """Return whether the buffer is being filled; raise the error that ended the filling, once."""
         return self._filler is not None and self._filler.is_running()
 
     def is_initialized(self) -> bool:
-        """Return whether the collector can yield batches: from its constructor to `shutdown`."""
+        """Return whether the collector can yield batches; false after `shutdown`."""
         return not self._background.is_closed
 
     @contextlib.contextmanager
@@ -301,8 +296,7 @@ class BatchCollector:
     def update_policy_weights_(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> int:
         """Send the trainer's weights to the engines, and return the new policy version.
 
-        The first call needs the trainer's model (or a mapping of its weights); later ones remember it. The scheme is
-        that of `weight_sync_schemes`, or the one that the engine wants.
+        The first call needs the trainer's model, or a mapping of its weights; later calls remember it.
 
         Raises:
             ValueError: if the first call has no model.
@@ -313,14 +307,15 @@ class BatchCollector:
         return version
 
     def start_update(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> Future[int]:
-        """Begin to send the weights; training may go on when this returns, while the engines load a copy.
+        """Start to send the weights; training may continue when this returns, while the engines load a copy.
 
-        No rollout starts until they have it, and `policy_version` is the coming one. What cannot be copied first is
-        sent before this returns.
+        No rollout starts until the engines have the weights; meanwhile `policy_version` is the new version. Weights
+        that cannot be copied first are sent before this returns.
 
         Returns:
-            A future with the new policy version, or the error. The next batch raises that, too, unless another update
-            was begun before it.
+            A future with the new policy version, or the error. The next batch raises the error, too, unless another
+                update
+            starts before it.
 
         Raises:
             ValueError: if the first call has no model.
@@ -360,9 +355,8 @@ class BatchCollector:
     def state_dict(self) -> StateDict:
         """Return what is needed to continue the same sequence of prompts and ids.
 
-        Groups that were drawn and not handed on yet are among it by their place in the dataset: they are played again,
-        from their prompts, before new ones are drawn. Turns that wait for the next batch are in it, without the live
-        objects (conversation, environment) that turns otherwise refer to.
+        Groups that were drawn and not delivered are saved by their positions in the dataset, and are played again
+        before new ones are drawn. Left-over turns are saved without live objects (conversation, environment).
         """
         with self._not_writing():
             return self._run(self._state_dict())
@@ -378,10 +372,10 @@ class BatchCollector:
             return state
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a saved state; before the first batch.
+        """Continue from a saved state; call this before the first batch.
 
         Raises:
-            ValueError: if the state has other batches or another order of prompts, see `PromptSampler`.
+            ValueError: if the state has another kind of batch, or another order of prompts.
         """
         if state.get("kind") != self._shape.kind:
             raise ValueError(
@@ -400,7 +394,7 @@ class BatchCollector:
     def shutdown(self, timeout: float | None = 10.0) -> None:
         """Cancel all rollouts in flight and end the collector's threads or actors. May be called twice.
 
-        Environments and engines are their owner's to end. `timeout`: seconds to wait for a batch that is being written.
+        The caller closes environments and engines. `timeout`: seconds to wait for a batch that is being written.
         """
         if not self._background.is_closed:
             self._run(self._scheduler.stop())
@@ -413,7 +407,7 @@ class BatchCollector:
         self._weight_senders.shutdown()
 
     def async_shutdown(self, timeout: float | None = 10.0) -> None:
-        """Shut down a collector that was started in the background: `shutdown`."""
+        """Call `shutdown` (TorchRL's name for a collector that runs in the background)."""
         self.shutdown(timeout)
 
     def __enter__(self) -> Self:

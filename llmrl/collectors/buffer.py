@@ -1,4 +1,4 @@
-"""Where batches go in the background: a replay buffer, or a queue."""
+"""Destinations of batches in the background: a replay buffer or a queue."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Batch = TypeVar("Batch")
 
 
 class TakesBatches(Protocol):
-    """What a collector can fill: a replay buffer."""
+    """Interface of a replay buffer that a collector fills."""
 
     def extend(self, batch: TensorDictBase, /) -> object:
-        """Take a batch; gives the places that it has now, if any."""
+        """Add a batch, and return the indices of its elements, if any."""
         ...
 
 
 class TakesItems(Protocol):
-    """A queue, of threads, processes or Ray."""
+    """Interface of a queue of threads, processes or Ray."""
 
     def put(self, item: TensorDictBase, /, *, timeout: float) -> object:
-        """Take an item, or raise `queue.Full` after so many seconds."""
+        """Add an item, or raise `queue.Full` after `timeout` seconds."""
         ...
 
 
 class BufferFiller:
-    """A thread that asks for batches and writes them until there are none.
+    """Thread that requests batches and writes them until there are no more.
 
     Args:
-        next_batch: gives the next batch; None at the end.
-        write: takes a batch, such as a replay buffer's `extend`.
+        next_batch: function that returns the next batch, or None at the end.
+        write: function that stores a batch, such as a replay buffer's `extend`.
 
     Example:
         >>> buffer, batches = [], iter([[1, 2], [3]])
@@ -58,11 +58,7 @@ class BufferFiller:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            RuntimeError: if it runs already.
-        """
+        """Start the thread; raise RuntimeError if it is running."""
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("the collector fills its buffer already.")
         self._is_stopping = False
@@ -81,11 +77,7 @@ class BufferFiller:
             self._error = error
 
     def is_running(self) -> bool:
-        """Return whether the thread runs.
-
-        Raises:
-            Exception: whatever ended it, once.
-        """
+        """Return whether the thread is running; raise the error that ended it, once."""
         if self._error is not None:
             error = self._error
             self._error = None
@@ -93,26 +85,20 @@ class BufferFiller:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end."""
+        """Wait until the thread ends."""
         if self._thread is not None:
             self._thread.join(timeout)
 
     def stop(self, timeout: float | None = None) -> None:
-        """End after the batch at hand, waiting for it at most so many seconds."""
+        """End after the current batch, and wait at most `timeout` seconds for it."""
         self._is_stopping = True
         self.join(timeout)
 
 
 class QueueBuffer:
-    """A queue with a replay buffer's `extend`: each element of a batch is one item.
+    """Adapter that gives a queue a replay buffer's `extend`: each element of a batch is one item.
 
-    A full queue is waited for, so that nothing is lost.
-
-    Args:
-        queue: `queue.Queue`, or one of `multiprocessing` or of Ray, that has `put(item, timeout=)`.
-
-    Raises:
-        TypeError: if the queue has no `put`.
+    It waits while the queue is full. TypeError: if the queue has no `put(item, timeout=)`.
 
     Example:
         >>> import torch
@@ -130,11 +116,7 @@ class QueueBuffer:
         self._is_closed = False
 
     def extend(self, batch: TensorDictBase) -> None:
-        """Put all elements.
-
-        Raises:
-            CancelledError: if it was closed while the queue was full.
-        """
+        """Put all elements of a batch into the queue; raise CancelledError if `close` is called while it is full."""
         for item in batch.unbind(0):
             self._put(item)
 
@@ -143,10 +125,10 @@ class QueueBuffer:
             try:
                 self._queue.put(item, timeout=_WAIT_SECONDS)
                 return
-            except queues.Full:  # Ray's is one, too
+            except queues.Full:  # Ray's exception is a subclass
                 continue
         raise CancelledError
 
     def close(self) -> None:
-        """Wait for room no longer."""
+        """Stop waiting for space in the queue."""
         self._is_closed = True

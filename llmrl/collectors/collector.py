@@ -1,4 +1,4 @@
-"""`LLMCollector`: plays conversations and yields batches."""
+"""`LLMCollector`, which plays conversations and yields batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from llmrl.transforms import PolicyVersion
 
 
 class CollectorOptions(TypedDict, total=False):
-    """What `LLMCollector` takes beside an environment and a policy."""
+    """Arguments of `LLMCollector` other than the environment and the policy."""
 
     groups_per_batch: int | None
     tokens_per_batch: int | None
@@ -58,52 +58,55 @@ class CollectorOptions(TypedDict, total=False):
 
 
 class LLMCollector(KnownArguments, BatchCollector):
-    """Plays conversations with a policy and yields them in batches; iterate it.
+    """Iterable that plays conversations with a policy and yields them in batches.
 
-    These say what a batch is:
+    These arguments define a batch:
 
-    - `groups_per_batch`: so many complete groups, as training rows `[num_rows]` (see the data contract);
-    - `tokens_per_batch`: complete groups, as training rows of at most so many tokens (one group at least); a group that
-      does not fit is in the next batch, and then as old as the updates between them;
-    - `dialog_turns_per_batch`: so many turns `[num_turns]`, each with its `next`;
-    - `yield_completed_trajectories`: finished conversations `[num_turns]`, one, or as many as make
+    - `groups_per_batch`: this number of complete groups, as training rows `[num_rows]` (see the data contract);
+    - `tokens_per_batch`: complete groups, at least one, as training rows with at most this number of tokens in
+      total; a group that does not fit goes to the next batch, and its staleness grows with each update in between;
+    - `dialog_turns_per_batch`: this number of turns `[num_turns]`, each with its `next`;
+    - `yield_completed_trajectories`: finished conversations `[num_turns]`, one, or enough for
       `dialog_turns_per_batch`;
     - `yield_only_last_steps`: the last turn of one finished conversation, or of `dialog_turns_per_batch` of them.
 
-    One rollout is the unit: no conversation waits for another between turns. Of groups, exactly what a batch lacks is
-    started, and dropped groups are replaced: nothing is in flight between two batches, so a batch is on-policy when
-    weights are updated between them. With `max_staleness`, collection goes on while the trainer trains (see
-    `StalenessGate`). With `replay_buffer`, `start()` fills it in the background.
+    No conversation waits for another between turns. By default only the groups that a batch needs are started, and
+    dropped groups are replaced. Nothing is then in flight between two batches, so batches are on-policy if weights
+    are updated between them. With `max_staleness`, collection continues while the trainer trains (see
+    `StalenessGate`).
 
     Args:
         env: a `DatasetChatEnv`, usually transformed; several, as a `MixedEnv`; or a function that builds one.
         policy: policy that generates, such as a `vLLMWrapper`; or pass `policy_factory`.
-        total_dialog_turns: turns after which iteration ends; -1 never ends.
+        total_dialog_turns: number of turns after which iteration ends; -1 never ends.
         postproc: function applied to each batch before it is yielded or written, such as `MCAdvantage`.
-        replay_buffer: buffer to extend with each batch; iteration then yields None.
-        queue: queue to put the elements of each batch in, one by one; a full queue is waited for.
-        max_concurrent_rollouts: conversations in flight; by default all of a batch, and of those ahead. Turns,
-            trajectories and last steps are collected ahead when a number is given. `"auto"` finds, up to the default,
-            how many the engine's memory bears (`ConcurrencyLimit`); the engine must tell its load, as vLLM does.
+        replay_buffer: buffer to extend with each batch, in the background after `start()`; iteration then yields
+            None.
+        queue: queue that receives the elements of each batch one by one; the collector waits while it is full.
+        max_concurrent_rollouts: maximum number of conversations in flight; by default all of a batch and of those
+            ahead. If a number is given, turns, trajectories and last steps are collected ahead. `"auto"` adapts the
+            number to the engine's memory, up to the default (`ConcurrencyLimit`); the engine must report its load.
         max_staleness: maximum age of a delivered group, in versions; None collects on demand.
-        late_groups: `wait` for groups that would be too old in the next batch, or `drop` those that are.
+        late_groups: `wait` for groups that would be too old in the next batch, or `drop` groups that are too old.
         num_extra_groups: number of groups started in excess; the slowest are dropped when the batch is full.
-        reset_at_each_iter: begin each batch with new conversations, none ahead; what one has beyond its number of
-            turns is dropped, and so are conversations that it did not wait for.
+        reset_at_each_iter: start each batch with new conversations; surplus turns and unfinished conversations are
+            dropped.
         group_rules: rules that select settled groups (filters, dynamic sampling); every drop is counted.
-        limits: turn, prompt and time limits of a rollout, and of a step; for a `MixedEnv`, also by environment name.
-        track_policy_version: whether to add a `PolicyVersion` that follows the engine; or your own.
-        weight_sync_schemes: by policy name (`{"policy": scheme}`), for `update_policy_weights_`; by default the scheme
-            that the engine wants.
-        async_envs: conversations never wait for each other, so only true makes sense.
-        flatten_data: batches have one dimension, so only true makes sense.
-        verbose: print a line about each batch to stderr.
+        limits: turn, prompt and time limits of a rollout and of a step; for a `MixedEnv`, optionally by
+            environment.
+        track_policy_version: whether to add a `PolicyVersion` that follows the engine; or your own `PolicyVersion`.
+        weight_sync_schemes: schemes by policy name (`{"policy": scheme}`) for `update_policy_weights_`; by default
+            the engine's own scheme.
+        async_envs: must be true or None: conversations never wait for each other.
+        flatten_data: must be true or None: batches have one dimension.
+        verbose: whether to print a line about each batch to stderr.
 
     Raises:
-        ValueError: if it is not clear what a batch is, arguments contradict each other, or the environment is
+        ValueError: if the arguments define no batch or contradict each other, or if the environment is
             batch-locked.
         TypeError: if an argument is unknown; the message names the nearest one or an alternative.
-        CollectionStalled: on iteration, when group after group has nothing to train on; `NoSignal` where none failed.
+        CollectionStalled: on iteration, if too many groups in a row have nothing to train on; `NoSignal` if none
+            failed.
     """
 
     def __init__(
@@ -269,13 +272,13 @@ class LLMCollector(KnownArguments, BatchCollector):
         self.policy_version_tracker.increment_version()
 
     def play(self, num_rollouts: int) -> list[Rollout]:
-        """Play the next `num_rollouts` rollouts to their ends, regardless of batches; set `report` and `rollouts`.
+        """Play the next `num_rollouts` rollouts to their ends, for evaluation, and set `report` and `rollouts`.
 
-        For evaluation: nothing is filtered or replaced, and failed ones are among them.
+        Nothing is filtered or replaced: failed rollouts are included.
 
         Raises:
-            EndOfData: when the dataset ends before the first of them.
-            ValueError: if the number is not a multiple of the players of a game, who wait for each other.
+            EndOfData: if the dataset has no further prompts.
+            ValueError: if the number is not a multiple of the number of players of a game.
         """
         if num_rollouts % (num_players := self._source.num_players):
             raise ValueError(f"num_rollouts must be a multiple of a game's {num_players} players, got {num_rollouts}.")

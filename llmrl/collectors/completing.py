@@ -1,4 +1,4 @@
-"""Get one completion from an engine, retrying and resuming its requests."""
+"""Completions from an engine, with retried and resumed requests."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from llmrl.policies import LLMWrapperBase
 
 
 class Completer:
-    """Asks a policy's engine until there is an answer.
+    """Sends requests to a policy's engine until there is an answer.
 
-    Requests have seeds of their own, made of the policy's seed and of their names, where it has one: with equal ones
-    the answers of a group would be equal. A failed request is tried again, under a new id. One that was aborted, by an
-    update of the weights, continues after its last token: a partial rollout, in which each token has the version that
-    sampled it. One that was aborted before its first token only waited: that counts as a failure if no update has
-    come since the last time.
+    If the policy has a seed, each request derives its own from it and the request's name, so the answers of a group
+    differ. A failed request is repeated under a new id. A request that a weight update aborted continues after its
+    last token (partial rollout), and each token keeps the version that sampled it. An abort before the first token
+    counts as a failure unless the weights were updated since the last attempt.
 
     Args:
         policy: policy that has the engine and checks its answers.
         num_retries: number of retries of a failed request.
-        is_open: event that requests wait for while it is cleared: a pause between turns.
+        is_open: event that requests wait for while it is cleared, to pause between turns.
 
     Raises:
-        ValueError: if the policy has stop strings and no renderer, or a repetition penalty that no trainer replays.
+        ValueError: if the policy has stop strings but no renderer, or a repetition penalty that the trainer cannot
+            reproduce.
     """
 
     def __init__(self, policy: LLMWrapperBase, *, num_retries: int, is_open: asyncio.Event | None = None) -> None:
@@ -50,16 +50,16 @@ class Completer:
         self.policy = policy
         self._num_retries = num_retries
         self._is_open = is_open
-        # Unique to this player, since others may play the same dataset on the same engine.
+        # Unique, since other collectors may play the same dataset on the same engine.
         self._request_prefix = uuid.uuid4().hex[:12]
 
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingConfig, *, name: str, routing_key: str | None, parent: str = ""
     ) -> Completion:
-        """Generate one completion; `name` is unique among those in flight, `parent` is its parent span.
+        """Generate one completion; `name` is unique among those in flight, `parent` is the parent span.
 
         Raises:
-            EngineError: if more than `num_retries` tries in a row fail.
+            EngineError: if more than `num_retries` attempts in a row fail.
         """
         if sampling.seed is not None and sampling.seed == self.policy.sampling.seed:  # else it is an agent's own
             sampling = sampling.with_changes(seed=_derived_seed(sampling.seed, name))
@@ -125,7 +125,7 @@ class Completer:
 
 
 def _derived_seed(seed: int | None, what: object) -> int | None:
-    """Return the seed of one request of many, the same in each run."""
+    """Derive the seed of one request, the same in each run."""
     if seed is None:
         return None
     return int.from_bytes(hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=4).digest()) >> 1
@@ -133,7 +133,7 @@ def _derived_seed(seed: int | None, what: object) -> int | None:
 
 def _joined(parts: list[Completion]) -> Completion:
     """Join the parts of one completion; its finish reason is that of the last part."""
-    sampled = [part for part in parts if part.token_ids]  # of others nothing can be said to be cut
+    sampled = [part for part in parts if part.token_ids]  # empty parts have no masks or experts
     masks = [part.sampling_mask for part in sampled if part.sampling_mask is not None]
     return replace(
         parts[-1],
@@ -146,7 +146,7 @@ def _joined(parts: list[Completion]) -> Completion:
 
 
 def _joined_experts(parts: list[np.ndarray | None]) -> np.ndarray | None:
-    """Join the experts of parts, each of which begins with the prompt; a token keeps those of its first computation."""
+    """Join the experts of parts, which all begin with the prompt; a token keeps those of its first computation."""
     known: list[np.ndarray] = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None

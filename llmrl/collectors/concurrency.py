@@ -1,7 +1,7 @@
-"""How many rollouts to hold in flight: as many as pay, found while the engine works.
+"""Control of the number of rollouts in flight by the engine's load.
 
-More rollouts in flight fill the engine's batch, until its memory is full. Then they cost: sequences are put off in the
-middle and computed anew, and the contexts of conversations that wait for a tool are forgotten before their next turn.
+More rollouts in flight fill the engine's batch until its memory is full. Beyond that, sequences are preempted and
+recomputed, and the cached contexts of conversations that wait for a tool are evicted before their next turn.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llmrl.engines.load import EngineLoad, take_load
 logger = logging.getLogger(__name__)
 
 FIRST_LIMIT = 32
-"""Rollouts in flight before anything is known of the engines."""
+"""Number of rollouts in flight before any load was read."""
 READER = "concurrency"
-"""Of engines' loads."""
+"""Name under which this module reads the engines' loads."""
 _LOOK_SECONDS = 1.0
 _FULL = 0.95
 _WASTE = 0.3
@@ -31,31 +31,25 @@ _LEAST_TURNS = 8
 
 @dataclass(slots=True)
 class TurnCounts:
-    """What the turns that ended in a while found of their contexts in the engine's prefix cache."""
+    """Prefix cache hits of the turns that ended in a period."""
 
     num_turns: int = 0
     num_rollouts: int = 0
-    """Those of them that were the first of their rollouts."""
+    """Number of these turns that were the first of their rollouts."""
     num_seen_tokens: int = 0
-    """Tokens of their prompts that the engine computed for the turn before."""
+    """Number of prompt tokens that the engine had computed for the previous turn."""
     num_found_tokens: int = 0
-    """Those of them that it still had."""
+    """Number of those tokens that were still in the cache."""
 
     def add(self, other: TurnCounts) -> None:
-        """Count the turns of another one, too.
-
-        Example:
-            >>> counts = TurnCounts(1, 1)
-            >>> counts.add(TurnCounts(2, 0, 60, 40)); counts
-            TurnCounts(num_turns=3, num_rollouts=1, num_seen_tokens=60, num_found_tokens=40)
-        """
+        """Add the counts of `other`."""
         self.num_turns += other.num_turns
         self.num_rollouts += other.num_rollouts
         self.num_seen_tokens += other.num_seen_tokens
         self.num_found_tokens += other.num_found_tokens
 
     def count(self, completion: Completion, num_seen: int | None) -> None:
-        """Count a turn, before which the engine had seen so many tokens of its prompt; None for a rollout's first."""
+        """Count a turn; `num_seen`: prompt tokens that the engine had seen before, None for a rollout's first turn."""
         self.num_turns += 1
         self.num_rollouts += num_seen is None
         num_cached = completion.metrics.get("num_cached_tokens")
@@ -65,27 +59,19 @@ class TurnCounts:
 
 
 class ConcurrencyLimit:
-    """Additive increase, multiplicative decrease of the rollouts in flight.
+    """Limit of the rollouts in flight, by additive increase and multiplicative decrease.
 
-    *Waste* is the share of requests that were put off, and of contexts that were forgotten between turns. Where it
-    is more than 0.3 the limit is cut to 0.85 of what is in flight, and nothing is decided until so few are left.
-    Some waste pays: a prompt is computed anew far faster than it was sampled, and a larger batch reads the weights as
-    seldom as a smaller one. The limit grows while it binds, nothing waits in the engine and its memory has room: by
-    one a rollout that begins, so that it doubles while all in flight are replaced once, and after the first cut by
-    0.15. Rollouts are counted and not seconds: what a larger limit costs shows only when its rollouts have grown.
-
-    After an update of the weights, which empties the engine's caches, each conversation loses its context once: as many
-    turns as rollouts are in flight are not judged.
-
-    After the congestion control of TCP (Jacobson, 1988; Chiu and Jain, 1989).
+    *Waste* is the share of requests that were preempted plus the share of context tokens evicted between turns. If
+    it exceeds 0.3, the limit is cut to 0.85 of the number in flight, and stays until that many are left. A little
+    waste is tolerated: prefill is much faster than sampling, and a larger batch reads the weights less often. The
+    limit grows while it is reached, no request waits and memory is free: by 1 for each rollout that begins, after
+    the first cut by 0.15. A weight update empties the caches, so as many turns as rollouts are in flight are then
+    ignored. Based on the congestion control of TCP (Jacobson, 1988; Chiu and Jain, 1989).
 
     Args:
-        first: rollouts in flight to begin with.
-        least: never fewer.
-        most: never more.
-
-    Raises:
-        ValueError: if `least` is below 1 or above `most`.
+        first: initial limit.
+        least: minimum, at least 1.
+        most: maximum.
 
     Example:
         >>> limit = ConcurrencyLimit(8, least=1, most=64)
@@ -110,11 +96,11 @@ class ConcurrencyLimit:
 
     @property
     def value(self) -> int:
-        """Rollouts that may be in flight."""
+        """Maximum number of rollouts in flight."""
         return int(self._limit)
 
     def observe(self, load: EngineLoad, counts: TurnCounts, *, num_running: int, version: int) -> int:
-        """Return the limit after what was seen since the last call."""
+        """Return the limit after the load and the counts since the last call."""
         self._is_draining = self._is_draining and num_running > self.value
         if self._is_draining:
             return self.value
@@ -141,7 +127,7 @@ class ConcurrencyLimit:
         return self.value
 
     def _is_wasteful(self, num_running: int) -> bool:
-        """Judge what was counted, as soon as it is enough; then begin to count anew."""
+        """Return whether waste exceeds its bound; reset the counts once there are enough."""
         enough = max(num_running, _LEAST_TURNS)
         counts = self._counts
         put_off = self._num_preemptions / enough
@@ -160,16 +146,16 @@ class ConcurrencyLimit:
 
 @runtime_checkable
 class CountsTurns(Protocol):
-    """A source of rollouts that says what their turns found."""
+    """Source of rollouts that counts the cache hits of their turns."""
 
     @property
     def engine(self) -> object:
-        """What generates."""
+        """Engine that generates."""
         ...
 
     @property
     def policy_version(self) -> int:
-        """The engine's count of weight updates."""
+        """Number of weight updates of the engine."""
         ...
 
     def take_turn_counts(self) -> TurnCounts:
@@ -178,21 +164,18 @@ class CountsTurns(Protocol):
 
 
 class HoldsInFlight(Protocol):
-    """A scheduler that can change its number of rollouts in flight."""
+    """Scheduler that can change its number of rollouts in flight."""
 
     num_running: int
     max_concurrent_rollouts: int
 
     def notify(self) -> None:
-        """Look again."""
+        """Check again whether rollouts can start."""
         ...
 
 
 async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: ConcurrencyLimit) -> None:
-    """Look at the engine's load every second, and set how many rollouts the scheduler holds in flight.
-
-    Ends, with a warning, when the load cannot be read any more.
-    """
+    """Read the engine's load every second, and set the scheduler's limit; end with a warning if this fails."""
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         try:
@@ -200,7 +183,7 @@ async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: Conc
         except Exception as error:
             logger.warning("the engine's load cannot be read; %d rollouts stay: %s", limit.value, describe(error))
             return
-        if load is None:  # no engine lives: its requests wait
+        if load is None:  # no engine is alive; its requests wait
             continue
         counts = source.take_turn_counts()
         before = limit.value

@@ -1,4 +1,4 @@
-"""`Demonstrations`: recorded conversations as batches of training rows."""
+"""`Demonstrations`, which yields recorded conversations as batches of training rows."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ _NUM_NAMED = 8
 
 
 class Demonstrations:
-    """Batches of training rows from recorded conversations; iterate it, for `SFTLoss`.
+    """Iterable of batches of training rows from recorded conversations, for `SFTLoss`.
 
-    A row of the data set has `messages` and, where their prompts show some, `tools`; a call's arguments are a dict, or
-    JSON in a string. What is trained is what the assistant says, see `llmrl.rendering.demonstrate`. All conversations
-    are rendered once at the beginning, so that errors are raised before anything is trained. One that is longer than
-    `max_tokens` is left out, with a warning: if it were cut, the model would learn to stop anywhere.
-
-    It stands for a collector in a `Run`: its place in the data is saved, and a resumed run goes on from there.
+    Each row of the dataset has `messages` and optionally `tools`; the arguments of a call are a dict or a JSON
+    string. The assistant's messages are trained on. All conversations are rendered at the beginning, so errors are
+    raised before training. Conversations longer than `max_tokens` are left out with a warning, since the model
+    would learn to stop early from truncated ones. A `Run` uses this in place of a collector, and saves its position
+    in the data.
 
     Args:
-        dataset: as `load_rows` takes it, such as a file of JSON lines.
+        dataset: dataset as `load_rows` accepts it, such as a JSON lines file.
         renderer: renderer of the model.
-        conversations_per_batch: number of conversations; the last batch of an epoch takes some from the next epoch.
+        conversations_per_batch: number of conversations; the last batch of an epoch is filled from the next epoch.
         max_tokens: maximum length of a training row; unlimited by default.
         shuffle: whether each epoch has its own order.
         seed: seed of the order.
         num_epochs: number of epochs after which iteration ends; None never ends.
 
     Raises:
-        FileNotFoundError: see `load_rows`.
-        ValueError: naming the row, where messages are malformed, have nothing to train or cannot be rendered as they
-            would be sampled; where all are longer than `max_tokens`; and see `load_rows`.
+        FileNotFoundError: if `load_rows` raises it.
+        ValueError: if messages are malformed, have nothing to train or cannot be rendered as they would be sampled
+            (the message names the row); or if all are longer than `max_tokens`.
 
     Example:
         >>> said = [{"messages": [{"role": "user", "content": "1 + 2 ="}, {"role": "assistant", "content": "3"}]}]
@@ -69,12 +68,12 @@ class Demonstrations:
         self._size = conversations_per_batch
         kept = _that_fit(load_rows(dataset, columns=["messages"]), renderer, max_tokens)
         self.prompts = PromptSampler(kept, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name="demonstrations")
-        """The order of the conversations."""
+        """Order of the conversations."""
         self.engine: object = None
-        """The engine to send weights to, for evaluation."""
+        """Engine that receives the weights, for evaluation."""
         self._weight_senders: WeightSenders | None = None
         self.rollouts: list[Rollout] = []
-        """Empty: nothing was played."""
+        """Always empty: nothing is played."""
         self.report: CollectionReport | None = None
         """Report on the last batch."""
 
@@ -93,13 +92,13 @@ class Demonstrations:
             yield batch
 
     def all_rows(self) -> TensorDictBase:
-        """Return the training rows of all conversations, in the order of the data set; nothing is drawn."""
+        """Return the training rows of all conversations in the order of the dataset, without drawing any."""
         items = self.prompts.items
         rollouts = [_rollout((items[place], f"held-out/{place}", 0), self._renderer) for place in range(len(items))]
         return lazy_stack([row for rollout in rollouts for row in rollout_rows(rollout)])
 
     def connect(self, engine: object, weight_sync_schemes: Mapping[str, WeightScheme] | None = None) -> None:
-        """Send the trainer's weights to an engine from now on, see `LLMCollector`."""
+        """Send the trainer's weights to an engine from now on, as `LLMCollector` does."""
         self.engine = engine
         self._weight_senders = WeightSenders(weight_sync_schemes or {}, self)
 
@@ -115,19 +114,19 @@ class Demonstrations:
         return getattr(self.engine, "policy_version", 0)
 
     def state_dict(self) -> StateDict:
-        """Return the place in the data."""
+        """Return the position in the data."""
         return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from a saved place.
+        """Continue from a saved position.
 
         Raises:
-            ValueError: if it is one in other data, or in another order, see `PromptSampler`.
+            ValueError: if it belongs to other data or to another order.
         """
         self.prompts.load_state_dict(state["prompts"])
 
     def shutdown(self) -> None:
-        """End the senders of weights; the engine stays."""
+        """Close the weight senders; the engine keeps running."""
         if self._weight_senders is not None:
             self._weight_senders.shutdown()
 
@@ -163,7 +162,7 @@ def _that_fit(rows: Sequence[Row], renderer: Renderer, max_tokens: int | None) -
 
 
 def _rollout(drawn: Drawn, renderer: Renderer) -> Rollout:
-    """Return a conversation of the data set as a rollout that was not scored."""
+    """Return a conversation of the dataset as an unscored rollout."""
     row, group_id, sample_index = drawn
     messages = row["messages"]
     if isinstance(messages, Sequence) and not isinstance(messages, str):
@@ -186,7 +185,7 @@ def _rollout(drawn: Drawn, renderer: Renderer) -> Rollout:
 
 
 def _with_read_arguments(message: Message) -> Message:
-    """Return a message with the arguments of its calls as a dict, not as JSON in a string."""
+    """Return a message in which the arguments of tool calls are dicts, not JSON strings."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     return {**message, "tool_calls": [_with_arguments(call) for call in calls]} if calls else message
 

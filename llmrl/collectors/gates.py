@@ -1,4 +1,4 @@
-"""Gates: how many groups a scheduler may start, and which of those that are ready make the next batch."""
+"""Gates, which decide how many groups a scheduler may start and which ready groups form the next batch."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ LatePolicy = Literal["wait", "drop"]
 
 @dataclass(slots=True, kw_only=True)
 class Selection:
-    """What leaves a gate for one batch."""
+    """Groups that a gate selects for one batch."""
 
     group_ids: list[str] = field(default_factory=list)
-    """Delivered, in the order in which they were admitted."""
+    """Ids of the delivered groups in order of admission."""
     staleness: dict[str, int] = field(default_factory=dict)
-    """Versions between a delivered group's start and now."""
+    """Number of versions between each delivered group's start and now."""
 
 
 class Gate(Protocol):
-    """Says how many groups may be started, and which of those that are ready make the next batch."""
+    """Decides how many groups may be started, and which ready groups form the next batch."""
 
     follows_versions: bool
     """Whether a new policy version alone may change the answers."""
     rest_reason: str | None
-    """Why groups that are not in a full batch are dropped with it; None where they wait for the next."""
+    """Drop reason of groups that are left when a batch is full; None if they wait for the next batch."""
 
     @property
     def live_ids(self) -> list[str]:
-        """Groups that are being played or ready, in order of admission."""
+        """Ids of the groups that are being played or ready, in order of admission."""
         ...
 
     def request_batch(self) -> None:
-        """Note that the consumer waits for its next batch."""
+        """Record that the consumer waits for its next batch."""
         ...
 
     def run_unasked(self) -> None:
-        """Give batches as they come from now on, whether or not they are trained on: a buffer is filled."""
+        """Select batches without requests from now on, to fill a buffer."""
         ...
 
     def num_admissible(self, version: int) -> float:
-        """Return how many groups may be admitted now."""
+        """Return the number of groups that may be admitted now."""
         ...
 
     def admit(self, group_id: str, version: int) -> None:
-        """Note that a group was started."""
+        """Record that a group was started."""
         ...
 
     def discard(self, group_id: str) -> None:
-        """Note that a group was dropped; its place is free again."""
+        """Record that a group was dropped, which frees its place."""
         ...
 
     def mark_ready(self, group_id: str, units: int = 1) -> None:
-        """Note that a group has settled with so many units."""
+        """Record that a group has settled with `units` units."""
         ...
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None while there is not enough; with `is_last` whatever there is."""
+        """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
         ...
 
     def rollback(self) -> None:
-        """Take back the batch that was selected last: it brought nothing, and another one takes its place."""
+        """Undo the last selection: the batch was empty, and another takes its place."""
         ...
 
     def carry(self, units: int) -> None:
-        """Count units that are there already, left over by the batches of an earlier run."""
+        """Count units that are left over from the batches of an earlier run."""
         ...
 
     def overdue_ids(self, version: int) -> list[str]:
@@ -79,22 +79,19 @@ class Gate(Protocol):
 
 
 class DemandGate:
-    """Starts only what a batch that was asked for still lacks, counting what is ready and what is being played.
+    """Gate that admits only the groups that the requested batch still needs beyond those ready and being played.
 
-    What a group holds is counted in units: 1 for a group, its turns, or its tokens. Where a group that was admitted
-    brings nothing (`discard`), exactly one more is admitted: refilled.
+    Sizes are counted in units: 1 per group, its turns, or its tokens. For each discarded group one more is
+    admitted.
 
     Args:
-        units_per_batch: size of a batch.
-        surplus: what becomes of units beyond a batch: they are counted to the next (`carry`), they make this one larger
-            (`keep`), or their group waits for the next (`refuse`).
-        estimate_units: expect the mean of the groups so far, since the units of one are known only when it is ready.
-        num_extra: groups started beyond the need, so that the slowest need not be waited for.
-        num_ahead: groups kept in hand, being played or ready, whether or not a batch was asked for.
-        reset_each_batch: drop groups that are not in a full batch with it, so that each begins afresh.
-
-    Raises:
-        ValueError: if `units_per_batch` is below 1.
+        units_per_batch: size of a batch, at least 1.
+        surplus: use of units beyond a batch: count them for the next batch (`carry`), add them to this one
+            (`keep`), or leave their group for the next (`refuse`).
+        estimate_units: whether to expect the mean size of the groups so far, if sizes are known only afterwards.
+        num_extra: number of groups started beyond the need, so that the batch does not wait for the slowest.
+        num_ahead: number of groups kept in play or ready, even if no batch was requested.
+        reset_each_batch: whether a full batch drops the groups that are not in it.
 
     Example:
         >>> gate = DemandGate(2)
@@ -132,28 +129,25 @@ class DemandGate:
         self._admitted: dict[str, int] = {}  # id: version at admission, in order; being played or ready
         self._ready: dict[str, int] = {}  # id: units
         self._ready_units = 0
-        self._credit = 0  # units of divided groups that wait for the next batch
+        self._credit = 0  # units of split groups that wait for the next batch
         self._num_seen = 0
         self._num_units_seen = 0
 
     @property
     def live_ids(self) -> list[str]:
-        """Groups that are being played or ready, in order of admission."""
+        """Ids of the groups that are being played or ready, in order of admission."""
         return list(self._admitted)
 
     def request_batch(self) -> None:
-        """Note that the consumer waits for its next batch."""
+        """Record that the consumer waits for its next batch."""
         self._is_asked = True
 
     def run_unasked(self) -> None:
-        """Start groups without demand, as many as there is room for, until a whole batch lies ready.
-
-        Where each batch begins afresh, nothing is started ahead of it.
-        """
+        """Admit groups without requests until a whole batch is ready; ignored with `reset_each_batch`."""
         self._is_free_running = not self._reset_each_batch
 
     def num_admissible(self, version: int) -> float:
-        """Return how many groups may be admitted now."""
+        """Return the number of groups that may be admitted now."""
         if self._is_free_running and self._credit + self._ready_units < self.units_per_batch:
             return math.inf
         num_open = len(self._admitted) - len(self._ready)
@@ -165,28 +159,28 @@ class DemandGate:
             return 0
         if not self._estimate_units:
             return lacking + self._num_extra
-        if not self._num_seen:  # nothing to estimate by: wait for a first one
+        if not self._num_seen:  # nothing to estimate from: wait for a first group
             return 1
         return math.ceil(lacking * self._num_seen / max(1, self._num_units_seen))
 
     def admit(self, group_id: str, version: int) -> None:
-        """Note that a group was started."""
+        """Record that a group was started."""
         self._admitted[group_id] = version
 
     def discard(self, group_id: str) -> None:
-        """Note that a group was dropped; its place is free again."""
+        """Record that a group was dropped, which frees its place."""
         self._admitted.pop(group_id, None)
         self._ready_units -= self._ready.pop(group_id, 0)
 
     def mark_ready(self, group_id: str, units: int = 1) -> None:
-        """Note that a group has settled with so many units."""
+        """Record that a group has settled with `units` units."""
         self._ready[group_id] = units
         self._ready_units += units
         self._num_seen += 1
         self._num_units_seen += units
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None while there is not enough; with `is_last` whatever there is."""
+        """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
         have = self._credit + self._ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
@@ -207,38 +201,38 @@ class DemandGate:
         return selected
 
     def rollback(self) -> None:
-        """Return the batch that was selected last brought nothing; another one will be asked for."""
+        """Do nothing: the next request admits the groups of another batch."""
 
     def carry(self, units: int) -> None:
-        """Count units that are there already, left over by the batches of an earlier run."""
+        """Count units that are left over from the batches of an earlier run."""
         self._credit = units
 
     def overdue_ids(self, version: int) -> list[str]:
-        """Return groups that can no longer be delivered: none, for demand has no bound on age."""
+        """Return no groups: age is not bounded."""
         return []
 
 
 class StalenessGate:
-    """Lets collection run ahead of training by at most `max_staleness` versions.
+    """Gate that lets collection run at most `max_staleness` versions ahead of training.
 
-    Batch number `b` (from 0) is trained on at version `b`, one update per batch. A group that starts at version `v` has
-    the deadline `v + max_staleness`: the last batch it may be in. Two rules keep the bound:
+    Batch `b` (from 0) is trained on at version `b`, with one update per batch. A group that starts at version `v`
+    has the deadline `v + max_staleness`, the last batch that may contain it. Two rules keep the bound:
 
     - *admission_is_bounded*: at version `v` at most `(v + max_staleness + 1) * groups_per_batch` groups have been
-      admitted that were or will be delivered, so that there is room for each before its deadline;
-    - *deadlines_stay_feasible* (`late="wait"`): a batch is made of the oldest groups that are ready, and only when
-      the groups that remain can still all meet their deadlines: the `i`-th of them, in order of deadlines, is in batch
-      `b + 1 + i // groups_per_batch` or before. Otherwise the batch waits for the stragglers.
+      admitted that were or will be delivered, so each has a place before its deadline;
+    - *deadlines_stay_feasible* (`late="wait"`): a batch takes the oldest ready groups, and only if the remaining
+      groups can still meet their deadlines: the `i`-th of them, in order of deadlines, is in batch `b + 1 + i //
+      groups_per_batch` or earlier. Otherwise the batch waits for the slow groups.
 
-    With `late="drop"` nothing waits: groups past their deadline are dropped and refilled. In both, a group that
-    started more than `max_staleness` true versions ago is never delivered, however often weights are updated.
-
-    The trainer's progress is known by two signs: a new version, or its asking for the next batch without one.
+    With `late="drop"` nothing waits: groups past their deadline are dropped and replaced. In both cases, a group
+    that started more than `max_staleness` actual versions ago is never delivered. The trainer has progressed if
+    there is a new version, or if it requests the next batch without one.
 
     Args:
-        groups_per_batch: groups in a batch.
-        max_staleness: versions between the start of a group and the update it is used for; 0 is on-policy.
-        late: what happens when a group is slower than the bound allows.
+        groups_per_batch: number of groups in a batch.
+        max_staleness: maximum number of versions between a group's start and the update that uses it; 0 is
+            on-policy.
+        late: whether to wait for groups that are slower than the bound allows, or to drop them.
 
     Raises:
         ValueError: if a number is out of range or `late` is unknown.
@@ -269,7 +263,7 @@ class StalenessGate:
         self.rest_reason: str | None = None
         self._is_unasked = False
         self._num_batches = 0
-        self._progress = 0  # the batch that the trainer needs next, as far as is known
+        self._progress = 0  # index of the batch that the trainer needs next, as far as known
         self._version: int | None = None
         self._admitted: dict[str, tuple[int, int]] = {}  # id: (deadline, true version at admission), in order
         self._order: dict[str, int] = {}
@@ -280,17 +274,17 @@ class StalenessGate:
 
     @property
     def live_ids(self) -> list[str]:
-        """Groups that are being played or ready, in order of admission."""
+        """Ids of the groups that are being played or ready, in order of admission."""
         return list(self._admitted)
 
     def request_batch(self) -> None:
-        """Record that the consumer waits for its next batch: it has finished those before, whatever the version."""
+        """Record that the consumer waits for its next batch, and so has finished the previous ones."""
         if self._is_unasked:
             return
         self._progress = max(self._progress, self._num_batches)
 
     def run_unasked(self) -> None:
-        """Follow new versions only: filling a buffer requests the next batch at once, trained or not."""
+        """Measure progress by versions only: filling a buffer requests batches that are not trained on yet."""
         self._is_unasked = True
 
     def _observe(self, version: int) -> None:
@@ -299,17 +293,17 @@ class StalenessGate:
         if version > self._version:
             self._progress += version - self._version
             self._version = version
-            if not self._is_unasked:  # several updates per batch are no licence to run further ahead
+            if not self._is_unasked:  # several updates per batch do not allow running further ahead
                 self._progress = min(self._progress, self._num_batches)
 
     def num_admissible(self, version: int) -> int:
-        """Return how many groups may be admitted now: *admission_is_bounded*."""
+        """Return the number of groups that may be admitted now (*admission_is_bounded*)."""
         self._observe(version)
         allowed = (self._progress + self.max_staleness + 1) * self.groups_per_batch
         return max(0, allowed - self._num_batches * self.groups_per_batch - len(self._admitted))
 
     def admit(self, group_id: str, version: int) -> None:
-        """Note that a group was started."""
+        """Record that a group was started."""
         self._observe(version)
         deadline = self._progress + self.max_staleness
         self._admitted[group_id] = (deadline, version)
@@ -318,7 +312,7 @@ class StalenessGate:
         self._num_by_deadline[deadline] = self._num_by_deadline.get(deadline, 0) + 1
 
     def discard(self, group_id: str) -> None:
-        """Note that a group was dropped; its place is free again."""
+        """Record that a group was dropped, which frees its place."""
         if group_id not in self._admitted:
             return
         deadline, _ = self._admitted.pop(group_id)
@@ -331,16 +325,13 @@ class StalenessGate:
             self._ready_by_deadline.pop(deadline, None)
 
     def mark_ready(self, group_id: str, units: int = 1) -> None:
-        """Note that a group has settled."""
+        """Record that a group has settled."""
         deadline, _ = self._admitted[group_id]
         self._ready_by_deadline.setdefault(deadline, {})[group_id] = None
         self._num_ready += 1
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None if there is none; with `is_last` return what there is.
-
-        Nothing is selected while `overdue_ids` have not been discarded.
-        """
+        """Return a full batch, or None if there is none or `overdue_ids` remain; with `is_last`, what is ready."""
         self._observe(version)
         is_full = self._num_ready >= self.groups_per_batch
         if not (is_full or (is_last and self._num_ready)) or self.overdue_ids(version):
@@ -365,16 +356,16 @@ class StalenessGate:
         return Selection(group_ids=group_ids, staleness=staleness)
 
     def rollback(self) -> None:
-        """Take back the batch that was selected last, which was empty; another takes its place and its versions."""
+        """Undo the last selection: the batch was empty, and another takes its place."""
         self._num_batches -= 1
         if not self._is_unasked:
             self._progress = min(self._progress, self._num_batches)
 
     def carry(self, units: int) -> None:
-        """Do nothing: its batches are whole groups, and nothing is left over by them."""
+        """Do nothing: batches are whole groups and leave nothing over."""
 
     def _is_feasible_without(self, num_taken: Mapping[int, int]) -> bool:
-        """Return whether *deadlines_stay_feasible*, were so many of each deadline taken as the next batch."""
+        """Return whether *deadlines_stay_feasible* after `num_taken` groups of each deadline are taken."""
         num_before = 0
         for deadline in sorted(self._num_by_deadline):
             num_left = self._num_by_deadline[deadline] - num_taken.get(deadline, 0)

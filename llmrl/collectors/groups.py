@@ -1,4 +1,4 @@
-"""Groups by counting: a group is ready when all its rollouts have settled; then it is decided what stays."""
+"""Groups of rollouts: when a group is complete, and which of its rollouts are delivered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("llmrl")
 
 
 class DropReason(StrEnum):
-    """Reason why a settled rollout is not delivered; a failed one is dropped for its own `StopReason`."""
+    """Reason why a settled rollout is not delivered; a failed rollout is dropped for its own `StopReason`."""
 
     UNSCORED = "unscored"
     NOTHING_TRAINED = "nothing_trained"
@@ -30,15 +30,12 @@ class DropReason(StrEnum):
 
 
 Dropped = tuple[Rollout, str]
-"""A rollout that is not delivered, and why."""
+"""A rollout that is not delivered, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
-    """What of a settled group is delivered. Pure: it only reads the rollouts' records.
-
-    Raises:
-        ValueError: if `min_survivors` is below 1.
+    """Rules that select the rollouts of a settled group. They only read the rollouts' records.
 
     Example:
         >>> rollouts = [Rollout(rollout_id=str(i), group_id="g", sample_index=i, group_size=2, is_scored=i == 0,
@@ -49,24 +46,23 @@ class GroupRules:
     """
 
     min_survivors: int = 1
-    """Scored rollouts that a group needs."""
+    """Minimum number of scored rollouts per group, at least 1."""
     drop_failed_groups: bool = False
-    """Whether one failed rollout takes its whole group along, as it must where a group is scored together."""
+    """Whether one failed rollout drops its whole group, as needed if groups are scored together."""
     drop_truncated: bool = False
-    """Overlong filtering: rollouts that a limit cut leave batch and baseline (DAPO, section 3.4)."""
+    """Whether to drop truncated rollouts from batch and baseline (overlong filtering, DAPO, section 3.4)."""
     rollout_filter: Callable[[Rollout], bool] | None = None
-    """Says of each scored rollout whether it is kept."""
+    """Predicate that says whether to keep a scored rollout."""
     group_filter: Callable[[Sequence[Rollout]], bool] | None = None
-    """Says of a group's survivors whether they are kept; a group that is not is replaced, so that batches are full.
-    Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) is `group_filter=advantages.has_signal`, of the
-    `MCAdvantage` that the batches go through."""
+    """Predicate that says whether to keep a group's remaining rollouts; rejected groups are replaced. For dynamic
+    sampling (DAPO, arXiv:2503.14476, equation 11) pass `has_signal` of the batches' `MCAdvantage`."""
 
     def __post_init__(self) -> None:
         if self.min_survivors < 1:
             raise ValueError(f"min_survivors must be at least 1, got {self.min_survivors}.")
 
     def judge(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Dropped]]:
-        """Divide the settled rollouts of one group into those delivered and those dropped; none gets lost."""
+        """Divide the settled rollouts of one group into those delivered and those dropped."""
         reasons = [self._reason(rollout) for rollout in rollouts]
         kept = [rollout for rollout, reason in zip(rollouts, reasons, strict=True) if not reason]
         whole = ""
@@ -81,7 +77,7 @@ class GroupRules:
         return kept, [(rollout, reason) for rollout, reason in zip(rollouts, reasons, strict=True) if reason]
 
     def _reason(self, rollout: Rollout) -> str:
-        if not rollout.is_scored:  # what succeeded and has no reward is not dropped for the limit that it met
+        if not rollout.is_scored:  # a successful rollout is dropped as unscored, even if it met a limit
             return (not rollout.status.is_success and rollout.reason) or DropReason.UNSCORED
         if not rollout.num_completion_tokens:
             return rollout.reason or DropReason.NOTHING_TRAINED
@@ -93,12 +89,7 @@ class GroupRules:
 
 
 def have_equal_rewards(rollouts: Sequence[Rollout]) -> bool:
-    """Return whether no rollout was rewarded otherwise than another.
-
-    Example:
-        >>> have_equal_rewards([])
-        True
-    """
+    """Return whether all rollouts have the same reward; true without rollouts."""
     return len({rollout.reward for rollout in rollouts}) < 2
 
 
@@ -122,11 +113,7 @@ class GroupCounter:
         return len(self._open)
 
     def open(self, group_id: str, num_rollouts: int) -> None:
-        """Expect so many rollouts of a group.
-
-        Raises:
-            ValueError: if the group is open already, or of no rollout.
-        """
+        """Expect `num_rollouts` rollouts of a group; raise ValueError if it is open or the number is below 1."""
         if num_rollouts < 1:
             raise ValueError(f"num_rollouts of group {group_id!r} must be at least 1, got {num_rollouts}.")
         if group_id in self._open:
@@ -134,11 +121,7 @@ class GroupCounter:
         self._open[group_id] = (num_rollouts, [])
 
     def settle(self, group_id: str, rollout: Rollout) -> list[Rollout] | None:
-        """Count one more; return the group's rollouts in the order of their samples once all have settled, else None.
-
-        Raises:
-            KeyError: if the group is not open.
-        """
+        """Count a rollout; once all have settled, return the group's rollouts in order of `sample_index`, else None."""
         num_rollouts, settled = self._open[group_id]
         settled.append(rollout)
         if len(settled) < num_rollouts:
@@ -147,41 +130,38 @@ class GroupCounter:
         return sorted(settled, key=lambda rollout: rollout.sample_index)
 
     def abandon(self, group_id: str) -> list[Rollout]:
-        """Expect no more of a group, and return what of it had settled."""
+        """Close a group and return those of its rollouts that have settled."""
         return self._open.pop(group_id, (0, []))[1]
 
 
 class CollectionStalled(RuntimeError):
-    """Group after group came without anything to train on; their rollouts are in the collector's `rollouts`."""
+    """Too many groups in a row had nothing to train on; their rollouts are in the collector's `rollouts`."""
 
     dropped: Sequence[Dropped] = ()
-    """What was dropped and not delivered before."""
+    """Rollouts dropped since the last delivery."""
 
 
 class NoSignal(CollectionStalled):
-    """Nothing failed, and group after group had equal rewards or was filtered: too hard, or learned."""
+    """Nothing failed, but too many groups in a row were filtered or had equal rewards: too hard, or solved."""
 
 
 SIGNAL_PATIENCE = 64
-"""Groups without signal in a row that are worth a warning: where a task is hard, or learned, most groups are."""
+"""Number of groups without signal in a row before a warning; most groups of hard or solved tasks have none."""
 
 _MAX_WARNINGS = 7
 _LEAST_TO_JUDGE = 16
-"""Dropped groups from which on it may be said that all to come will be."""
+"""Number of dropped groups that suffices to stop if none was ever delivered."""
 
 
 class StallDetector:
-    """Warns, then raises, when dropped groups follow each other without one delivered: no silent stall.
+    """Warns, then raises, if groups are dropped repeatedly without one delivered.
 
-    It raises when it would warn for the eighth time. If no group was ever delivered, it raises from 16 dropped groups
-    on, since all to come will be dropped for the same reason, such as a forgotten reward.
+    It raises at the eighth warning. If no group was ever delivered, it raises after 16 dropped groups, since all
+    groups probably fail for the same reason, such as a missing reward.
 
     Args:
-        patience: dropped groups in a row after which it warns, and warns again.
-        error: what it raises.
-
-    Raises:
-        CollectionStalled: on `dropped`.
+        patience: number of dropped groups in a row per warning.
+        error: exception that `dropped` raises.
     """
 
     def __init__(self, patience: int, *, error: type[CollectionStalled] = CollectionStalled) -> None:
@@ -193,14 +173,14 @@ class StallDetector:
         self._first_error = ""
 
     def delivered(self) -> None:
-        """Start anew: a group was delivered."""
+        """Reset the count: a group was delivered."""
         self._num_in_row = 0
         self._reasons = {}
         self._first_error = ""
         self._has_delivered = True
 
     def dropped(self, dropped: Sequence[Dropped]) -> None:
-        """Count a group that was dropped whole."""
+        """Count a group that was dropped as a whole."""
         self._num_in_row += 1
         for rollout, reason in dropped:
             self._reasons[str(reason)] = self._reasons.get(reason, 0) + 1

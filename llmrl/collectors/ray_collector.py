@@ -1,4 +1,4 @@
-"""`RayLLMCollector`: many collectors on a Ray cluster, one trainer."""
+"""`RayLLMCollector`, which collects on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from llmrl.policies import LLMWrapperBase
 
 
 class RayLLMCollector(LLMCollector):
-    """Batches from collector actors on a Ray cluster; used like `LLMCollector`.
+    """Collector that plays rollouts in actors on a Ray cluster; used like `LLMCollector`.
 
-    The books stay in this process: which groups are drawn, in flight, ready, too old. An actor is given a group's
-    place in the dataset and returns its rollouts, rows packed or turns cloned to their own size. An actor that dies, or
-    its node, costs its groups another try on another actor, and nothing else.
+    This process decides which groups are drawn, in flight, ready or too old. An actor gets a group's positions in
+    the dataset and returns its rollouts. If an actor or its node dies, its groups are played again on another
+    actor.
 
     Args:
         env: a function that builds a `DatasetChatEnv`, usually transformed; called here once, and in every actor.
-        policy_factory: builds an actor's policy, over an engine that it starts or reaches.
-        num_collectors: actors.
-        engine: what `weight_sync_schemes` send to, where engines are reached from here.
-        remote_config: options of each actor, by Ray's names: `num_cpus`, `num_gpus`, `resources`, ...
+        policy_factory: function that builds an actor's policy, with an engine that it starts or connects to.
+        num_collectors: number of actors.
+        engine: engine that `weight_sync_schemes` send to, if this process can reach it.
+        remote_config: Ray options of each actor, such as `num_cpus`, `num_gpus` and `resources`.
         num_cpus: CPUs of each actor, unless `remote_config` has them.
         num_gpus: GPUs of each actor, unless `remote_config` has them.
-        ray_init_config: arguments of `ray.init` if this process is not connected to Ray yet, such as
-            `{"address": "auto"}` for a cluster that exists.
-        sync_iter: false collects the next batch while the trainer works on this one: of groups or last steps with
-            `max_staleness=1`, of turns and trajectories with as many conversations as a batch has turns.
-        arguments: those of `LLMCollector`, but `policy`.
+        ray_init_config: arguments of `ray.init` if this process is not connected to Ray yet, such as `{"address":
+            "auto"}` for an existing cluster.
+        sync_iter: false collects the next batch while the trainer uses the current one: groups and last steps with
+            `max_staleness=1`, turns and trajectories with as many conversations as a batch has turns.
+        arguments: those of `LLMCollector` except `policy`.
 
     Raises:
-        ImportError: if Ray is not installed, naming the extra to install.
+        ImportError: if Ray is not installed.
         ValueError: as `LLMCollector`; also if the environment has no dataset.
-        TypeError: if an argument is unknown; the message names the nearest one or an alternative.
+        TypeError: if an argument is unknown.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class RayLLMCollector(LLMCollector):
 
     @property
     def num_restarts(self) -> int:
-        """Actors that died and were replaced."""
+        """Number of actors that died and were replaced."""
         return self._actors.num_restarts
 
     def set_policy_version(self, version: int) -> None:
-        """Tell the collector of an update of the engines' weights that it did not make itself."""
+        """Record an update of the engines' weights that another component made."""
         self._actors.version = version
         self._background.post(self._scheduler.notify)
 
     def increment_version(self) -> None:
-        """Tell the collector of one such update."""
+        """Record one more such update."""
         self.set_policy_version(self.policy_version + 1)
 
     def _updated(self, version: int) -> None:
@@ -88,11 +88,7 @@ class RayLLMCollector(LLMCollector):
 
 
 def _ahead(arguments: CollectorOptions) -> CollectorOptions:
-    """Return the arguments of a collector that collects the next batch meanwhile.
-
-    Raises:
-        ValueError: if they say otherwise.
-    """
+    """Return the arguments of a collector that collects one batch ahead; raise ValueError if they contradict this."""
     max_staleness = arguments.get("max_staleness")
     if max_staleness is not None:
         if max_staleness < 1:

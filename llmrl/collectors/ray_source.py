@@ -1,4 +1,4 @@
-"""Rollouts played by collector actors on a Ray cluster; the books stay with the trainer."""
+"""Rollouts played by collector actors on a Ray cluster; the trainer's process keeps track of the groups."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from llmrl.transforms import PolicyVersion, find_rubric_rewards
 logger = logging.getLogger("llmrl")
 
 MAX_IN_FLIGHT = 1 << 16
-"""Calls that an actor works on at once."""
+"""Maximum number of concurrent calls per actor."""
 
 _NUM_RETRIES = 3
-"""How often a group is played again after its actor died, and an actor that did not start is started again."""
+"""Maximum number of repetitions of a group whose actor died, and of the start of an actor that failed to start."""
 
 
 class CollectorActor:
-    """Plays groups where it stands: an environment and a policy of its own, one group a call, many calls at once.
+    """Actor that plays one group per call, many calls at once, with its own environment and policy.
 
-    It draws nothing by itself: each call says which places of the dataset to play. What it returns holds no view of
-    anything bigger: rows are packed, turns cloned to their own size, conversations stay here.
+    Each call says which positions of the dataset to play. The results share no memory with larger objects: rows are
+    packed, turns are cloned to their own size, and conversations are left out.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CollectorActor:
         self._source = EnvSource(env, policy, in_groups=in_groups, limits=limits)
 
     async def play(self, positions: list[int]) -> list[Rollout]:
-        """Play the rollouts at these places of the dataset, a group, to their ends."""
+        """Play the rollouts of a group at these positions of the dataset to their ends."""
         jobs = await self._source.open_at(positions)
         played = await asyncio.gather(*map(self._source.play, jobs))
         rollouts = [rollout for rollouts in played for rollout in rollouts]
@@ -67,7 +67,7 @@ class CollectorActor:
                 rollout.row_bytes = rollout_row_bytes(rollout)
             rollout.steps = [portable_turn(step) for step in rollout.steps]
             rollout.conversation = None  # it holds the renderer; its tokens are in the packed rows
-            rollout.columns = {}  # the trainer has them
+            rollout.columns = {}  # the trainer's process has them
             rollout.tool_states = {}
         return rollouts
 
@@ -78,7 +78,7 @@ class CollectorActor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayActors:
-    """Collector actors on a Ray cluster, each with an environment of its own."""
+    """Description of the collector actors on a Ray cluster."""
 
     make_env: Callable[[], EnvBase]
     """Builds an environment with a dataset; called here once, and in every actor."""
@@ -92,7 +92,7 @@ class RayActors:
 
 @dataclass(slots=True)
 class _ActorSlot:
-    """Where groups are played: an actor, and the one after it when it dies."""
+    """Place of an actor, and of its successor if it dies."""
 
     actor: Any
     load: int = 0
@@ -101,21 +101,20 @@ class _ActorSlot:
 
 
 class RaySource:
-    """Hands groups to collector actors, the least loaded first; a dead actor's groups are played again elsewhere.
+    """Source that sends each group to the least loaded collector actor.
 
-    A dead actor is replaced at once. Until its successor runs, which may be never where a node is gone for good, the
-    others play.
+    A dead actor is replaced at once, and its groups are played again. The others play until its successor is ready.
 
     Args:
         actors: actors that play.
-        make_policy: builds an actor's policy.
-        in_groups: whether to play groups, as training rows; else one by one, as turns.
+        make_policy: function that builds an actor's policy.
+        in_groups: whether to play groups, as training rows; else single rollouts, as turns.
         track_version: whether turns get a `"policy_version"`.
         limits: limits that end a rollout early.
 
     Raises:
-        ValueError: if the environment has no dataset, or if an argument cannot reach the actors.
-        ray.exceptions.RayActorError: when an actor cannot be built.
+        ValueError: if the environment has no dataset, or if an argument cannot be sent to the actors.
+        ray.exceptions.RayActorError: if an actor cannot be built.
     """
 
     def __init__(
@@ -149,13 +148,13 @@ class RaySource:
         self._options = {"max_concurrency": MAX_IN_FLIGHT, **actors.options}
         self._class = ray.remote(CollectorActor)
         self.num_restarts = 0
-        """Actors that died and were replaced."""
+        """Number of actors that died and were replaced."""
         self.version = 0
-        """The policy's version, as far as it was told."""
+        """Last known version of the policy."""
         self._changed = asyncio.Event()
         self._starting: set[asyncio.Task[None]] = set()
         self._slots = [_ActorSlot(self._new_actor()) for _ in range(actors.number)]
-        ray.get([slot.actor.process_id.remote() for slot in self._slots])  # an author's mistake is raised here
+        ray.get([slot.actor.process_id.remote() for slot in self._slots])  # raises errors of the user's functions
         for slot in self._slots:
             slot.is_ready = True
         self._search_as_before = search_rarely(self)
@@ -165,23 +164,23 @@ class RaySource:
 
     @property
     def actors(self) -> list[Any]:
-        """Handles, by place; a dead one is replaced."""
+        """Handles of the actors in order; a dead actor is replaced."""
         return [slot.actor for slot in self._slots]
 
     @property
     def policy_version(self) -> int:
-        """The version that the last update gave."""
+        """Version after the last update."""
         return self.version
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Draw the next groups; each is one job, so that it costs one call. Fewer where the data ends."""
+        """Draw the next groups, each as one job and so one call; fewer if the data ends."""
         if self.group_size > 1:
             self._prompts.skip_to_group()
         jobs = await self.open_rollouts(num_groups * self.group_size)
         return [[job] for job in jobs if len(job.records) == self.group_size]
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw so many rollouts, in jobs of a group each; fewer where the data ends."""
+        """Draw `count` rollouts in jobs of one group each; fewer if the data ends."""
         if self._are_groups_whole:
             self._prompts.skip_to_group()
         positions = self._prompts.upcoming(count)
@@ -193,11 +192,7 @@ class RaySource:
         return jobs
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
-        """Play a group on the least loaded actor.
-
-        Raises:
-            ray.exceptions.RayError: if actors died under it four times.
-        """
+        """Play a group on the least loaded actor; raise `RayError` if actors died under it four times."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         for attempt in itertools.count():
@@ -212,7 +207,7 @@ class RaySource:
                 return rollouts
             except RayTaskError:
                 raise
-            except RayError as error:  # the actor died, or its node with the answer on it
+            except RayError as error:  # the actor died, or the node that held its answer
                 if isinstance(error, RayActorError) and slot.actor is actor:
                     self._replace(slot, error)
                 if attempt == _NUM_RETRIES:
@@ -233,7 +228,7 @@ class RaySource:
 
     def _replace(self, slot: _ActorSlot, error: Exception) -> None:
         logger.warning("a collector actor died (%s); another takes its place", error)
-        with contextlib.suppress(Exception):  # where it is only out of reach, it must not go on
+        with contextlib.suppress(Exception):  # if the actor is only unreachable, it must not continue
             require("ray", extra="ray").kill(slot.actor)
         slot.actor = self._new_actor()
         slot.is_ready = False
@@ -257,10 +252,10 @@ class RaySource:
             slot.num_failed_starts = 0
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Do nothing: actors score their groups themselves."""
+        """Do nothing: actors score their groups."""
 
     def shutdown(self) -> None:
-        """End the actors; Ray goes on."""
+        """Kill the actors; Ray keeps running."""
         self._search_as_before()
         ray = require("ray", extra="ray")
         for slot in self._slots:

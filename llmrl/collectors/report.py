@@ -1,4 +1,4 @@
-"""What a collection did, in numbers."""
+"""Statistics of a collection."""
 
 from __future__ import annotations
 
@@ -19,39 +19,33 @@ _ROLLOUT_ID = ("rollout", "rollout_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionReport:
-    """Counts of one collected batch. Every drop has a reason here.
-
-    Example:
-        >>> report = CollectionReport.of([], seconds=1.0)
-        >>> report.num_rollouts, report.tokens_per_second
-        (0, 0.0)
-    """
+    """Statistics of one collected batch, with every drop counted by its reason."""
 
     num_rollouts: int
     num_turns: int
     num_completion_tokens: int
     seconds: float
     mean_reward: float
-    """Over scored rollouts; NaN without any."""
+    """Mean over scored rollouts; NaN without any."""
     mean_completion_tokens: float
-    """Sampled tokens per rollout."""
+    """Mean number of sampled tokens per rollout."""
     num_by_status: dict[str, int] = field(default_factory=dict)
     num_dropped_by_reason: dict[str, int] = field(default_factory=dict)
     mean_staleness: float = 0.0
-    """Versions between a group's start and its delivery."""
+    """Mean number of versions between a group's start and its delivery."""
     max_staleness: int = 0
     num_forks: int = 0
-    """Rows that begin anew because a template or an environment rewrote history; nothing is lost by it."""
+    """Number of rows that begin anew because a template or an environment rewrote history; no tokens are lost."""
     num_realigned_tokens: int = 0
-    """Sampled tokens that are not trained, because an environment edited the end of their answer."""
+    """Number of sampled tokens that are not trained on, because an environment edited the end of their answer."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens per second of collection."""
+        """Number of sampled tokens per second of collection."""
         return self.num_completion_tokens / self.seconds if self.seconds else 0.0
 
     def to_metrics(self) -> dict[str, float]:
-        """Return what is worth a curve, by the names of the run folder's metrics; what has no number is left out."""
+        """Return the metrics to plot, by their names in the run folder; undefined values are left out."""
         num_dropped = sum(self.num_dropped_by_reason.values())
         return {
             **({} if math.isnan(self.mean_reward) else {"reward_mean": self.mean_reward}),
@@ -86,7 +80,7 @@ class CollectionReport:
         dropped: Sequence[Dropped] = (),
         staleness: Sequence[int] = (),
     ) -> CollectionReport:
-        """Count these rollouts, of which some were dropped."""
+        """Compute the statistics of these rollouts, of which some were dropped."""
         scored = [rollout.reward for rollout in rollouts if rollout.is_scored]
         num_completion_tokens = sum(rollout.num_completion_tokens for rollout in rollouts)
         return cls(
@@ -107,27 +101,27 @@ class CollectionReport:
 
 @dataclass(slots=True, kw_only=True)
 class CollectionTally:
-    """What came since the last batch that had something in it."""
+    """Results since the last batch that was not empty."""
 
     is_grouped: bool
     """Whether batches are training rows."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """Each once, dropped or not."""
+    """All rollouts, dropped or not, each once."""
     dropped: list[Dropped] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
     def add(self, delivery: ReadyBatch, *, seconds: float) -> None:
-        """Count a delivery in."""
+        """Add a delivery."""
         self.rollouts += delivery.rollouts
         self.dropped += delivery.dropped
         self.staleness += delivery.staleness
         self.seconds += seconds
 
     def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: object) -> list[Dropped]:
-        """Count as dropped what of these delivered groups is not in their batch, and give it with the reason.
+        """Count and return, with reasons, the rollouts of the delivered groups that are not in their batch.
 
-        A batch of its author's own, without ids, does not say what is in it.
+        A non-empty batch without rollout ids is ignored, since it does not say what it contains.
         """
         kept_ids = set()
         if not is_empty(batch):
@@ -143,10 +137,10 @@ class CollectionTally:
         return left_out
 
     def report(self) -> CollectionReport:
-        """Return all of it in numbers."""
+        """Return the statistics."""
         return CollectionReport.of(self.rollouts, seconds=self.seconds, dropped=self.dropped, staleness=self.staleness)
 
 
 def is_empty(batch: object) -> bool:
-    """Return whether there is no row in what is to be a batch."""
+    """Return whether a batch is None or has no rows."""
     return batch is None or (isinstance(batch, TensorDictBase) and not batch.batch_size.numel())

@@ -1,4 +1,4 @@
-"""Plays one rollout: generate, step, until it is settled. Every limit is enforced here and nowhere else."""
+"""The loop that plays one rollout: generate and step until it has settled. All limits are enforced here."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ _SOLO_IDS = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """What may end a rollout before its environment does.
+    """Limits that may end a rollout before its environment does.
 
     Raises:
-        ValueError: if a limit is below its minimum, naming it.
+        ValueError: if a limit is below its minimum.
     """
 
     max_turns: int | None = None
-    """Completions a rollout may have."""
+    """Maximum number of completions."""
     max_completion_tokens: int | None = None
-    """Sampled tokens of a rollout, all its turns together."""
+    """Maximum number of sampled tokens, over all turns."""
     max_prompt_tokens: int | None = None
-    """Longest prompt; by default what leaves one token of the engine's context."""
+    """Maximum prompt length; by default the engine's context length minus one token."""
     end_at_length: bool = True
-    """Whether an answer that was cut by its budget of tokens ends its rollout, truncated. TorchRL plays on after it."""
+    """Whether an answer cut by its token budget ends the rollout as truncated. TorchRL continues after it."""
     rollout_timeout_seconds: float | None = None
-    """Wall time of a rollout, waiting included."""
+    """Maximum wall time of a rollout, including waiting."""
     step_timeout_seconds: float | None = None
-    """Time of one environment step, its tools included."""
+    """Maximum time of one environment step, including its tools."""
     num_engine_retries: int = 2
-    """How often a failed engine request is tried again, under a new id."""
+    """Number of retries of a failed engine request, each under a new id."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -77,7 +77,7 @@ class RolloutRunner:
         stepper: the environment, stepped in batches.
         policy: policy that generates.
         limits: limits that end a rollout early.
-        is_open: event that turns wait for while it is cleared: a pause between turns.
+        is_open: event that turns wait for while it is cleared.
 
     Raises:
         ValueError: if the policy has stop strings and no renderer.
@@ -119,9 +119,8 @@ class RolloutRunner:
     async def run(self, job: RolloutTask) -> Rollout:
         """Play one conversation to its end; errors of the conversation are recorded, not raised.
 
-        Args:
-            job: the record, which is filled during the conversation, and, as its payload, the opening (`Opening`),
-                which is removed to free its tensors after the first turn.
+        `job` has the record, which is filled during the conversation, and the opening (`Opening`) as its payload,
+        which is removed after it is opened to free its tensors.
         """
         [rollout] = job.records
         with span("invoke_agent", rollout.env) as current:
@@ -155,7 +154,7 @@ class RolloutRunner:
                 counts = rollout.conversation.count_turns()
                 rollout.num_forks = counts["num_forked_turns"]
                 rollout.num_realigned_tokens = counts["num_realigned_tokens"]
-            await self._score_at_end(rollout)  # a judge may read what tools keep
+            await self._score_at_end(rollout)  # before the release: a judge may read the state of tools
         finally:
             for element in held:
                 await self.stepper.release(element)
@@ -180,8 +179,8 @@ class RolloutRunner:
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         held.append(element)
         if not isinstance(opening, TensorDictBase):
-            rollout.columns = dataset_columns(element)  # with what the environment's parts wrote
-        if _is_any(element.get("done")):  # a game that was over before this player's turn
+            rollout.columns = dataset_columns(element)  # now with what the environment's parts added
+        if _is_any(element.get("done")):  # a game that ended before this player's turn
             rollout.status = decide_status(is_terminated=True)
             rollout.add_reward(float(element.get("reward", torch.zeros(1)).sum()))
 
@@ -201,13 +200,13 @@ class RolloutRunner:
     async def _play_agent(
         self, agent_env: AgentEnv, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]
     ) -> None:
-        """Run an agent, which leads the conversation; one step ends it, with the agent's result."""
+        """Run an agent, which leads the conversation, and end it with one step that has the agent's result."""
         row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
         async with self._endpoint.session(rollout) as (session, model):
             try:
                 score = await agent_env.run_agent(row, model)
             except Exception as error:
-                # If an agent fails because a limit refused it an answer, that limit ended it.
+                # If the agent failed because a limit refused it an answer, that limit is the reason.
                 if session.failure is not None:
                     return self._end(rollout, StopReason.ENGINE_ERROR, session.failure)
                 if reason := session.reason or session.last_refusal:
@@ -217,7 +216,7 @@ class RolloutRunner:
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)
-        rollout.reason = session.reason  # if it went on, without the answers that it was refused
+        rollout.reason = session.reason  # set if the agent continued after a limit refused it answers
         element.set(("rollout", "reason"), non_tensor(str(rollout.reason)))
         try:
             stepped, element = await self.stepper.step(element)
@@ -229,13 +228,13 @@ class RolloutRunner:
     async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
         while not rollout.status.is_settled:
             with span("turn"):
-                await self._play_turn(held[0], rollout, held)  # nothing else of a turn is kept while the engine answers
+                await self._play_turn(held[0], rollout, held)  # a call, so its locals are freed after each turn
 
     async def _play_turn(self, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]) -> None:
         try:
             conversation = self.policy.prepare(element)
         except Exception as error:
-            # A template that refuses the messages which the environment appended.
+            # The template refuses messages that the environment appended.
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         rollout.conversation = conversation
         rollout.messages = conversation.messages
@@ -291,11 +290,11 @@ class RolloutRunner:
 
     def _settle(self, rollout: Rollout, stepped: TensorDictBase) -> None:
         """Copy the results of a step into the rollout."""
-        step = dict(stepped.get("next").items())  # reading this one costs a tenth
+        step = dict(stepped.get("next").items())  # a dict is ten times faster to read
         if self.policy.input_mode == "history":
             rollout.messages = step["history"].get("prompt").chats
         is_terminated, is_truncated, is_done = (_is_any(step[key]) for key in ("terminated", "truncated", "done"))
-        is_terminated |= is_done and not is_truncated  # what sets `done` alone ends it, too
+        is_terminated |= is_done and not is_truncated  # an environment may set `done` alone
         if not rollout.reason and not is_terminated and is_truncated:
             rollout.reason = StopReason.ENVIRONMENT_TRUNCATED
         rollout.status = decide_status(is_terminated=is_terminated, reason=rollout.reason)
@@ -316,7 +315,7 @@ class RolloutRunner:
             rollout.steps.append(stepped)
 
     async def _score_at_end(self, rollout: Rollout) -> None:
-        if self.rubric is None:  # its reward is what its environment gave, or its agent
+        if self.rubric is None:  # the reward is the environment's or the agent's
             rollout.is_scored = rollout.status.is_success and (self._agent_env is None or rollout.is_scored)
             return
         is_scoring_failed = rollout.status.is_success and bool(rollout.error)
@@ -324,7 +323,7 @@ class RolloutRunner:
             await self.score([rollout])
 
     async def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Score ended rollouts that no step has scored, those of a group together where the rubric does so."""
+        """Score ended rollouts that no step has scored; a group is scored together if the rubric says so."""
         assert self.rubric is not None
         try:
             scoring = scores_of(self.rubric, [_reward_input(rollout) for rollout in rollouts])
@@ -357,7 +356,7 @@ class RolloutRunner:
 
 
 def _is_any(flags: torch.Tensor) -> bool:
-    # Most have one entry, and an operation lets go of the interpreter, which another thread may then take.
+    # Most have one entry. An operation releases the GIL, which another thread may then take.
     return bool(flags if flags.numel() == 1 else flags.any())
 
 
@@ -367,7 +366,7 @@ def _mark_truncated(step: TensorDictBase) -> None:
 
 
 def _refuse_reward(rollout: Rollout) -> None:
-    """Mark a rollout as not scored if its environment or a transform wrote a reward that is not finite."""
+    """Mark a rollout as not scored if its reward is not finite."""
     try:
         rollout.reward = finite_number(
             rollout.reward, "reward of the rollout, as its environment and transforms wrote it,"
@@ -380,7 +379,7 @@ def _refuse_reward(rollout: Rollout) -> None:
 
 
 def _reward_input(rollout: Rollout) -> RewardInput:
-    """Return the rollout as reward functions see it."""
+    """Return the rollout as the input of reward functions."""
     messages = copied(rollout.messages)
     columns = copied(rollout.columns)
     is_answered = rollout.num_turns > 0

@@ -1,4 +1,4 @@
-"""From settled rollouts to training rows, and to turns that may leave the process."""
+"""Conversion of settled rollouts to training rows, and of turns to a form that can leave the process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
 
 class RowBytes(NamedTuple):
-    """A training row as it leaves a process: pickling bytes takes a tenth of the time that tensors would."""
+    """A training row as bytes to be sent between processes; pickling bytes is ten times faster than tensors."""
 
     columns: list[bytes]
-    """Those of `_DTYPES`."""
+    """Columns in the order of `_DTYPES`."""
     replayed: dict[str, TensorDictBase | torch.Tensor]
-    """Entries that few rows have: the sampling mask, the experts."""
+    """Optional entries: the sampling mask and the experts."""
     turn_starts: dict[int, int]
     counts: dict[str, int]
-    """How the rollout's rows came about, see `Reconciliation`."""
+    """Counts of the rollout's reconciliation (`Reconciliation.counts`)."""
 
 
 class _Row(NamedTuple):
-    """As `RowBytes`, within a process."""
+    """`RowBytes` with tensors, within a process."""
 
     columns: list[torch.Tensor]
     replayed: dict[str, TensorDictBase | torch.Tensor]
@@ -40,7 +40,7 @@ _DTYPES = {"token_ids": np.int64, "loss_mask": np.bool_, "log_probs": np.float32
 
 
 def rollout_row_bytes(rollout: Rollout) -> list[RowBytes]:
-    """Return a rollout's rows as they travel; `rollout_rows` makes tensors of them where they arrive."""
+    """Return a rollout's rows as bytes; `rollout_rows` converts them to tensors."""
     return [RowBytes([column.numpy().tobytes() for column in row.columns], *row[1:]) for row in _rows_of(rollout)]
 
 
@@ -62,13 +62,13 @@ def _rows_of(rollout: Rollout) -> list[_Row]:
 
 
 def _tensor_of(column: bytes, dtype: type) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(column), dtype))  # a copy, which may be written
+    return torch.from_numpy(np.frombuffer(bytearray(column), dtype))  # a writable copy
 
 
 def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
-    """Return a rollout's training rows: one, several where its history was rewritten, none where nothing was sampled.
+    """Return a rollout's training rows: one, several if its history was rewritten, none if nothing was sampled.
 
-    All rows carry the rollout's ids and its reward, undivided. Their keys are the data contract's.
+    All rows contain the rollout's ids and its full reward. Their keys are those of the data contract.
     """
     rows: list[TensorDictBase] = []
     parts = _rows_of(rollout)
@@ -88,7 +88,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
             "group_id": non_tensor(rollout.group_id),
             "role": non_tensor(rollout.role),
             "reason": non_tensor(str(rollout.reason)),
-            **{key: torch.full((), value) for key, value in numbers.items()},  # a third of what torch.tensor takes
+            **{key: torch.full((), value) for key, value in numbers.items()},  # three times faster than torch.tensor
         }
         starts = [row.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]
         turns = {"reward": torch.tensor(rollout.turn_rewards), "start": torch.tensor(starts, dtype=torch.int64)}
@@ -127,10 +127,9 @@ def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int)
 
 
 def portable_turn(step: TensorDictBase) -> TensorDictBase:
-    """Return a turn that can be saved or sent: cloned to its own size, without live objects.
+    """Return a copy of a turn that can be saved or sent: cloned to its own size, without live objects.
 
-    Left out is what lives with a conversation while it is played and is no plain data: its token state, which holds
-    the renderer, its environment, the session of its tools.
+    Left out are values that are not plain data: the token state with its renderer, the environment, tool sessions.
     """
     return step.exclude(*_live_keys(step)).clone()
 
@@ -154,10 +153,10 @@ def _is_plain(value: object) -> bool:
 
 
 def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
-    """Return the trainable rows of these groups as one lazily stacked batch `[num_rows]`; None when there are none.
+    """Return the trainable rows of these groups as one lazily stacked batch `[num_rows]`; None if there are none.
 
-    A rollout that was not scored, or in which nothing was sampled, gives no row. Each row has the number of rollouts of
-    its group that have rows, under `("rollout", "num_in_group")`: a reader that assembles groups waits for that many.
+    Rollouts that were not scored or have no sampled tokens give no rows. In each row, `("rollout", "num_in_group")`
+    is the number of rollouts of the group that have rows, so a reader knows when a group is complete.
     """
     batch: list[TensorDictBase] = []
     for group in groups:

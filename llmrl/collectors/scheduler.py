@@ -1,8 +1,7 @@
-"""The scheduler: keeps rollouts in flight, counts groups, forms batches.
+"""Scheduler that keeps rollouts in flight, counts groups and forms batches.
 
-One rollout is the unit; nothing waits for a turn of another. The scheduler runs on whatever event loop calls it and
-reads no clock but that loop's, so that the same code schedules real engines and, on a loop of virtual time, a cluster
-that does not exist.
+The unit is one rollout: no turn waits for another rollout. The only clock is the event loop's, so a loop with
+virtual time can simulate a cluster.
 """
 
 from __future__ import annotations
@@ -36,52 +35,52 @@ _STOP_SECONDS = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class RolloutTask:
-    """What is played in one go: a rollout, or, far away, a whole group."""
+    """Unit of play: one rollout, or a whole group for a remote actor."""
 
     records: list[Rollout]
-    """The rollouts, as far as they got; `play` fills or replaces them."""
+    """The rollouts so far; `play` fills or replaces them."""
     payload: Any = None
     positions: tuple[int, ...] = ()
-    """Where in the dataset they were drawn."""
+    """Positions of the rollouts in the dataset."""
 
 
 class RolloutSource(Protocol):
-    """Where rollouts come from: opens groups and plays them."""
+    """Source that opens groups of rollouts and plays them."""
 
     group_size: int
-    """Rollouts of a group."""
+    """Number of rollouts per group."""
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that a rollout started now would have."""
+        """Version of the weights that a rollout started now would use."""
         ...
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Draw groups, each the jobs of its rollouts; fewer where the data ends."""
+        """Draw groups, each as the jobs of its rollouts; fewer if the data ends."""
         ...
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
-        """Play a job to its end; a rollout's failure is its record's status."""
+        """Play a job to its end; a rollout's failure is recorded in its status."""
         ...
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Score a settled group together, where that is how it is scored."""
+        """Score a settled group together, if its rubric does so."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class ReadyBatch:
-    """One batch, before it is put together."""
+    """Groups of one batch, before it is assembled."""
 
     groups: list[list[Rollout]]
     staleness: list[int]
-    """Versions between each group's start and its delivery."""
+    """Number of versions between each group's start and its delivery."""
     dropped: list[Dropped] = field(default_factory=list)
-    """What was dropped since the delivery before."""
+    """Rollouts dropped since the previous delivery."""
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All of them, each once."""
+        """All rollouts, each once."""
         return [*itertools.chain(*self.groups), *(rollout for rollout, _ in self.dropped)]
 
 
@@ -91,23 +90,20 @@ class _Group:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     kept: list[Rollout] | None = None
     dropped: list[Dropped] = field(default_factory=list)
-    """Of a group of which something was kept: they are reported with it."""
+    """Dropped rollouts of a group of which some were kept; they are reported with it."""
 
 
 class RolloutScheduler:
     """Plays groups from a source and delivers them in batches.
 
     Args:
-        source: opens and plays.
-        gate: says how many groups may be started, and which make the next batch.
-        rules: what of a settled group is delivered.
-        max_concurrent_rollouts: rollouts in flight.
-        is_open: an event that the source waits for between turns, so that `pause` stops those too.
-        units: what a group brings to a batch.
-        patience: dropped groups in a row that are worth a warning.
-
-    Raises:
-        ValueError: if `max_concurrent_rollouts` is below 1.
+        source: source that opens and plays groups.
+        gate: decides how many groups may be started, and which form the next batch.
+        rules: rules that select the rollouts of a settled group.
+        max_concurrent_rollouts: maximum number of rollouts in flight, at least 1.
+        is_open: event that the source waits for between turns; `pause` clears it.
+        units: function that returns a group's contribution to the size of a batch.
+        patience: number of dropped groups in a row per warning.
     """
 
     def __init__(
@@ -129,10 +125,10 @@ class RolloutScheduler:
         self._units = units
         self.max_concurrent_rollouts = max_concurrent_rollouts
         self.is_open = is_open or asyncio.Event()
-        """Cleared by `pause`: nothing new is started; a source that was given it also waits between turns."""
+        """Cleared by `pause`: nothing new is started, and a source that has this event also waits between turns."""
         self.is_open.set()
         self.num_running = 0
-        """Rollouts in flight."""
+        """Number of rollouts in flight."""
         self._failure_detector = StallDetector(patience)
         self._signal_detector = StallDetector(max(patience, SIGNAL_PATIENCE), error=NoSignal)
         self._counter = GroupCounter()
@@ -141,10 +137,10 @@ class RolloutScheduler:
         self._pending: deque[tuple[str, RolloutTask]] = deque()
         self._num_pending = 0
         self._dropped: list[Dropped] = []
-        self._undelivered: list[int] = []  # places in the dataset of groups that were delivered, and not handed on yet
-        self._unreported: list[int] = []  # places in the dataset of dropped groups that no delivery has reported yet
+        self._undelivered: list[int] = []  # dataset positions of groups that `mark_delivered` has not confirmed
+        self._unreported: list[int] = []  # dataset positions of dropped groups that no delivery has reported
         self._is_end_of_data = self._is_stopped = False
-        self._errors: deque[Exception] = deque()  # not raised yet; nothing is started meanwhile
+        self._errors: deque[Exception] = deque()  # to be raised; nothing is started meanwhile
         self._coming_version: int | None = None  # of the weights that the engines are loading
         self._update_error: Exception | None = None
         self._wake = asyncio.Event()
@@ -162,11 +158,11 @@ class RolloutScheduler:
     # The consumer's side
 
     async def next_batch(self) -> ReadyBatch | None:
-        """Return the next full batch; at the end of the data what is left, if only what was dropped since, then None.
+        """Return the next full batch; at the end of the data the remaining groups or drops, then None.
 
         Raises:
-            CollectionStalled: if group after group was dropped.
-            Exception: whatever the source raised when it opened a group, or what an update of the weights failed of.
+            CollectionStalled: if too many groups in a row were dropped.
+            Exception: the source's error when it opened a group, or the error of a weight update.
             CancelledError: after `stop`.
         """
         if self._admitting is None and not self._is_stopped:
@@ -186,7 +182,7 @@ class RolloutScheduler:
                 self._update_error = None
                 raise error
             self._wake.set()
-            version = self.policy_version  # what is delivered while the engines load is trained on with these weights
+            version = self.policy_version  # of the trainer, even while the engines load it
             for group_id in self.gate.overdue_ids(version):
                 self._drop_group(group_id, DropReason.STALE)
             is_last = self._is_end_of_data and all(group.kept is not None for group in self._groups.values())
@@ -196,7 +192,7 @@ class RolloutScheduler:
             if is_last:
                 return self._deliver([], []) if self._dropped else None
             self._changed.clear()
-            # New versions may be counted without a notification.
+            # An engine's version may change without a notification.
             poll = _VERSION_POLL_SECONDS if self.gate.follows_versions else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), poll)
@@ -214,33 +210,33 @@ class RolloutScheduler:
         return ReadyBatch(groups=[group.kept or [] for group in delivered], staleness=staleness, dropped=dropped)
 
     def mark_delivered(self) -> None:
-        """Record that the caller has the last delivery, so that a saved state no longer needs to hold it."""
+        """Record that the caller has the last delivery, so saved states no longer include it."""
         self._undelivered = []
 
     def rollback(self) -> None:
-        """Take back the last delivery, of which nothing is trained on: the next takes its place in the bounds, too."""
+        """Undo the last delivery, of which nothing is trained on, also in the gate's bounds."""
         self.gate.rollback()
         self.notify()
 
     @contextlib.asynccontextmanager
     async def frozen(self) -> AsyncIterator[list[int]]:
-        """Give, while nothing is drawn, the places in the dataset of groups that were drawn and not handed on yet."""
+        """Yield the dataset positions of groups that were drawn and not delivered, and draw nothing meanwhile."""
         async with self._opening:
             yield self._undelivered + self._unreported + _positions(self._groups.values())
 
     def notify(self) -> None:
-        """Look again: something that gates look at, such as the policy's version, has changed."""
+        """Check again after a change that gates depend on, such as a new policy version."""
         self._wake.set()
         self._changed.set()
 
     def expect_version(self, version: int | None) -> None:
-        """Start nothing with the old weights, since the engines load new ones, until `end_update`."""
+        """Start nothing until `end_update`, since the engines load this version; None expects no update."""
         self._update_error = None
         self._coming_version = version
 
     def end_update(self, version: int, error: Exception | None = None) -> None:
-        """Go on: the engines have the expected weights, or failed of an error, which the next batch raises."""
-        if version == self._coming_version:  # else another update was begun meanwhile
+        """Continue after the engines have loaded the weights; the next batch raises `error`, if any."""
+        if version == self._coming_version:  # else another update has started
             self._update_error = error
             self._coming_version = None
         self.notify()
@@ -248,15 +244,15 @@ class RolloutScheduler:
     async def pause(self) -> None:
         """Start nothing new until `resume`; engine requests in flight end, and their rollouts wait."""
         self.is_open.clear()
-        await asyncio.sleep(0)  # what had just passed has begun
+        await asyncio.sleep(0)  # let tasks that have passed the event start their requests
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self.is_open.set()
         self.notify()
 
     async def stop(self) -> None:
-        """Cancel everything in flight and wait until it has ended, but not for ever."""
+        """Cancel everything in flight and wait for it to end, for a limited time."""
         self._is_stopped = True
         tasks = [task for group in self._groups.values() for task in group.tasks]
         tasks += [self._admitting] if self._admitting is not None else []
@@ -322,10 +318,10 @@ class RolloutScheduler:
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             self._running[task] = size
-            task.add_done_callback(self._end_running)  # also where it is cancelled before its first step
+            task.add_done_callback(self._end_running)  # also if it is cancelled before its first step
 
     def _end_running(self, task: asyncio.Task[None]) -> None:
-        """Give a task's places to the next, once: when it has played, or when it ends without."""
+        """Free the places of a task, once: when it has played, or when it ends early."""
         size = self._running.pop(task, 0)
         if size:
             self.num_running -= size
@@ -343,14 +339,14 @@ class RolloutScheduler:
             task = asyncio.current_task()
             assert task is not None
             self._end_running(task)
-        if group_id not in self._groups:  # given up meanwhile
+        if group_id not in self._groups:  # dropped meanwhile
             return
         try:
             for rollout in rollouts:
                 settled = self._counter.settle(group_id, rollout)
                 if settled is not None:
                     await self._settle_group(group_id, settled)
-        except BaseException as error:  # an author's rules, or nothing but drops
+        except BaseException as error:  # an error of the user's rules, or `CollectionStalled`
             if isinstance(error, asyncio.CancelledError) and self._is_given_up(group_id):
                 raise
             self._errors.append(as_exception(error))
@@ -359,16 +355,16 @@ class RolloutScheduler:
                 self._drop_group(group_id, DropReason.FAILED_GROUP)
 
     def _is_given_up(self, group_id: str) -> bool:
-        """Return whether a cancellation is ours; what else is cancelled was so by something that it called."""
+        """Return whether the scheduler caused a cancellation, rather than the code that it called."""
         return self._is_stopped or group_id not in self._groups
 
     async def _settle_group(self, group_id: str, settled: list[Rollout]) -> None:
         await self.source.score_group(settled)
-        if group_id not in self._groups:  # given up meanwhile
+        if group_id not in self._groups:  # dropped meanwhile
             return
         self._changed.set()
         kept, dropped = self.rules.judge(settled)
-        empty = [rollout for rollout in kept if not self._units([rollout])]  # that ended before their first step, say
+        empty = [rollout for rollout in kept if not self._units([rollout])]  # such as those that ended before a step
         dropped = [*dropped, *((rollout, rollout.reason or DropReason.NOTHING_TRAINED) for rollout in empty)]
         kept = [rollout for rollout in kept if all(rollout is not one for one in empty)]
         if kept:
@@ -385,7 +381,7 @@ class RolloutScheduler:
         (self._signal_detector if is_filtered else self._failure_detector).dropped(dropped)
 
     def _drop_group(self, group_id: str, reason: str) -> None:
-        """Give up a group that is being played or ready: every rollout of it is accounted for."""
+        """Drop a group that is being played or ready, and record each of its rollouts."""
         group = self._groups.pop(group_id)
         self._unreported += _positions([group])
         self.gate.discard(group_id)

@@ -1,4 +1,4 @@
-"""What a batch is: groups, rows by token budget, turns, trajectories or last steps; and how it is put together."""
+"""Kinds of batches (groups, rows by token budget, turns, trajectories, last steps) and their assembly."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Kind = Literal["groups", "tokens", "turns", "trajectories", "last_steps"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """Size and content of a batch; read from a collector's arguments by `of`."""
+    """Size and content of a batch."""
 
     kind: Kind
     size: int
-    """In groups, tokens, turns (for trajectories: at least so many) or last steps."""
+    """Number of groups, tokens, turns (for trajectories: the minimum) or last steps."""
 
     @classmethod
     def of(
@@ -34,10 +34,10 @@ class BatchShape:
         yield_completed_trajectories: bool | None = None,
         yield_only_last_steps: bool | None = None,
     ) -> BatchShape:
-        """Read TorchRL's arguments, and ours.
+        """Build the shape from a collector's arguments, which include TorchRL's.
 
         Raises:
-            ValueError: if it is not clear what a batch is, or a number is below 1.
+            ValueError: if the arguments do not define exactly one kind of batch, or if a number is below 1.
 
         Example:
             >>> BatchShape.of(yield_only_last_steps=True)
@@ -72,7 +72,7 @@ class BatchShape:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether the unit of collection is a group, and a batch holds training rows."""
+        """Whether groups are collected, and a batch contains training rows."""
         return self.kind in ("groups", "tokens")
 
     def demand_gate(
@@ -82,7 +82,7 @@ class BatchShape:
         num_ahead: int = 0,
         reset_each_batch: bool = False,
     ) -> DemandGate:
-        """Return a gate that starts what the batch asked for lacks."""
+        """Return a gate that starts the groups that a requested batch needs."""
         surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {
             "turns": "keep" if reset_each_batch else "carry",
             "trajectories": "keep",
@@ -100,7 +100,7 @@ class BatchShape:
         """Return a gate that runs ahead of training by a bounded number of versions.
 
         Raises:
-            ValueError: if a batch is not a number of groups or rollouts.
+            ValueError: if a batch is not a fixed number of groups or rollouts.
         """
         if self.kind not in ("groups", "last_steps"):
             raise ValueError(
@@ -110,7 +110,7 @@ class BatchShape:
         return StalenessGate(self.size, max_staleness=max_staleness, late=late)
 
     def units(self, rollouts: Sequence[Rollout]) -> int:
-        """Return what a group brings to a batch, in units of `size`."""
+        """Return a group's contribution to a batch, in the unit of `size`."""
         if self.kind in ("turns", "trajectories"):
             return sum(len(rollout.steps) for rollout in rollouts)
         if self.kind == "tokens":
@@ -124,7 +124,7 @@ class BatchShape:
     def assemble(
         self, groups: Sequence[Sequence[Rollout]], left_over: Sequence[TensorDictBase] = ()
     ) -> tuple[TensorDictBase | None, list[TensorDictBase]]:
-        """Return the batch of these groups, and the turns beyond it; `left_over` are those beyond the batch before."""
+        """Return the batch of these groups and the surplus turns; `left_over`: surplus turns of the previous batch."""
         if self.is_grouped:
             return batch_rows(groups), []
         steps = [*left_over]
@@ -136,7 +136,7 @@ class BatchShape:
 
 
 def check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | MixedEnv | None) -> None:
-    """Refuse advantages (`MCAdvantage`) of groups of another size than those that the environment draws."""
+    """Raise ValueError if advantages (`MCAdvantage`) expect another group size than the environment's."""
     for part in getattr(transform, "transforms", [transform]):
         size = getattr(part, "sampled_group_size", None)
         if size is not None and dataset_env is not None and size != dataset_env.prompts.num_samples:

@@ -1,4 +1,4 @@
-"""Rollouts of an environment, or of several, and a policy in this process."""
+"""Sources of rollouts with one or several environments and a policy in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llmrl.policies import LLMWrapperBase
 
 
 class EnvSource:
-    """Opens rollouts by resetting an environment, plays them with a `RolloutRunner`.
+    """Source that opens rollouts by resetting an environment, and plays them with a `RolloutRunner`.
 
     Args:
         env: environment, not batch-locked; groups need a `DatasetChatEnv`, usually transformed.
@@ -66,7 +66,7 @@ class EnvSource:
         self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
         """Number of rollouts that wait for each other, consecutive in their group."""
         self.needs_whole_groups = self.is_group_scored or self.num_players > 1
-        """Whether the rollouts of a group are played together, whatever a batch is."""
+        """Whether the rollouts of a group are played together, independent of the kind of batch."""
         self._are_groups_whole = False
         self.group_size = self.prompts.num_samples if self.prompts is not None and in_groups else 1
         """Number of rollouts that are drawn together."""
@@ -87,11 +87,11 @@ class EnvSource:
 
     @property
     def policy_version(self) -> int:
-        """The engine's count of weight updates."""
+        """Number of weight updates of the engine."""
         return self.engine.policy_version
 
     def take_turn_counts(self) -> TurnCounts:
-        """Return the counts of the engine's cache hits of the turns since the last call."""
+        """Return the counts of cache hits since the last call."""
         counts = self.runner.turn_counts
         self.runner.turn_counts = TurnCounts()
         return counts
@@ -100,7 +100,7 @@ class EnvSource:
         """Reset the environment for each rollout of the next groups; fewer if the data ends.
 
         Raises:
-            RuntimeError: if another reader drew from the same prompts meanwhile, so that groups are mixed.
+            RuntimeError: if another reader draws from the same prompts, so that groups are mixed.
         """
         size = self.group_size
         jobs = await self.stepper.call(self._draw_from_a_group, num_groups * size)
@@ -115,11 +115,11 @@ class EnvSource:
         return groups
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw this many rollouts, fewer if the data ends, and reset the environment unless each is opened alone."""
+        """Draw `count` rollouts, fewer if the data ends, and reset the environment unless each is opened alone."""
         return await self.stepper.call(self._draw_from_a_group if self._are_groups_whole else self._draw, count)
 
     async def open_at(self, positions: Sequence[int]) -> list[RolloutTask]:
-        """Reset the environment for the rollouts at these places of its dataset."""
+        """Reset the environment for the rollouts at these positions of its dataset."""
 
         def draw() -> list[RolloutTask]:
             assert self.prompts is not None, "the environment has no dataset"
@@ -151,7 +151,7 @@ class EnvSource:
         elements: tuple[TensorDictBase, ...]
         try:
             elements = self.stepper.env.reset(TensorDict(batch_size=[count])).unbind(0)
-        except EndOfData as end:  # of data with other readers, or of data that is not known here
+        except EndOfData as end:  # the data has other readers, or its size is unknown
             return self._draw(end.num_left)
         except BaseException as error:
             return self._drawn_one_by_one(count, positions, as_exception(error))
@@ -166,7 +166,7 @@ class EnvSource:
 
     def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
         """Return the jobs of a reset that failed; only the rollouts that caused the failure fail."""
-        if self.prompts is not None and self.prompts.upcoming(count) != positions:  # they were drawn, and lost
+        if self.prompts is not None and self.prompts.upcoming(count) != positions:  # the reset has drawn them
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
             return [job for _ in range(count) for job in self._draw(1)]
@@ -207,16 +207,16 @@ def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) 
 
 
 class MixedSource:
-    """Draws each group from the environment that `MixedEnv` chooses; the source of that one plays and scores it.
+    """Source that draws each group from the environment that `MixedEnv` chooses.
 
     Args:
         mixed: the environments.
-        policy: generates, for all of them.
-        limits: what may end a rollout early; or by the environments' names, where those that are not named have none.
-        in_groups: see `EnvSource`.
+        policy: policy that generates for all of them.
+        limits: limits of all environments, or by name; environments without an entry have no limits.
+        in_groups: whether to play groups of one prompt each.
 
     Raises:
-        ValueError: if limits name an unknown environment; see also `EnvSource`.
+        ValueError: if `limits` names an unknown environment, or as `EnvSource`.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class MixedSource:
         self.dataset_env = mixed
         self._prompts = mixed.prompts
         self.is_open = asyncio.Event()
-        """Between turns, rollouts wait while it is not set."""
+        """Event that rollouts wait for between turns while it is cleared."""
         self.is_open.set()
         names = [name for name, _ in mixed.items()]
         by_name = dict.fromkeys(names, limits) if isinstance(limits, RolloutLimits) else limits
@@ -247,7 +247,7 @@ class MixedSource:
             for name, env in mixed.items()
         }
         if any(source.needs_whole_groups for source in self._sources.values()):
-            for source in self._sources.values():  # the groups of a scheduler are all of one size
+            for source in self._sources.values():  # a scheduler's groups all have the same size
                 source.play_whole_groups()
         self._first = next(iter(self._sources.values()))
         self.group_size = max(source.group_size for source in self._sources.values())
@@ -260,26 +260,22 @@ class MixedSource:
 
     @property
     def policy_version(self) -> int:
-        """The engine's count of weight updates."""
+        """Number of weight updates of the engine."""
         return self._first.policy_version
 
     def take_turn_counts(self) -> TurnCounts:
-        """Return what the turns since the last call found of their contexts in the engine's cache."""
+        """Return the counts of cache hits since the last call."""
         counts = TurnCounts()
         for source in self._sources.values():
             counts.add(source.take_turn_counts())
         return counts
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Draw the next groups; fewer where all data ends.
-
-        Raises:
-            ValueError: if a function gives weights that are no shares.
-        """
+        """Draw the next groups, fewer if all data ends; raise ValueError if a weight function is invalid."""
         return await self._drawn(num_groups, self.group_size, lambda source, count: source.open(count))
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw so many rollouts, group by group, of which the last may be cut; fewer where all data ends."""
+        """Draw `count` rollouts in groups, the last of which may be incomplete; fewer if all data ends."""
         size = self._prompts.num_samples
 
         async def draw(source: EnvSource, num_groups: int) -> list[list[RolloutTask]]:
@@ -295,7 +291,7 @@ class MixedSource:
     async def _drawn(
         self, num_groups: int, size: int, draw: Callable[[EnvSource, int], Awaitable[list[list[RolloutTask]]]]
     ) -> list[list[RolloutTask]]:
-        """Draw groups in the order of the mixture, all of an environment at once: each asks its thread, which costs."""
+        """Draw groups in the order of the mixture, with one call to each environment's thread per round."""
         groups: list[list[RolloutTask]] = []
         while len(groups) < num_groups and (chosen := self._prompts.choose_many(num_groups - len(groups), size)):
             drawn = {name: deque(await self._drawn_of(name, chosen, draw)) for name in dict(chosen)}
@@ -332,7 +328,7 @@ class MixedSource:
         return await self._sources[job.records[0].env].play(job)
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Score a group together where its rubric does, and note what its environment's progress is."""
+        """Score a group together if its rubric does so, and record the environment's progress."""
         name = rollouts[0].env
         await self._sources[name].score_group(rollouts)
         for rollout in rollouts:

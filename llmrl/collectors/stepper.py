@@ -1,4 +1,4 @@
-"""Environment steps, batched by readiness: conversations that answer together are stepped as one TensorDict."""
+"""Environment steps in batches of the conversations that are ready."""
 
 from __future__ import annotations
 
@@ -29,32 +29,31 @@ Stepped: TypeAlias = tuple[TensorDictBase, TensorDictBase]
 """A stepped conversation, and the root of its next turn."""
 
 _RELEASE_SECONDS = 30.0
-_MAX_BATCH = 256  # what more are stepped at once costs no less, and all of their old turns are kept until all are done
+_MAX_BATCH = 256  # larger batches are no faster per turn, and keep all old turns in memory until they are done
 
 Opening: TypeAlias = TensorDictBase | Drawn | Exception
-"""The beginning of a conversation: its reset, what is still to be opened, or the error of its reset."""
+"""Beginning of a conversation: its reset, the row to open it from, or the error of its reset."""
 
 _TURN_KEYS = frozenset(("next", *WRITTEN_BY_POLICIES))
 
 
 class EnvStepper:
-    """Runs one environment in a thread of its own and steps whatever is ready, as one batch.
+    """Runs one environment in its own thread and steps all ready conversations as one batch.
 
-    While a batch is stepped, further conversations gather for the next: Python's cost per turn falls as load grows,
-    and the event loop goes on serving the engine.
+    While a batch is stepped, further conversations gather for the next, so Python's cost per turn falls under load.
 
-    What is slow in a step (tools, services) an environment or a transform does in `async def before_step(element)`,
-    for one conversation: it is awaited, all conversations in parallel, before the batched step. So is
-    `async def before_reset(drawn)` of a dataset's environment, which gives what `reset` is called with. Those of users
-    run on a loop of their own, where they may block; those of ours only wait for loops on which users' code runs.
-    `release(element)` tells of a conversation's end, in a thread of its own.
+    Slow work of a step (tools, services) belongs in `async def before_step(element)` of an environment or a
+    transform, which is awaited for all conversations in parallel before the batched step. Likewise, `async def
+    before_reset(drawn)` of a dataset's environment returns the argument of `reset`. Methods of users' classes run
+    on a separate event loop, where they may block. `release(element)` is called in a thread when a conversation
+    ends.
 
-    Whatever escapes from any of these is an exception of the conversation that it was called for.
+    An exception in any of these methods fails only the conversation that it was called for.
 
     Args:
-        env: a `ChatEnv` or a transformed one, which serves any number of conversations from now on.
-        timeout_seconds: limit of one step, its `before_step` and its batched part each; past it the step fails and
-            a fresh thread takes over. Of `before_reset`, and of `release` (30 s where there is none), too.
+        env: a `ChatEnv` or a transformed one; its batch size is unlocked.
+        timeout_seconds: limit of each `before_step`, batched step, `before_reset` and `release` (30 s for `release`
+            by default). After a timeout the step fails and a new thread takes over.
         keep_steps: whether the caller keeps and reads stepped conversations.
 
     Raises:
@@ -67,7 +66,7 @@ class EnvStepper:
         self.timeout_seconds = timeout_seconds
         self.keep_steps = keep_steps
         for part in environment_parts(env):
-            if hasattr(part, "step_timeout_seconds"):  # it keeps the limit itself, and knows what does not count
+            if hasattr(part, "step_timeout_seconds"):  # it enforces the limit itself, and knows what does not count
                 part.step_timeout_seconds = timeout_seconds
         self.are_turns_read = keep_steps or reads_turns(env)
         """Whether the tensors of a turn may be read while it is stepped, or afterwards."""
@@ -77,7 +76,7 @@ class EnvStepper:
             release for release in _parts(env, "release") if getattr(release, "__func__", None) is not ChatEnv.release
         ]
         self.slow_loop = ReplaceableLoop("llmrl-slow-steps")
-        """Event loop of slow steps of users' classes."""
+        """Event loop for slow steps of users' classes."""
         self._waiting: list[tuple[TensorDictBase, asyncio.Future[Stepped]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._thread = WorkerThread("llmrl-env")
@@ -85,10 +84,10 @@ class EnvStepper:
     async def call(
         self, function: Callable[Parameters, Result], *arguments: Parameters.args, **keywords: Parameters.kwargs
     ) -> Result:
-        """Run a function in the environment's thread, so that nothing else touches the environment meanwhile.
+        """Run a function in the environment's thread, so that nothing else uses the environment meanwhile.
 
         Raises:
-            Exception: whatever it raised, as by `as_exception`.
+            Exception: the function's error, converted by `as_exception`.
         """
         return await self._thread.call(function, *arguments, **keywords)
 
@@ -101,7 +100,7 @@ class EnvStepper:
         """Open a conversation.
 
         Raises:
-            Exception: whatever its environment raised, as by `as_exception`.
+            Exception: the environment's error, converted by `as_exception`.
             TimeoutError: if it took too long.
         """
         if isinstance(opening, TensorDictBase):
@@ -135,7 +134,7 @@ class EnvStepper:
         """Step one conversation; return it with its `next`, and the root of its next turn.
 
         Raises:
-            Exception: whatever the environment raised for this conversation, as by `as_exception`.
+            Exception: the environment's error for this conversation, converted by `as_exception`.
             TimeoutError: if the step took too long.
         """
         for before_step in self._slow_parts:
@@ -147,7 +146,7 @@ class EnvStepper:
         return await future
 
     async def release(self, element: TensorDictBase) -> None:
-        """Release what the environment and its transforms hold for a conversation that has ended; errors are logged."""
+        """Release what the environment and its transforms hold for an ended conversation; errors are logged."""
         for release in self._releases:
             try:
                 async with asyncio.timeout(self.timeout_seconds or _RELEASE_SECONDS):
@@ -178,7 +177,7 @@ class EnvStepper:
         try:
             return await asyncio.wait_for(self.call(self._step_batch, elements), self.timeout_seconds)
         except TimeoutError:
-            # The thread cannot be interrupted: it is left behind and a new one serves the rest.
+            # The thread cannot be interrupted: a new one replaces it.
             self._thread.leave_behind()
             error = TimeoutError(f"the environment's step took more than {self.timeout_seconds} s.")
             return [error] * len(elements)
@@ -205,7 +204,7 @@ class EnvStepper:
 
     @staticmethod
     def _next_root(element: TensorDictBase) -> TensorDictBase:
-        """Return the result of `step_mdp` as a new object; its entries are shared and not checked again."""
+        """Return the result of `step_mdp` as a new object that shares its entries, without checks."""
         root = {key: value for key, value in element.items() if key not in _TURN_KEYS}
         return tensordict_of(root | {key: value for key, value in element.get("next").items() if key != "reward"})
 
@@ -216,5 +215,5 @@ class EnvStepper:
 
 
 def _parts(env: EnvBase, name: str) -> list[Callable[[TensorDictBase], Any]]:
-    """Return the methods of this name of the environment and of its transforms, innermost first."""
+    """Return the methods of this name of the environment and its transforms, innermost first."""
     return [method for part in environment_parts(env) if (method := getattr(part, name, None)) is not None]

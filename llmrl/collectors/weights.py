@@ -1,4 +1,4 @@
-"""The senders of a collector's weight-sync schemes, connected when the first update is made."""
+"""Senders of a collector's weight-sync schemes, connected at the first update."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
 class WeightSender(Protocol):
-    """The trainer's end of a scheme."""
+    """Trainer's end of a weight-sync scheme."""
 
     def register_model(self, model: Weights) -> None:
-        """Set the model that has the weights to send."""
+        """Set the model whose weights are sent."""
         ...
 
     def init_all_workers_group(self, model_metadata: Any, engine: Any) -> None:
@@ -29,16 +29,16 @@ class WeightSender(Protocol):
         ...
 
     def start_update(self) -> Future[int]:
-        """Begin to send the weights, and return as soon as the model may change."""
+        """Start to send the weights, and return as soon as the model may change."""
         ...
 
     def shutdown(self) -> None:
-        """Release what it holds; the engine stays."""
+        """Release resources; the engine keeps running."""
         ...
 
 
 class WeightScheme(Protocol):
-    """How weights reach engines, such as `VLLMWeightSyncScheme`."""
+    """Method to send weights to engines, such as `VLLMWeightSyncScheme`."""
 
     def create_sender(self) -> WeightSender:
         """Return the trainer's end."""
@@ -46,7 +46,7 @@ class WeightScheme(Protocol):
 
 
 class HasEngine(Protocol):
-    """What reaches the engines."""
+    """Object that has the engine."""
 
     @property
     def engine(self) -> object:
@@ -55,7 +55,7 @@ class HasEngine(Protocol):
 
 
 class WeightSenders:
-    """One sender for each scheme, or one of the scheme that the engine wants.
+    """One sender per scheme; without schemes, one of the engine's default scheme.
 
     Args:
         schemes: schemes by policy name; may be empty.
@@ -72,7 +72,8 @@ class WeightSenders:
         """Return the senders, connected to the engines.
 
         Args:
-            model: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the last.
+            model: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the
+                last.
 
         Raises:
             ValueError: if there is no model at the first call, or if this process can reach no engine.
@@ -92,7 +93,7 @@ class WeightSenders:
                     raise ValueError("the first update of the weights needs the trainer's model.")
                 sender = scheme.create_sender()
                 sender.register_model(model)
-                # On the ranks above 0 of a sharded trainer a sender only helps to gather.
+                # On ranks above 0 of a sharded trainer, a sender only helps to gather.
                 sends = getattr(scheme, "rank", 0) == 0
                 sender.init_all_workers_group(get_model_metadata(model), engine if sends else None)
                 self._senders[name] = sender
@@ -101,7 +102,7 @@ class WeightSenders:
         return list(self._senders.values())
 
     def __getitem__(self, name: str) -> WeightSender:
-        """Return the sender of a scheme; the caller connects it if there was no update before.
+        """Return the sender of a scheme; before the first update, the caller must connect it.
 
         Raises:
             KeyError: if no scheme has this name.
@@ -111,7 +112,7 @@ class WeightSenders:
         return self._senders[name]
 
     def shutdown(self) -> None:
-        """End the senders; the engines stay. May be called twice."""
+        """Close the senders; the engines keep running. May be called twice."""
         senders = self._senders
         self._senders = {}
         for sender in senders.values():
