@@ -153,9 +153,12 @@ def test_a_tracker_is_refused_before_there_is_a_run(tmp_path, monkeypatch):
     RunFolder(tmp_path / "run", trackers=[])  # and would be refused if the folder held one
 
 
-def test_tensorboard_has_every_step_of_a_resumed_run(tmp_path):
+def test_tensorboard_has_every_step_of_a_resumed_run(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # Files of one second are read in the order of their numbers as text, in which the tenth stands before the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     log_and_resume(tmp_path / "run", "tensorboard")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/reward_mean")] == [
