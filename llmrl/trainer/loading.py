@@ -1,4 +1,4 @@
-"""The trainer's model: loaded, with or without LoRA adapters, and the reference that a KL is measured to."""
+"""Loading of the trained model, with or without LoRA adapters, and of references and teachers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REF_LOG_PROBS: NestedKey = ("next", "ref_log_probs", "full")
 class LoRAConfig:
     """Low-rank adapters (arXiv:2106.09685) of linear layers, trained in place of the model's weights.
 
-    Without dropout: the trainer's distribution is to be the sampler's.
+    There is no dropout, as the trainer's distribution must be the sampler's.
 
     Raises:
         ValueError: if rank or alpha is below 1.
@@ -39,9 +39,9 @@ class LoRAConfig:
     rank: int = 16
     """Rank of the update of each weight."""
     alpha: int = 32
-    """The update is multiplied by `alpha / rank`."""
+    """Scale of the update, which is multiplied by `alpha / rank`."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of layers that are adapted, or `all-linear`: all but the output head."""
+    """Names of adapted layers, or `all-linear` for all except the output head."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -57,16 +57,16 @@ def load_model(
     gradient_checkpointing: bool = False,
     lora: LoRAConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model to train: float32 weights, on its device, with adapters where they are asked for.
+    """Load a causal language model for training, in float32.
 
     Args:
         path: folder or hub name.
-        device: where it is put.
-        gradient_checkpointing: compute activations again in the backward pass, which saves their memory.
-        lora: adapters; only these are trained then.
+        device: device of the model.
+        gradient_checkpointing: recompute activations in the backward pass to save memory.
+        lora: adapters, which are then the only trained parameters.
 
     Raises:
-        MissingExtraError: if adapters are asked for and peft is not installed.
+        MissingExtraError: if `lora` is given and peft is not installed.
         ValueError: if `lora.target_modules` names no layer of the model.
 
     Example:
@@ -95,11 +95,11 @@ def load_model(
 
 
 def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[TensorDictBase], TensorDictBase]:
-    """Return what writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
+    """Return a function that writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
 
-    The reference is the model that the policy was before training: with adapters the policy itself while they are off,
-    and else the model at `path`, loaded a second time, frozen, and sharded as the policy's is (shard that before). Call
-    it before a batch is trained on with `kl_to_ref_coeff`, and not while another thread trains the policy.
+    The reference is the policy's model before training: with adapters, the policy with adapters disabled; otherwise
+    the model at `path`, frozen and sharded like the policy (shard the policy first). Call the function on a batch
+    before training with `kl_to_ref_coeff`, and not while another thread trains the policy.
     """
     if hasattr(policy.model, "disable_adapter"):
         return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)
@@ -107,9 +107,9 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
 
 
 def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: Tokenizer) -> TransformersWrapper:
-    """Load a teacher, frozen and computed as the policy is: `write_log_probs` scores the policy's tokens with it.
+    """Load a frozen teacher that `write_log_probs` can score with; it is sharded like the policy.
 
-    It is sharded where the student is. Raises ValueError if its tokenizer is not the student's, `tokenizer`.
+    Raises ValueError if the teacher's tokenizer differs from the student's, `tokenizer`.
     """
     from transformers import AutoTokenizer
 
@@ -118,7 +118,7 @@ def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: To
 
 
 def _scorer(policy: TransformersWrapper, path: str | Path) -> TransformersWrapper:
-    """Return another model that scores as the policy does, frozen, and sharded where that is."""
+    """Return a frozen model that scores like the policy, and is sharded like it."""
     frozen = load_model(path, device=policy.device).requires_grad_(False)
     scorer = policy.get_new_version(model=frozen)
     trained = trained_model(policy.model)

@@ -1,4 +1,4 @@
-"""What training a model takes of a device's memory, by parts, from its shape alone."""
+"""Estimate of the device memory that training needs, from the model's shape."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from llmrl.trainer.head.log_probs import default_chunk_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A dense transformer with gated feed-forward layers, as Llama's and Qwen's are."""
+    """Shape of a dense transformer with gated feed-forward layers (Llama, Qwen)."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     vocab_size: int
     query_size: int
-    """Of all query heads together."""
+    """Total size of all query heads."""
     key_size: int
-    """Of all key heads together, and of all value heads."""
+    """Total size of all key heads, equal to that of all value heads."""
     is_tied: bool
 
     @classmethod
     def read(cls, folder: str | Path) -> ModelShape:
-        """Read a model's shape from `config.json` of a folder.
+        """Read the shape from `config.json` in a model's folder.
 
         Raises:
             ValueError: if the model is of another kind, such as one with experts.
@@ -57,21 +57,21 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer; biases and norms are left out."""
+        """Number of parameters of one layer, without biases and norms."""
         return self.hidden_size * (2 * self.query_size + 2 * self.key_size + 3 * self.intermediate_size)
 
     @property
     def head_parameters(self) -> int:
-        """Of the output head, and of the embedding."""
+        """Number of parameters of the output head, and of the embedding."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the model."""
         return self.num_layers * self.layer_parameters + self.head_parameters * (1 if self.is_tied else 2)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the number of parameters of LoRA adapters of all linear layers but the head."""
+        """Return the number of parameters of LoRA adapters of all linear layers except the head."""
         hidden = self.hidden_size
         queries = self.query_size
         keys = self.key_size
@@ -81,54 +81,54 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingShape:
-    """How a model is trained."""
+    """Training options that affect memory."""
 
     num_ranks: int = 1
-    """Devices that it is sharded over."""
+    """Number of devices over which the model is sharded."""
     token_budget: int = 8192
     """Tokens of a micro-batch."""
     bin_length: int = 2048
-    """Tokens that attend to each other: the longest row at least."""
+    """Tokens per bin; at least the longest row."""
     longest_row: int = 0
-    """Tokens, as far as is known: a micro-batch holds one row at least."""
+    """Tokens of the longest row; 0 if unknown."""
     gradient_checkpointing: bool = False
     offload_activations: bool = False
-    """What checkpointing keeps is in the host's memory."""
+    """Whether activations kept by checkpointing are stored in host memory."""
     is_bfloat16: bool = True
-    """Computes in bfloat16 over float32 weights."""
+    """Whether to compute in bfloat16 over float32 weights."""
     lora_rank: int | None = None
     has_reference: bool = False
-    """A KL to the model as it was; with adapters that is the model itself."""
+    """Whether the loss has a KL to the initial model, which with adapters needs no second copy."""
     is_gpu: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on each device, by parts."""
+    """Bytes per device, by part."""
 
     lasting: dict[str, int] = field(default_factory=dict)
-    """From step to step: `weights`, `gradients`, `optimizer`, `reference`."""
+    """Allocated throughout training: `weights`, `gradients`, `optimizer`, `reference`."""
     passing: dict[str, int] = field(default_factory=dict)
-    """While a micro-batch is computed: `activations`, `gathered` (weights, cast or of others), `head`, `mask`."""
+    """Allocated during a micro-batch: `activations`, `gathered` (weights cast or gathered), `head`, `mask`."""
     loading: int = 0
-    """While the model is loaded: it is whole on each device before it is sharded."""
+    """Allocated while the model is loaded; each device holds the whole model before it is sharded."""
 
     @property
     def total(self) -> int:
-        """The most that is held at once."""
+        """Peak memory."""
         return max(sum(self.lasting.values()) + sum(self.passing.values()), self.loading)
 
 
 def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
-    """Count the bytes that each device of a trainer holds.
+    """Estimate the memory of each device of a trainer.
 
-    Activations are what autograd keeps of a layer: in float32 8 values of the hidden size, 5.5 of the queries', 4.5 of
-    the keys' and 5 of the feed-forward's a token; under autocast residuals and norms stay float32. A test holds these
-    numbers, and the head's, against what is measured.
+    Activations per token and layer in float32 are 8 times the hidden size, 5.5 times the query size, 4.5 times the
+    key size and 5 times the feed-forward size; under autocast, residuals and norms stay in float32. A test compares
+    the estimates with measurements.
 
     Args:
-        model: its shape.
-        training: how it is trained.
+        model: shape of the model.
+        training: training options.
 
     Example:
         >>> small = ModelShape(hidden_size=896, intermediate_size=4864, num_layers=24, vocab_size=151936,
@@ -144,18 +144,18 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         trained = model.adapter_parameters(training.lora_rank)
         weights = parameters + trained
     ranks = training.num_ranks
-    # float32: 4 bytes a weight and its gradient, 8 of Adam's two moments; each rank has its share.
+    # float32: 4 bytes per weight, 4 per gradient and 8 for Adam's two moments, sharded over ranks.
     lasting = {"weights": 4 * weights // ranks, "gradients": 4 * trained // ranks, "optimizer": 8 * trained // ranks}
     loading = 4 * parameters
-    if training.has_reference and training.lora_rank is None:  # with adapters it is the model without them
+    if training.has_reference and training.lora_rank is None:  # with adapters, the reference is the model without them
         lasting["reference"] = 4 * parameters // ranks
-        if ranks > 1:  # it is loaded whole when the policy is there already
+        if ranks > 1:  # loaded whole after the policy
             loading += lasting["weights"]
     passing = {
         "activations": _activations(model, training),
         "gathered": _gathered(model, training),
         "head": _head(model, training),
-        "mask": 0,  # on a GPU blocks of it, or none
+        "mask": 0,  # on GPU a block mask, or none
     }
     if not training.is_gpu:
         passing["mask"] = _num_tokens(training) * training.bin_length
@@ -163,7 +163,7 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
 
 
 def _num_tokens(training: TrainingShape) -> int:
-    """Return the tokens of the largest micro-batch: it holds one row at least."""
+    """Return the tokens of the largest micro-batch, which holds at least one row."""
     return max(training.token_budget, training.longest_row)
 
 
@@ -177,10 +177,10 @@ def _activations(model: ModelShape, training: TrainingShape) -> int:
     layer = tokens * 4 * (8 * hidden + 5.5 * queries + 4.5 * keys + 5 * wide)
     if training.is_bfloat16:
         layer = tokens * (30 * hidden + 11 * queries + 9 * keys + 10 * wide)
-    ends = 16 * tokens * hidden  # embedding, last norm, what the head reads
+    ends = 16 * tokens * hidden  # embedding, last norm, input of the head
     if not training.gradient_checkpointing:
         return int(layer * model.num_layers + ends)
-    # Each layer's input, and one layer as it is computed again.
+    # Each layer's input, and one recomputed layer.
     num_inputs = model.num_layers
     if training.offload_activations:
         num_inputs = 2  # one is fetched while one is used
@@ -188,21 +188,21 @@ def _activations(model: ModelShape, training: TrainingShape) -> int:
 
 
 def _gathered(model: ModelShape, training: TrainingShape) -> int:
-    """Return the bytes of layers' weights besides the ones that last: cast, or those of other ranks."""
+    """Return the bytes of additional copies of layer weights: cast, or gathered from other ranks."""
     layer = model.layer_parameters
     if training.num_ranks > 1:
-        # A layer, the next one that is fetched meanwhile, and the gradient before it is scattered.
+        # The current layer, the prefetched next one, and the gradient before it is scattered.
         return layer * (2 * _weight_size(training) + 4)
     if not training.is_bfloat16:
         return 0
-    # Copies that the backward pass needs: with checkpointing of the layer that is computed again.
+    # Cast copies needed by the backward pass; with checkpointing only those of the recomputed layer.
     if training.gradient_checkpointing:
         return 2 * layer
     return 2 * layer * model.num_layers
 
 
 def _head(model: ModelShape, training: TrainingShape) -> int:
-    """Return the bytes of the output head beside its weights: a copy, its gradient, and a chunk of logits, twice."""
+    """Return the bytes of the output head besides its weights: a copy, its gradient, and two chunks of logits."""
     num_bytes = 0
     if training.num_ranks > 1 or training.is_bfloat16:
         num_bytes += _weight_size(training) * model.head_parameters
@@ -215,12 +215,12 @@ def _head(model: ModelShape, training: TrainingShape) -> int:
 
 
 def _weight_size(training: TrainingShape) -> int:
-    """Return the bytes of a weight as it is computed with."""
+    """Return the bytes of a weight in the compute dtype."""
     return 2 if training.is_bfloat16 else 4
 
 
 def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> list[str]:
-    """Return the least changes, each alone the first of its kind, with which a device of `num_bytes` is enough."""
+    """Return alternative changes of options, the smallest of each kind, that fit into `num_bytes`."""
     found = []
     for kind in _changes(training):
         for entries, changed in kind:
@@ -231,8 +231,8 @@ def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> lis
 
 
 def _changes(training: TrainingShape) -> Iterator[Iterator[tuple[str, TrainingShape]]]:
-    """Return changes by kind, those of a kind from the least on."""
-    least = max(512, training.longest_row)  # what is shorter than a row bounds nothing
+    """Yield changes by kind, each kind from the smallest change on."""
+    least = max(512, training.longest_row)  # a budget below the longest row has no effect
     budgets = [training.token_budget >> halved for halved in range(1, 8) if training.token_budget >> halved >= least]
     yield ((f"train.token_budget={budget}", replace(training, token_budget=budget)) for budget in budgets)
     smallest = replace(training, gradient_checkpointing=True)

@@ -1,4 +1,4 @@
-"""The check of every step: on what the current weights sampled, trainer and engine give the same log-probs."""
+"""Per-step check that trainer and engine give the same log-probs for tokens sampled by the current weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmrl.data.ragged import flat_batch, has_entry, ragged_column
 from llmrl.trainer.trained_model import TrainedModel
 
 _BOUNDS = {torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Mean difference in nats that rounding explains; sharp random models have half of it, trained ones less."""
+"""Mean difference in nats explained by rounding; random models with sharp distributions reach half of it."""
 _FLOAT32_BOUND = 0.001
 _INT8_BOUND = 0.5
-"""Of an engine in int8, whatever its first batch showed: beyond it most importance weights are cut."""
+"""Upper limit of the bound for an int8 engine; beyond it most importance weights are clipped."""
 
 _STALE = (
     "the engine does not hold the trainer's weights: an update did not reach it, or key-value blocks of old weights "
@@ -36,7 +36,7 @@ _OTHER_DISTRIBUTION = [
 
 
 class SamplerKeys(Protocol):
-    """A loss's names of the entries that the sampler wrote."""
+    """Key names of the sampler's entries in a loss."""
 
     sample_log_prob: NestedKey
     policy_version: NestedKey
@@ -49,9 +49,9 @@ def on_policy_difference(
 
     Args:
         batch: training rows.
-        log_probs: the policy's, `[num_tokens]` per row, NaN where nothing is trained.
-        keys: a loss's names of the entries: `sample_log_prob` and `policy_version` are read.
-        version: version of the weights that gave `log_probs`; None takes all trained tokens.
+        log_probs: the policy's, `[num_tokens]` per row; NaN for tokens that are not trained.
+        keys: key names; `sample_log_prob` and `policy_version` are read.
+        version: version of the weights that gave `log_probs`; None selects all trained tokens.
     """
     rows = flat_batch(batch)
     ours = torch.cat(log_probs)
@@ -66,12 +66,11 @@ def on_policy_difference(
 def check_difference(
     record: TrainedModel, batch: TensorDictBase, log_probs: list[torch.Tensor], keys: SamplerKeys
 ) -> dict[str, float]:
-    """Measure the on-policy difference, and warn when it passes what rounding explains, with its likely causes.
+    """Return the mean on-policy difference and its bound as metrics, and warn if rounding does not explain it.
 
-    Returns its mean, and what rounding explains, as metrics. Nothing, and nothing is said, where it is not known what
-    is on-policy: the weights were never sent to an engine, or changed since. A warning is repeated when the difference
-    has doubled, or has passed its bound anew. Of engines in int8 rounding explains twice what the first batch showed,
-    but no more than 0.5 nats.
+    The result is empty if no tokens are known to be on-policy: the weights were never sent to an engine, or have
+    changed since. The warning is repeated if the difference doubles or exceeds its bound anew. For int8 engines the
+    bound is twice the difference of the first batch, at most 0.5 nats.
 
     Args:
         record: record of the policy's model.
@@ -86,14 +85,14 @@ def check_difference(
     dtype = record.coarsest_dtype
     bound = _FLOAT32_BOUND if dtype is None else _BOUNDS.get(dtype, _FLOAT32_BOUND)
     mean = float(difference.mean())
-    if version is None:  # the engine began with these weights, or with others, as where a trainer was resumed
+    if version is None:  # the engine's initial weights may differ, for example if the trainer was resumed
         record.has_agreed |= mean <= bound
         return {}
-    if record.is_engine_int8:  # what rounding to int8 costs depends on the model: 0.01 to 0.25 nats were seen
+    if record.is_engine_int8:  # the error of int8 depends on the model: 0.01 to 0.25 nats were observed
         record.int8_difference = mean if record.int8_difference is None else record.int8_difference
         bound = max(bound, min(2 * record.int8_difference, _INT8_BOUND))
     measured = {"on_policy_difference": mean, "on_policy_difference_bound": bound}
-    # Of a few tokens only what is certain.
+    # With few tokens, the excess must be significant.
     if mean - 2 * float(difference.std()) / math.sqrt(difference.numel()) <= bound:
         record.has_agreed |= mean <= bound
         record.warned_difference = 0.0

@@ -1,4 +1,4 @@
-"""The optimizer of a model, and its learning rate step by step: warm-up, then constant, linear or cosine."""
+"""The optimizer and its learning-rate schedule: warm-up, then constant, linear or cosine."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ def make_optimizer(
     warmup_steps: int = 0,
     num_steps: int | None = None,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Make AdamW (arXiv:1711.05101) over what of a model is trained, and the schedule of its learning rate.
+    """Return AdamW (arXiv:1711.05101) over the trained parameters, and its learning-rate schedule.
 
-    Call `schedule.step()` once per batch, after its updates. Both are resumed by their state dicts, which bring moments
-    and the number of steps; learning rate, weight decay and schedule stay those that were given here, so that a resumed
-    run follows its configuration.
+    Call `schedule.step()` once per batch, after its updates. State dicts restore the moments and the number of steps,
+    but not the learning rate, weight decay or schedule, so a resumed run follows its configuration.
 
     Args:
-        model: parameters that need no gradient (LoRA's base model) are left out.
-        learning_rate: the highest.
+        model: only parameters that require gradients are optimised.
+        learning_rate: peak learning rate.
         weight_decay: weight decay of matrices; vectors (norms, biases) have none.
-        schedule: after the warm-up `constant`, or `linear` or `cosine` decay to 0 after `num_steps`.
+        schedule: after the warm-up, `constant`, or `linear` or `cosine` decay to 0 at `num_steps`.
         warmup_steps: batches over which the learning rate rises from `learning_rate / (warmup_steps + 1)`.
-        num_steps: batches of the whole training, the warm-up among them; needed for a decay.
+        num_steps: batches of the whole training, including the warm-up; required for a decay.
 
     Raises:
-        ValueError: if the schedule is unknown, numbers do not fit, or the model has no trained parameter.
+        ValueError: if the schedule is unknown, a number is invalid, or the model has no trained parameter.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -70,21 +69,21 @@ def make_optimizer(
         for parameters, decay in ((matrices, weight_decay), (vectors, 0.0))
         if parameters
     ]
-    # In one kernel, on a GPU, that makes no copies of all weights.
+    # On GPU, the fused kernel makes no copies of the weights.
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, fused=all(p.is_cuda for p in trained) or None)
     return optimizer, WarmupSchedule(optimizer, schedule, warmup_steps=warmup_steps, num_steps=num_steps)
 
 
 class WarmupSchedule(LRScheduler):
-    """Learning rates as a function of the number of steps alone; see `make_optimizer`.
+    """Learning-rate schedule that depends only on the number of steps; see `make_optimizer`.
 
-    Step `s`, from 0, has the learning rate of the optimizer times
+    Step `s`, from 0, multiplies the learning rate by
 
     - `(s + 1) / (warmup_steps + 1)` while `s < warmup_steps`: no step has a learning rate of 0;
     - then, with `t = (s - warmup_steps) / (num_steps - warmup_steps)`: 1, `1 - t`, or `(1 + cos(pi t)) / 2` (SGDR,
       arXiv:1608.03983, equation 5, without restarts).
 
-    A state that is loaded, the optimizer's or this one's, does not change learning rates and weight decays.
+    Loading a state dict, the optimizer's or the schedule's, does not change learning rates or weight decays.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class WarmupSchedule(LRScheduler):
         optimizer.register_load_state_dict_post_hook(lambda _: self._write_rates())
 
     def factor(self, step: int) -> float:
-        """Return what the learning rate is multiplied by at a step, counted from 0."""
+        """Return the factor of the learning rate at a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.schedule == "constant" or self.num_steps is None:
@@ -111,10 +110,10 @@ class WarmupSchedule(LRScheduler):
         return [rate * self.factor(self.last_epoch) for rate in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on to the next step, also where the optimizer skipped this one.
+        """Advance to the next step, even if the optimizer skipped this one.
 
         Raises:
-            ValueError: if an `epoch` is given, or the decay is over and training would go on without learning.
+            ValueError: if `epoch` is given, or the decay has ended.
         """
         if epoch is not None:
             raise ValueError(f"the schedule counts steps itself: call step() without epoch={epoch!r}.")
@@ -134,6 +133,6 @@ class WarmupSchedule(LRScheduler):
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on after so many steps."""
+        """Restore the number of steps."""
         self.last_epoch = state_dict["last_epoch"]
         self._write_rates()

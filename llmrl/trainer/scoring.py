@@ -1,4 +1,4 @@
-"""Log-probs of a batch under a model that is not being trained on it: the old policy, a reference, a teacher."""
+"""Log-probs of a batch under a model that does not train on it: the old policy, a reference or a teacher."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def write_log_probs(
     disable_adapter: bool = False,
     assistant_only: bool = True,
 ) -> TensorDictBase:
-    """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 per row; returns the batch.
+    """Write a policy's log-probs of the trained tokens under `key`, `[num_tokens]` float32 per row; return the batch.
 
-    Where its model is sharded, every rank calls this with the same batch, computes its share and has all.
+    If the model is sharded, every rank must pass the same batch; the ranks share the work and each has all results.
 
     - `("old_log_probs", "full")`: the trainer's own, before the first of several updates on a batch;
-    - `("next", "ref_log_probs", "full")`: a reference's, a model of its own, or the trained one with its LoRA adapters
-      off (`disable_adapter`), which costs no second copy of the weights;
+    - `("next", "ref_log_probs", "full")`: a reference's; with LoRA, `disable_adapter` uses the trained model without
+      its adapters, which needs no second copy of the weights;
     - `("next", "teacher_log_probs", "full")`: a teacher's.
 
     Args:
         policy: model that scores, or an `EngineTeacher`.
         batch: training rows, ragged; changed in place.
-        key: entry written, without gradient.
+        key: entry to write, without gradient.
         disable_adapter: score with the adapters of a peft model disabled.
         assistant_only: score trained tokens; False scores all, as losses with `masking_strategy="generic"` need.
 
     Raises:
         TypeError: if `disable_adapter` is given for a model without adapters.
-        EngineError: if a teacher's engine cannot.
+        EngineError: if a teacher's engine fails.
     """
     if isinstance(policy, EngineTeacher):
         if disable_adapter:
@@ -79,20 +79,20 @@ def write_log_probs(
 def write_top_k(
     teacher: TransformersWrapper | EngineTeacher, batch: TensorDictBase, top_k: int, *, key: tuple[str, ...] = TOP_K_KEY
 ) -> TensorDictBase:
-    """Write a teacher's likeliest ids in the place of each trained token, and their log-probs, for `TeacherTopK`.
+    """Write a teacher's most likely ids of each trained token and their log-probs, for `TeacherTopK`; return the batch.
 
-    Where a model is sharded, every rank calls this with the same batch, computes its share and has all.
+    If the model is sharded, every rank must pass the same batch; the ranks share the work and each has all results.
 
     Args:
-        teacher: a model, or what an engine serves.
+        teacher: a model or an `EngineTeacher`.
         batch: training rows, ragged; changed in place.
-        top_k: ids in each place; a server of vLLM's gives 20 unless it was told otherwise.
-        key: entries written: `token_ids` int64 and `log_probs` float32 below it, `[num_tokens, top_k]` per row, -1
+        top_k: ids per token; by default a vLLM server returns at most 20.
+        key: parent of the entries `token_ids` (int64) and `log_probs` (float32), `[num_tokens, top_k]` per row; -1
             and 0 outside the mask.
 
     Raises:
         ValueError: if `top_k` is below 1, or rows were sampled from truncated distributions.
-        EngineError: if the teacher's engine cannot.
+        EngineError: if the teacher's engine fails.
     """
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}.")
@@ -109,7 +109,7 @@ def write_top_k(
 def _top_k_of(
     teacher: TransformersWrapper, rows: TensorDictBase, top_k: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the likeliest ids of each row's trained tokens, and their log-probs, `[num_tokens, top_k]`."""
+    """Return each row's most likely ids and their log-probs, `[num_tokens, top_k]`."""
     token_ids = ragged_column(rows, _TOKENS)
     masks = [mask.bool() for mask in ragged_column(rows, _MASK)]
     lengths = [len(ids) for ids in token_ids]
@@ -145,22 +145,22 @@ def write_hinted_log_probs(
     hints: Sequence[str],
     render: Callable[[Sequence[Message]], list[int]],
 ) -> TensorDictBase:
-    """Write the log-probs that the trained tokens would have, had the first prompt said more: privileged information.
+    """Write the log-probs of the trained tokens given a first prompt extended by a hint (privileged information).
 
-    A policy that reads a solution, or a judge's words, is a teacher to itself that reads neither (self-distillation;
-    OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802). The hint ends the last message before the first answer; what came
-    after that answer stays as it was sampled.
+    A policy that reads a solution or a judge's feedback is a teacher of itself without it (self-distillation; OPSD,
+    arXiv:2601.18734; SDPO, arXiv:2601.20802). The hint is appended to the last message before the first answer; later
+    turns stay as they were sampled.
 
     Args:
-        policy: scores, without gradient.
+        policy: model that scores, without gradient, or an `EngineTeacher`.
         batch: training rows with their conversations, `("history", "full")`; changed in place.
-        key: entry written, `[num_tokens]` float32 per row.
-        hints: one a row.
-        render: messages to the ids of their prompt: `partial(renderer.render, add_generation_prompt=True)`.
+        key: entry to write, `[num_tokens]` float32 per row.
+        hints: one per row.
+        render: converts messages to prompt ids: `partial(renderer.render, add_generation_prompt=True)`.
 
     Raises:
-        ValueError: if a row does not begin with what its conversation begins with, as where history was
-            rewritten, or where prompts show tools.
+        ValueError: if a row does not begin with its rendered prompt, for example because its history was rewritten or
+            its prompt contains tools.
     """
     rows = flat_batch(batch).unbind(0)
     prompts = []
@@ -187,7 +187,7 @@ def write_hinted_log_probs(
 
 
 def _with_prompt(row: TensorDictBase, num_replaced: int, prompt_ids: list[int]) -> TensorDictBase:
-    """Return what is scored of a row, with other tokens in place of its first ones."""
+    """Return the scored entries of a row, with its first tokens replaced."""
 
     def after(column: torch.Tensor, first: list[int]) -> torch.Tensor:
         return torch.cat([torch.tensor(first, dtype=column.dtype), column[num_replaced:].cpu()])
@@ -203,7 +203,7 @@ def _with_prompt(row: TensorDictBase, num_replaced: int, prompt_ids: list[int]) 
 
 @contextlib.contextmanager
 def adapters_off(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """A peft model as it was before its adapters.
+    """Disable a peft model's adapters within the context.
 
     Raises:
         TypeError: if the model has no adapters.

@@ -21,29 +21,29 @@ from llmrl.trainer.trained_model import trained_model
 
 @dataclass(slots=True)
 class TrainStepReport:
-    """What a training step did."""
+    """Results of a training step."""
 
     is_skipped: bool = False
-    """True when the optimizer was not stepped."""
+    """Whether the optimizer step was skipped."""
     skip_reason: str = ""
     loss: float = math.nan
-    """Sum of the loss terms over the whole batch."""
+    """Sum of the loss terms over the batch."""
     grad_norm: float = math.nan
-    """Before clipping."""
+    """Gradient norm before clipping."""
     num_rows: int = 0
     num_trained_tokens: int = 0
     num_row_tokens: int = 0
-    """Tokens of all rows, prompts included."""
+    """Tokens of all rows, including prompts."""
     num_micro_batches: int = 0
     seconds: float = 0.0
     measurements: dict[str, float] = field(default_factory=dict)
-    """The loss's own: loss terms, ESS, clip fraction, log-prob differences, ..."""
+    """Metrics of the loss: loss terms, ESS, clip fraction, log-prob differences, ..."""
     log_probs: list[torch.Tensor] = field(default_factory=list, repr=False)
-    """The policy's before the update, `[num_tokens]` per row of the batch, NaN where nothing is trained, and
-    everywhere after a loss of whole distributions, which makes none (`DistillationLoss(teacher=)`)."""
+    """The policy's log-probs before the update, `[num_tokens]` per row; NaN for tokens that are not trained, and
+    for all tokens with `DistillationLoss(teacher=)`, which computes none."""
 
     def to_metrics(self) -> dict[str, float]:
-        """Return all numbers, flat; those that are not finite, such as the loss of a skipped step, are left out."""
+        """Return all finite numbers as one flat dictionary."""
         left_out = ("skip_reason", "measurements", "log_probs")
         named = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out}
         named["num_skipped"] = int(self.is_skipped)
@@ -58,26 +58,26 @@ def train_step(
     token_budget: int | None = None,
     max_grad_norm: float | None = 1.0,
 ) -> TrainStepReport:
-    """Do one update: micro-batches by token budget, gradients of the whole batch's loss, clipping, a step.
+    """Do one update on a batch: gradients of micro-batches, clipping, an optimizer step.
 
-    A column of the batch, a loss or a gradient that is not finite skips the step; the report says so, and a warning.
-    So does, without a warning, a batch in which nothing is trained, or every advantage is zero. A row of advantage zero
-    is not computed, unless the loss has other terms; it counts in averages over the batch, and is in no measurement.
-    Gradients are cleared before and after. Where the policy's log-probs differ from those that the same weights gave in
-    the engine by more than rounding, a warning names the likely causes.
+    The step is skipped, with a warning, if a column of the batch, the loss or a gradient is not finite; it is skipped
+    without a warning if no token is trained or every advantage is zero. Rows with zero advantage are not computed
+    unless the loss has other terms; they count in averages over the batch but in no measurement. A warning names
+    likely causes if the policy's log-probs differ by more than rounding from those that the engine gave with the same
+    weights.
 
-    Where the policy's model is sharded (`shard_model`) every rank calls this with the same batch. The micro-batches are
-    dealt out, gradients are summed, and every rank has the report of the whole batch.
+    If the policy's model is sharded (`shard_model`), every rank must pass the same batch; the ranks share the
+    micro-batches, and each returns the report of the whole batch.
 
     Args:
-        loss_module: its `actor_network` should be a `TransformersWrapper` for micro-batches.
+        loss_module: loss; its `actor_network` should be a `TransformersWrapper` for micro-batches.
         batch: training rows with advantages.
-        token_budget: computed tokens in a micro-batch; default, the policy's.
-        max_grad_norm: gradients are scaled down to this norm; None leaves them.
+        optimizer: its gradients are cleared before and after the step.
+        token_budget: computed tokens per micro-batch; the policy's by default.
+        max_grad_norm: maximum gradient norm; None disables clipping.
 
     Raises:
-        ValueError: if the loss is left per token or per sequence, so that there is no scalar to train on, or
-            `max_grad_norm` is not positive.
+        ValueError: if the loss is not a scalar (aggregation or reduction `none`), or `max_grad_norm` is not positive.
     """
     if not loss_module.is_scalar:
         raise ValueError("train_step needs one number; the loss has aggregation or reduction 'none'.")
@@ -92,7 +92,7 @@ def train_step(
     try:
         inputs = loss_module.prepare(batch) if report.num_rows else None
     except NonFiniteColumnError as error:
-        # As a reason, not an error: a run that is resumed reads the same batch again.
+        # Not an error, as a resumed run would read the same batch again.
         warnings.warn(f"The step is skipped. {error}", stacklevel=2)
         return _skipped(report, f"non_finite_{error.column}", started)
     if inputs is None or not inputs.num_scored:
@@ -103,7 +103,7 @@ def train_step(
     report.num_trained_tokens = inputs.num_scored
     report.num_row_tokens = inputs.is_scored.shape[0]
     optimizer.zero_grad(set_to_none=True)
-    record.routing = None  # of others' forward passes
+    record.routing = None  # discard counts of earlier forward passes
     done: list[MicroLoss] = []
     for micro in loss_module.micro_losses(inputs, batch, token_budget=token_budget, rank=rank, num_ranks=num_ranks):
         micro.total().backward()
@@ -154,7 +154,6 @@ def _skipped(report: TrainStepReport, reason: str, started: float) -> TrainStepR
 
 
 def _gathered(micro_losses: list[MicroLoss], process_group: torch.distributed.ProcessGroup) -> list[MicroLoss]:
-    """Return the micro-losses of all ranks."""
     held: list[list[MicroLoss]] = [[] for _ in range(torch.distributed.get_world_size(process_group))]
     torch.distributed.all_gather_object(held, [micro.to("cpu") for micro in micro_losses], group=process_group)
     return [micro for part in held for micro in part]

@@ -1,4 +1,4 @@
-"""What trainer and weight sync know of one model: what it computes in, and which of the engines' versions it is."""
+"""State shared by trainer and weight sync about one model: dtypes, sharding and the engines' version."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainedModel:
-    """What is known of one model; `None` where it is unknown."""
+    """Record of one model; `None` means unknown."""
 
     compute_dtype: torch.dtype | None = None
-    """dtype of its forward pass: its policy's autocast, its sharding's, or that of its weights."""
+    """dtype of the forward pass: autocast's, that of sharding, or that of the weights."""
     sharded_dtype: torch.dtype | None = None
-    """dtype to which sharding casts gathered parameters; None leaves them as they are."""
+    """dtype to which sharding casts gathered parameters; None does not cast."""
     mesh: DeviceMesh | None = None
-    """The ranks that it is sharded over."""
+    """Ranks over which the model is sharded."""
     engine_dtype: torch.dtype | None = None
-    """dtype of the engines that its weights are sent to."""
+    """dtype of the engines that receive the weights."""
     is_engine_int8: bool = False
-    """Whether their linear layers compute in int8."""
+    """Whether the engines' linear layers compute in int8."""
     int8_difference: float | None = None
-    """The log-prob difference that int8 made of the first batch on weights that they were sent."""
+    """Log-prob difference of the first on-policy batch of an int8 engine."""
     engine_version: int | None = None
-    """Version of the engines' weights that are its own, but for `num_updates`."""
+    """Version of the engines' weights that this model had `num_updates` optimizer steps ago."""
     num_updates: int = 0
-    """Optimizer steps since these weights were sent."""
+    """Optimizer steps since the weights were sent."""
     has_agreed: bool = False
-    """Whether its log-probs were ever those of the engines, up to rounding."""
+    """Whether the log-probs ever agreed with the engines', up to rounding."""
     warned_difference: float = 0.0
-    """The log-prob difference that was warned of last."""
+    """Log-prob difference of the last warning."""
     routing: RoutingCounts | None = None
-    """Where a mixture's routers sent tokens since `train_step` began last."""
+    """Routing counts since the last `train_step` began."""
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup | None:
-        """Of the ranks that it is sharded over: they share the work on a batch. None where it is whole."""
+        """Process group of the ranks over which the model is sharded; None if it is not."""
         if self.mesh is None:
             return None
         return self.mesh.get_group() if self.mesh.ndim == 1 else torch.distributed.group.WORLD
 
     @property
     def coarsest_dtype(self) -> torch.dtype | None:
-        """The known dtype with the largest rounding."""
+        """Known dtype with the largest rounding error."""
         known = [dtype for dtype in (self.compute_dtype, self.engine_dtype) if dtype is not None]
         return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
     @property
     def disagreement(self) -> str | None:
-        """What is wrong with the dtypes, and what to do; None where they agree or one is not known.
+        """Message about differing dtypes and how to resolve them; None if they agree or one is unknown.
 
         Example:
             >>> TrainedModel(compute_dtype=torch.float32, engine_dtype=torch.float32).disagreement is None
@@ -80,7 +80,7 @@ _known: WeakKeyDictionary[torch.nn.Module, TrainedModel] = WeakKeyDictionary()
 
 
 def trained_model(model: torch.nn.Module) -> TrainedModel:
-    """Return the record of a model, one for a peft model and its base."""
+    """Return the record of a model; a peft model and its base share one."""
     get_base: Callable[[], torch.nn.Module] = getattr(model, "get_base_model", lambda: model)  # of peft
     return _known.setdefault(get_base(), TrainedModel())
 

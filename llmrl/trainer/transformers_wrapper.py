@@ -35,45 +35,44 @@ if TYPE_CHECKING:
 
 
 class TransformersWrapper(LLMWrapperBase):
-    """Generates with a transformers model, or scores with it, `generate=False`: what is trained.
+    """Policy of a transformers model that generates, or with `generate=False` scores tokens; the latter is trained.
 
-    *Generating*, it is a policy over a `TransformersEngine` of the model, see `LLMWrapperBase`.
+    *Generating*, it is a policy over a `TransformersEngine` of the model; see `LLMWrapperBase`.
 
-    *Scoring*, it writes the log-probs of the trained tokens of ragged rows, computed without padding and with shared
-    prefixes once. It reads `("tokens", "full")` and `("masks", "all_assistant_mask")` and writes
-    `(log_probs_key, "full")`: `[num_tokens]` float32 per row, differentiable, 0 outside the mask (and at a row's first
-    token, which nothing predicts). Without a mask every token is scored. Tokens that are there are scored as they are;
-    where a batch has none, they are made of `("history", "full")` with the template; the mask is then the assistant's
-    turns, or of `("text", "full")`, by `input_mode`, and written beside the log-probs. Where rows have a sampling mask
-    (`"sampling_mask"`), a sampled token's distribution is that of the ids which truncation kept; where they say which
-    experts a mixture routed each token to (`"routed_experts"`), it is computed with those, see `Routers`.
+    *Scoring*, it reads `("tokens", "full")` and `("masks", "all_assistant_mask")` and writes `(log_probs_key,
+    "full")`: `[num_tokens]` float32 per row, differentiable, and 0 outside the mask and at a row's first token. Rows
+    are computed without padding, with shared prefixes once.
 
-    The model is kept in eval mode, gradients flow all the same: dropout, and whatever else acts in training mode, would
-    make the trainer's distribution differ from the sampler's. So it is with gradient checkpointing, which transformers
-    ties to training mode (`set_scoring_mode`).
+    - Without a mask, every token is scored.
+    - Without tokens, they are made from `("history", "full")` with the chat template, and the mask from its assistant
+      turns, or from `("text", "full")`, by `input_mode`; both are written into the batch.
+    - A `"sampling_mask"` restricts a token's distribution to the ids that truncation kept; `"routed_experts"` sets
+      the experts of each token (see `Routers`).
+
+    The model always stays in eval mode, with gradients and with gradient checkpointing (`set_scoring_mode`): dropout
+    would make the trainer's distribution differ from the sampler's.
 
     Args:
-        model: a causal language model, or the name or folder of one (loaded in float32, with its tokenizer).
+        model: a causal language model, or its name or folder (loaded in float32, with its tokenizer).
         generate: whether to generate or to score.
-        token_budget: computed tokens in one forward pass.
-        bin_length: tokens that attend to each other in one sequence; None weighs the attention of longer ones, by the
-            model's size, against the shared tokens that they save, see `pack_rows`.
-        chunk_size: number of positions with logits in memory at once, see `chunked_log_probs`.
+        token_budget: computed tokens per forward pass.
+        bin_length: see `pack_rows`.
+        chunk_size: see `chunked_log_probs`.
         autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype, and
-            `auto` in that of `AsyncVLLM`'s default: bfloat16 over float32 weights on a GPU, else the weights'. It must
-            be the engine's: an update that is smaller than the engine's rounding is lost, and weight sync warns.
-        head_kernel: what makes log-probs of hidden states: `torch`, everywhere, or `liger`, liger-kernel on a GPU,
-            which the extra `gpu` installs and which, in bfloat16, rounds logits before their softmax: 0.01 to 0.02
-            nats per token. Entropies, and log-probs of truncated distributions, are always made by `torch`.
-        compile_layers: compile the decoder's layers (`torch.compile`); attention on CUDA is compiled in any case.
-        offload_activations: keep what gradient checkpointing keeps, each layer's input, in the host's memory.
-        options: see `LLMWrapperBase`. Of `generate_kwargs` the temperature counts when scoring, so that both speak of
-            the same distribution; `pad_output` pads on the left.
+            `auto` in bfloat16 over float32 weights on a GPU, else in the weights' dtype. It should be the engine's
+            dtype: updates smaller than the engine's rounding are lost, and weight sync warns.
+        head_kernel: kernel of the log-probs: `torch`, or `liger`, liger-kernel on a GPU (extra `gpu`), which in
+            bfloat16 rounds logits (an error of 0.01 to 0.02 nats per token). Entropies and log-probs of truncated
+            distributions always use `torch`.
+        compile_layers: compile the decoder's layers (`torch.compile`); attention on CUDA is always compiled.
+        offload_activations: store what gradient checkpointing keeps, each layer's input, in host memory.
+        options: see `LLMWrapperBase`. Scoring uses the temperature in `generate_kwargs`; `pad_output` pads on the
+            left.
 
     Raises:
         ValueError: if the kernel is unknown, the temperature is 0 when scoring, activations are offloaded without
             checkpointing, or a batch has nothing to score; see `LLMWrapperBase`.
-        TypeError: if the model's head or mask is of a kind that is not known (see `CausalModel`).
+        TypeError: if the model cannot be scored exactly (see `CausalModel`).
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -129,12 +128,12 @@ class TransformersWrapper(LLMWrapperBase):
             self._prepare_scoring(autocast_dtype or weights_dtype)
 
     def _prepare_scoring(self, compute_dtype: torch.dtype) -> None:
-        """Find out how the model is computed exactly, and say what it computes in."""
+        """Choose how the model is computed, and record its compute dtype."""
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}; greedy samples have no log-probs.")
         trained_model(self.model).compute_dtype = compute_dtype
         if self.input_mode != "text":
-            # Not the sampling mask, which rows have only where something was cut.
+            # The sampling mask is optional and therefore not an input key.
             self.in_keys = list(dict.fromkeys([self.input_key, _TOKENS, _MASK, ATTENTION_MASK_KEY]))
         self._causal_model = CausalModel(self.model, temperature=self.temperature)
         if self.head_kernel not in ("torch", "liger"):
@@ -148,26 +147,26 @@ class TransformersWrapper(LLMWrapperBase):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     @property
     def measures_entropy(self) -> bool:
-        """Whether entropies cost next to nothing; liger's kernel makes none, and asking for them leaves it unused."""
+        """Whether entropies are almost free; liger's kernel does not compute them, and requesting them bypasses it."""
         return self.head_kernel == "torch"
 
     def train(self, mode: bool = True) -> TransformersWrapper:
-        """Keep the model deterministic whatever `mode` says; see the class."""
+        """Set the flag `training`, but keep the model in its scoring mode."""
         self.training = mode
         if not self.generate:
             set_scoring_mode(self._causal_model.model)
         return self
 
     def _autocast(self) -> torch.autocast:
-        """Return autocast as asked, or as it is around the call.
+        """Return the configured autocast, or the surrounding one.
 
-        Without its cache of cast weights, which outlives a call within an outer region: an optimizer's step would not
-        reach it, and a sharded parameter's gradients would be lost, since those weights are gathered anew each time.
+        The cache of cast weights is off. It would outlive the call in an outer region and miss optimizer steps, and
+        would lose the gradients of sharded parameters, which are gathered anew each time.
         """
         device_type = self.device.type
         dtype = self.autocast_dtype
@@ -184,7 +183,7 @@ class TransformersWrapper(LLMWrapperBase):
         sampling_mask: SamplingMask | None = None,
         routed_experts: list[torch.Tensor] | None = None,
     ) -> list[PackedRows]:
-        """Return the micro-batches of rows, on the model's device; see `Replay` for what is replayed."""
+        """Return the micro-batches of rows, on the model's device; for replayed columns see `Replay`."""
         packed = pack_rows(
             token_ids,
             scored_masks,
@@ -206,9 +205,9 @@ class TransformersWrapper(LLMWrapperBase):
     def packed_log_probs(
         self, packed: PackedRows, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs `[num_scored]` of a micro-batch's scored tokens, in its order, and entropies when asked.
+        """Return the log-probs of the scored tokens, `[num_scored]`, and their entropies if asked.
 
-        Of a token that was sampled from a truncated distribution both are of what truncation kept.
+        For tokens sampled from a truncated distribution, both are those of the truncated distribution.
         """
         if not packed.num_scored:
             nothing = torch.zeros(0, device=self.device)
@@ -226,7 +225,7 @@ class TransformersWrapper(LLMWrapperBase):
             return score(*where, positions=positions, return_entropy=return_entropy, **options)
 
     def packed_head(self, packed: PackedRows) -> tuple[Head, torch.Tensor]:
-        """Return what makes distributions of a micro-batch's scored tokens, and each one's place, `[num_scored]`."""
+        """Return the head at the predicting positions, and each scored token's index into them, `[num_scored]`."""
         with self._autocast():
             return self._causal_model.packed_head(packed, trained_model(self.model).sharded_dtype)
 
@@ -237,10 +236,10 @@ class TransformersWrapper(LLMWrapperBase):
         assistant_only: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> TensorDictBase:
-        """Generate; or write the log-probs of every row's masked tokens, of all its tokens without `assistant_only`.
+        """Generate, or write the log-probs of the masked tokens (of all tokens if `assistant_only` is False).
 
-        With the process group that the model is sharded over, every rank has the same rows, computes its share of the
-        micro-batches, and writes all; without gradients.
+        If the model is sharded over `process_group`, every rank must pass the same rows; the ranks share the
+        micro-batches, and each writes all log-probs, without gradients.
         """
         if self.generate:
             return super().forward(tensordict)
@@ -263,17 +262,17 @@ class TransformersWrapper(LLMWrapperBase):
         return self._returned(tensordict, scored, ())
 
     def log_prob(self, data: TensorDictBase, **options: object) -> torch.Tensor | list[torch.Tensor]:
-        """Return the log-probs of a batch, as `get` gives them with these options (`as_list=True`, ...)."""
+        """Return the log-probs of a batch; `options` are those of `get` (`as_list=True`, ...)."""
         self._check_scores("log_prob")
         return self(data).get((self.log_probs_key, "full"), **options)
 
     def get_dist(
         self, tensordict: TensorDictBase, *, mask_key: NestedKey | None = ATTENTION_MASK_KEY, logits_key: str = "logits"
     ) -> LLMMaskedCategorical:
-        """Return the distribution of each token, `[num_rows, num_tokens, vocab_size]`, for callers that need it whole.
+        """Return the distribution of each token, `[num_rows, num_tokens, vocab_size]`; the batch is not changed.
 
-        Rows are padded on the left, as TorchRL's losses pad. A row's first token has a uniform distribution. `mask_key`
-        says which tokens count, None all but padding; `logits_key` is TorchRL's, and nothing is written.
+        Rows are padded on the left, as in TorchRL's losses, and a row's first token has a uniform distribution.
+        `mask_key` is the mask of the distribution, by default all but padding; `logits_key` is ignored.
         """
         self._check_scores("get_dist")
         batch = flat_batch(tensordict.copy())
@@ -302,7 +301,7 @@ class TransformersWrapper(LLMWrapperBase):
         mask = pad_sequence([mask.bool() for mask in masks], batch_first=True, padding_side="left")
         return LLMMaskedCategorical(logits=logits, mask=mask.to(self.device))
 
-    # What TorchRL's losses ask an actor for, by their masking strategy.
+    # TorchRL's losses call these methods, by their masking strategy.
 
     def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         batch = flat_batch(tensordict.copy())
@@ -323,10 +322,7 @@ class TransformersWrapper(LLMWrapperBase):
             raise RuntimeError(f"{method} needs generate=False: policy.get_new_version(generate=False) scores.")
 
     def _scored_tokens(self, tensordict: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor], Replay]:
-        """Return the token ids of each row, which are scored, and what is replayed.
-
-        Tokens and masks are written into a batch that has only text.
-        """
+        """Return each row's token ids, scored mask and replayed columns, tokenizing text if necessary."""
         if has_entry(tensordict, self.attention_mask_key) and not has_entry(tensordict, ATTENTION_MASK_KEY):
             attention = tensordict.get(self.attention_mask_key).bool()
             tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
@@ -345,7 +341,7 @@ class TransformersWrapper(LLMWrapperBase):
         return token_ids, [mask.bool() for mask in ragged_column(batch, _MASK)], replay
 
     def _tokenize(self, tensordict: TensorDictBase) -> None:
-        """Write tokens and masks of the text or the history of each row."""
+        """Write the tokens and masks of each row's text or history."""
         if self.tokenizer is None or not has_entry(tensordict, self.input_key):
             raise ValueError(
                 f"Expected {_TOKENS!r} in the tensordict, or {self.input_key!r} and a policy with tokenizer=; it has "
@@ -382,7 +378,7 @@ class TransformersWrapper(LLMWrapperBase):
     def _write(
         self, tensordict: TensorDictBase, key: str, cls: type, columns: Mapping[str, Sequence[torch.Tensor]]
     ) -> None:
-        """Write entries of each row, in a container of this class where there is none yet."""
+        """Write entries of each row, creating the container of class `cls` if it is missing."""
         if self.pad_output:
             columns = {
                 name: pad_sequence(list(rows), batch_first=True, padding_side="left").unbind()

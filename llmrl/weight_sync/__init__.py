@@ -1,7 +1,6 @@
-"""New weights from a trainer into running engines.
+"""Transfer of new weights from a trainer to running engines.
 
-Names are found when they are asked for: a vLLM in an environment of its own imports the workers' end of this package,
-and has what that needs, torch and vLLM, but not what the trainer needs.
+Names are imported lazily: a vLLM worker imports this package in an environment without the trainer's dependencies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights for an engine in the trainer's own process, and the scheme that an engine wants."""
+"""Weight sync for an engine in the trainer's process, and the default scheme of an engine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from llmrl.weight_sync.source import model_of, named_weights
 
 @runtime_checkable
 class LoadsWeights(Protocol):
-    """An engine of this process that copies weights: `TransformersEngine`."""
+    """Protocol of an engine that copies weights within the process, such as `TransformersEngine`."""
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
-        """Copy weights, by their names in a checkpoint, between two tokens; their version."""
+        """Copy weights, by checkpoint name, between two tokens; return their version."""
         ...
 
 
 def default_scheme(engine: object) -> InProcessSyncScheme | VLLMWeightSyncScheme:
-    """Return the default way for new weights to reach an engine.
+    """Return the default weight-sync scheme of an engine.
 
     Example:
         >>> type(default_scheme(object())).__name__
@@ -33,30 +33,30 @@ def default_scheme(engine: object) -> InProcessSyncScheme | VLLMWeightSyncScheme
 
 
 class InProcessSyncScheme:
-    """Copies weights into an engine of this process, such as `TransformersEngine`."""
+    """Scheme that copies weights into an engine of this process, such as `TransformersEngine`."""
 
     def create_sender(self) -> InProcessSender:
-        """Make what copies; used as that of `VLLMWeightSyncScheme`."""
+        """Create a sender; it is used like that of `VLLMWeightSyncScheme`."""
         return InProcessSender()
 
 
 class InProcessSender:
-    """Copies a model's weights, adapters merged, into an engine of this process."""
+    """Sender that copies a model's weights, with adapters merged, into an engine of this process."""
 
     def __init__(self) -> None:
         self._model: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
         self._engine: LoadsWeights | None = None
 
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Set the model to copy weights from."""
+        """Set the source of weights."""
         self._model = model_of(model)
 
     def init_all_workers_group(self, model_metadata: object = None, engine: LoadsWeights | None = None) -> None:
-        """Say which engine they are copied into."""
+        """Set the engine."""
         self._engine = engine
 
     def update_weights(self) -> int:
-        """Copy the weights; their version."""
+        """Copy the weights; return their version."""
         assert self._model is not None and self._engine is not None
         version = self._engine.load_weights(dict(named_weights(self._model)))
         if isinstance(self._model, torch.nn.Module):
@@ -66,10 +66,10 @@ class InProcessSender:
         return version
 
     def start_update(self) -> Future[int]:
-        """Do the same: a copy within a process is done before training could go on."""
+        """Copy the weights before returning, and return a finished future."""
         done: Future[int] = Future()
         done.set_result(self.update_weights())
         return done
 
     def shutdown(self) -> None:
-        """Do nothing: the engine is its owner's."""
+        """Do nothing; the engine belongs to the caller."""

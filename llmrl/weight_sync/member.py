@@ -1,4 +1,4 @@
-"""One engine of an update, and all of them as one client of a transfer."""
+"""The state of one engine in an update, and a client of all engines' workers."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ if TYPE_CHECKING:
     from llmrl.weight_sync.channels import Connection
 
 _PROGRESS_SECONDS = 5.0
-"""For an engine to say how far it is."""
+"""Timeout of a request for an engine's progress."""
 
 
 _MIXED: weakref.WeakKeyDictionary[UpdatableEngine, int] = weakref.WeakKeyDictionary()
-"""Engines with weights that may be neither those of before an update nor its own, and the version of that update."""
+"""Engines that may hold a mixture of weights, and the version of the update that left it."""
 
 
 def last_version_of(engine: UpdatableEngine) -> int:
-    """Return the highest version that the engine, or one that loaded the same update, may have put to use."""
+    """Return the highest version that the engine, or another engine in the same update, may have loaded."""
     return max(engine.policy_version, _MIXED.get(engine, 0))
 
 
 class Member:
-    """One engine of a group, and how far it is with an update."""
+    """One engine of a group, and its state in an update."""
 
     def __init__(self, engine: UpdatableEngine) -> None:
         self.engine = engine
         self.connection: Connection | None = None
         self.is_left_out = False
-        """Whether it could not be reached in an update: a server that is back takes part in the next one anew."""
+        """Whether the engine became unreachable in an update; a server that is back joins the next update anew."""
         self._is_updating = False
         self.num_restarts: int = getattr(engine, "num_restarts", 0)
-        """Of a server: one that was started again knows nothing of what was opened and begun before."""
+        """Number of restarts of a server; a restarted one has lost its connections and updates."""
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its weights may be neither the old nor the new ones, whichever sender left them so."""
+        """Whether the engine may hold a mixture of weights, left by any sender."""
         return self.engine in _MIXED
 
     def mark_mixed(self, version: int) -> None:
-        """Note that the engine may hold parts of the weights of `version`."""
+        """Record that the engine may hold parts of the weights of `version`."""
         _MIXED[self.engine] = max(version, _MIXED.get(self.engine, 0))
 
     def mark_whole(self) -> None:
-        """Note that the engine holds the weights of its version."""
+        """Record that the engine holds the whole weights of its version."""
         _MIXED.pop(self.engine, None)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has weights to serve with: a mixture are none, and one that sleeps gave its own back."""
+        """Whether the engine has whole weights: neither a mixture nor released while it sleeps."""
         return not self.is_mixed and not getattr(self.engine, "lacks_weights", False)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine serves; one that just failed is given a moment to notice its death."""
+        """Whether the engine serves; waits up to 0.2 s for a failed one to notice its death."""
         for _ in range(20):
             if not self.engine.is_alive:
                 return False
@@ -71,18 +71,18 @@ class Member:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that take weights."""
+        """Number of workers that take weights."""
         return self.engine.num_workers
 
     def progress(self) -> int | None:
-        """Return a number that changes with every token that comes; None where none is due."""
+        """Return a number that changes with every token; None if the engine has no requests or does not answer."""
         try:
             return asyncio.run(asyncio.wait_for(self.engine.progress(), _PROGRESS_SECONDS))
         except (EngineError, TimeoutError):
             return None
 
     def disconnect(self) -> None:
-        """Give up the way that weights take to the engine."""
+        """Close the connection to the engine."""
         if self.connection is not None:
             self.connection.shutdown()
         self.connection = None
@@ -92,7 +92,7 @@ class Member:
         self.engine.init_weight_transfer_engine(init_info)
 
     def start_weight_update(self) -> None:
-        """Begin; what an update before left open is ended first."""
+        """Start an update, after ending any unfinished one."""
         self.abandon(can_discard=False)
         self.engine.start_weight_update()
         self._is_updating = True
@@ -106,17 +106,17 @@ class Member:
             raise
 
     def commit(self, version: int) -> None:
-        """Put the taken weights to use.
+        """Load the received weights.
 
-        Raises EngineError if it took none, which would give its old weights the new version.
+        Raises EngineError if the engine received none, as its old weights would get the new version.
         """
         if not self._is_updating:
             raise EngineError("the engine took no weights in this update.")
         self.engine.finish_weight_update(version)
-        self._is_updating = False  # vLLM goes on with an update if ending it failed: the next one ends it
+        self._is_updating = False  # if ending an update fails, vLLM continues it and the next update ends it
 
     def abandon(self, *, can_discard: bool) -> None:
-        """End an update that was begun, with the version of before; with `can_discard` what was taken is forgotten."""
+        """End an unfinished update and keep the old version; with `can_discard`, discard what was received."""
         if not self._is_updating:
             return
         if can_discard:
@@ -126,7 +126,7 @@ class Member:
 
 
 class AllWorkers:
-    """The client of a channel that has one group of all workers; the end of an update is put off until `commit`."""
+    """Client with all engines' workers in one group; the group commits the update later."""
 
     def __init__(
         self,
@@ -137,15 +137,15 @@ class AllWorkers:
         self._members = members
         self._each = each
         self.timeout_seconds = timeout_seconds
-        """Sooner than an engine is taken to hang, so that those which wait for a dead one are not ended with it."""
+        """Shorter than the engines' hang timeout, so that engines which wait for a dead one are not ended."""
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that take weights, all engines together."""
+        """Number of workers of all engines."""
         return sum(member.num_workers for member in self._members)
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Open every engine's end; each engine's workers follow those of the one before."""
+        """Open every engine's end, with consecutive worker ranks."""
         infos = {}
         offset = init_info.get("rank_offset")
         for member in self._members:
@@ -156,7 +156,7 @@ class AllWorkers:
         self._each(self._members, lambda member: member.init_weight_transfer_engine(infos[member]))
 
     def start_weight_update(self) -> None:
-        """Make every engine ready."""
+        """Start an update in every engine."""
         self._each(self._members, lambda member: member.start_weight_update())
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
@@ -164,4 +164,4 @@ class AllWorkers:
         self._each(self._members, lambda member: member.update_weights(update_info))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """Every engine has taken everything; the group commits them one by one."""
+        """Do nothing; the group commits the engines."""

@@ -1,4 +1,4 @@
-"""Buffers that are held in part: of a model that several workers share, each keeps what its own part is loaded from."""
+"""Buffers held in part: each worker of a sharded model keeps only the pages that it loads from."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 PAGE_SIZE = 4096
-"""Bytes that are kept or not."""
+"""Bytes per page."""
 
 
 class NeededPages:
-    """Which pages of a flat buffer are read when its weights are loaded; the first, with the tag, always is.
+    """Pages of a flat buffer that loading reads; always includes the first page, which has the tag.
 
-    What a worker reads of a weight is a block of its rows, which lies in one piece, or a block of its columns, which
-    lies in as many pieces as there are rows; where these are shorter than a page, it holds the whole weight.
+    A worker reads a block of a weight's rows, which is one piece, or of its columns, which is one piece per row. If
+    rows are shorter than a page, it needs the whole weight.
 
     Args:
         num_bytes: size of the buffer.
@@ -34,17 +34,17 @@ class NeededPages:
         self._is_needed[:1] = True
 
     def add(self, *, offset: int, size: Sequence[int], stride: Sequence[int], itemsize: int) -> None:
-        """Mark what a strided region touches.
+        """Mark the pages of a strided region.
 
         Args:
-            offset: offset of its first element, in bytes.
+            offset: byte offset of its first element.
             size, stride: in elements.
-            itemsize: bytes of an element.
+            itemsize: bytes per element.
         """
         if 0 in size:
             return
         dims = sorted(zip(stride, size, strict=True))  # strides are never negative
-        length = 1  # of the pieces, in elements
+        length = 1  # elements per contiguous piece
         while dims and dims[0][0] <= length:
             step, count = dims.pop(0)
             length += step * (count - 1)
@@ -61,24 +61,24 @@ class NeededPages:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages that are needed, the last one counted whole."""
+        """Bytes of the needed pages, all counted as whole."""
         return int(self._is_needed.sum()) * PAGE_SIZE
 
     @property
     def is_all(self) -> bool:
-        """Whether there is no page that is not needed."""
+        """Whether all pages are needed."""
         return bool(self._is_needed.all())
 
     def new_buffer(self) -> torch.Tensor:
-        """Return a buffer ([num_bytes] uint8) as large as the whole, with memory only where it is written to."""
+        """Return a buffer of the full size ([num_bytes] uint8) that uses memory only for written pages."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         memory = mmap.mmap(-1, self._size, flags=flags)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would be there whole
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # huge pages would be allocated whole
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def keep(self, buffer: torch.Tensor, part: torch.Tensor, start: int) -> None:
-        """Copy into a `new_buffer` what is needed of a part.
+        """Copy the needed pages of a part into a `new_buffer`.
 
         Args:
             buffer: [num_bytes] uint8.
@@ -91,7 +91,7 @@ class NeededPages:
             buffer[begin:end] = part[begin - start : end - start]
 
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Return begin and end of each run of needed pages between two."""
+        """Yield begin and end of each run of needed pages between two pages."""
         marked = np.concatenate([[False], self._is_needed[first:last], [False]])
         edges = np.flatnonzero(marked[1:] != marked[:-1]) + first
         yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

@@ -1,10 +1,10 @@
-"""What vLLM calls in each of its processes, so that they know llmrl's weight-transfer backend."""
+"""vLLM plugin that registers llmrl's weight-transfer backends in each of vLLM's processes."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Register the workers' ends. May be called again."""
+    """Register the workers' backends. May be called again."""
     from llmrl.engines.vllm.arguments import LLMRL_BACKEND, NCCL_BACKEND
     from llmrl.engines.vllm.private import register_weight_transfer
 

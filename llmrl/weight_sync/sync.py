@@ -1,4 +1,4 @@
-"""`WeightSync`: an update of weights, from the trainer's model to engines that go on generating."""
+"""`WeightSync`: sends weights from the trainer's model to engines while they generate."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSyncError(EngineError):
-    """An update failed; the message says which weights the engine holds now. It may be tried again."""
+    """Failure of an update, which may be retried; the message says which weights the engines hold."""
 
 
 class ReplicaLostError(WeightSyncError):
-    """Engines died or hung in an update, which can be repeated with those that are left or that take their place."""
+    """Death or hang of engines in an update, which can be repeated with the remaining or replaced engines."""
 
 
 class WeightSync:
-    """Sends a model's weights to engines: register the model, open the group once, then update at will.
+    """Sender of a model's weights: register the model, open the group once, then update any number of times.
 
-    An update stages the weights in a `Channel` while the engines of an `EngineGroup` generate, pauses them, lets them
-    take the weights, and when all have, lets them load and go on. Made by a scheme's `create_sender`.
+    An update stages the weights in a `Channel` while the engines generate, pauses the engines, transfers the weights,
+    and lets the engines load and resume when all have received them. A scheme's `create_sender` creates it.
 
-    In a trainer of several processes each has one, with its rank: rank 0's has the engines, the others call the same
-    methods without an engine, so that sharded weights can be gathered.
+    Each process of a trainer has one, with its rank. Only rank 0's has engines; the other ranks make the same calls
+    without an engine, so that sharded weights can be gathered.
 
     Args:
-        open_channel: how weights travel to engines with a weight-transfer backend, or with none to wherever engines
-            read them by themselves.
+        open_channel: returns the channel for the engines' weight-transfer backend, which is None without engines.
         pause_mode, reset_running_requests, rank: see `VLLMWeightSyncScheme`.
-        needs_engine: whether an engine has to be notified of the weights.
-        make_source: what reads the model's weights, or its adapters, in the engines' dtype.
+        needs_engine: whether rank 0 requires an engine.
+        make_source: class that reads the model's weights, or its adapters, in the engines' dtype.
     """
 
     def __init__(
@@ -71,18 +70,17 @@ class WeightSync:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="llmrl-weight-update")
         self._is_copied: threading.Event | None = None
         self._last_version = 0
-        """The highest that an engine may have put to use: other weights never get it, also where those engines are
-        gone. What the engines that are here hold they say themselves."""
+        """Highest version that any engine, dead ones included, may have loaded; never reused for other weights."""
         self._has_warned = False
         self.last_timings: dict[str, float] = {}
-        """Seconds of the parts of the last update: `stage_s` (the engines generate), `pause_s`, `send_s` (the workers
-        take and check), `load_s` (they put to use and empty their prefix caches), `resume_s`."""
+        """Seconds of each phase of the last update: `stage_s` (engines still generate), `pause_s`, `send_s` (workers
+        receive and check), `load_s` (workers load and reset their prefix caches), `resume_s`."""
 
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Set the source of weights: a model, the policy that it is of, or a mapping of checkpoint names to tensors.
+        """Set the source of weights: a model, its policy, or a mapping of checkpoint names to tensors.
 
-        They are read at each update. Adapters (peft's LoRA) are merged on the way, or sent alone where the scheme says
-        so; the model is left as it is.
+        The weights are read at each update. Adapters (peft's LoRA) are merged into a copy, or sent alone, as the
+        scheme says.
         """
         with self._lock:
             self._model = model_of(model)
@@ -96,20 +94,20 @@ class WeightSync:
         *,
         vllm_engine: UpdatableEngine | Sequence[UpdatableEngine] | None = None,
     ) -> None:
-        """Open the way to the workers of an engine, or of several that are to hold the same weights.
+        """Connect to the workers of one engine, or of several engines that hold the same weights.
 
-        Replicas that start again later (`EngineReplicas`) are given the current weights before they serve. Engines that
-        compute in another dtype than the model's policy cause a warning that says what to do.
+        Replicas that restart later (`EngineReplicas`) receive the current weights before they serve. A warning is
+        issued if the engines' dtype differs from that of the model's policy.
 
         Args:
             model_metadata: from `get_model_metadata`; checked against the registered model.
             engine: an `AsyncVLLM`, a sequence of them, or `EngineReplicas`; `None` on ranks above 0.
-            vllm_engine: the same, by TorchRL's name.
+            vllm_engine: TorchRL's name of `engine`.
 
         Raises:
-            RuntimeError: without a registered model.
-            ValueError: when the metadata is of another model, or an engine cannot take the weights.
-            EngineError: when a worker cannot be reached, or its model is another one.
+            RuntimeError: if no model is registered.
+            ValueError: if the metadata is of another model, or an engine cannot take the weights.
+            EngineError: if a worker cannot be reached, or has another model.
         """
         engine = vllm_engine if engine is None else engine
         if self._model is None:
@@ -131,25 +129,24 @@ class WeightSync:
                 _require_same(get_model_metadata(self._model), model_metadata)
             if self._group is None or self._channel is None:
                 return
-            self._last_version = max(self._last_version, self._group.last_version)  # the list may forget its dead
+            self._last_version = max(self._last_version, self._group.last_version)  # dead engines may leave the list
             if (record := self._record()) is not None:
                 record.engine_dtype = self._group.model_dtype
                 record.is_engine_int8 = self._group.is_quantized
-                if record.engine_version is None:  # both hold the weights that they started with
+                if record.engine_version is None:  # both hold their initial weights
                     record.engine_version = self._group.policy_version
                 self._compare_dtypes(record)
             self._group.connect(self._group.members(), self._channel)
             self._group.call_before_serving(self.bring_up_to_date)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor] | None = None) -> int:
-        """Put the model's weights (or `weights`, by checkpoint name) into the engines; return their version.
+        """Load the model's weights (or `weights`, by checkpoint name) into the engines; return their version.
 
-        Requests in flight are treated as the scheme says, none is lost. The engines count the version. Blocks; in an
-        event loop use `asyncio.to_thread`. Engines that died are left out; where all of them did and `EngineReplicas`
-        starts others, the update waits for one.
+        Blocks; in an event loop use `asyncio.to_thread`. Engines that died are left out; if all died and
+        `EngineReplicas` restarts them, the update waits for one.
 
-        Raises RuntimeError before `init_all_workers_group`, and WeightSyncError if an engine refuses; the message says
-        which weights the engines hold now.
+        Raises RuntimeError before `init_all_workers_group`, and WeightSyncError if an engine fails; the message says
+        which weights the engines hold.
         """
         with self._lock:
             if self._source is None:
@@ -160,14 +157,14 @@ class WeightSync:
                     return (
                         self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
                     )
-                except ReplicaLostError as error:  # each time there is one less, or one restart less
+                except ReplicaLostError as error:  # terminates: each time there is one engine or one restart less
                     logger.warning("%s The update is repeated with the engines that are left.", error)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
-        """Do what `update_weights` does, but return as soon as training may go on: the engines take a copy meanwhile.
+        """Start `update_weights` in a thread, and return when training may continue; the future has the version.
 
-        What is not copied first (NCCL, CUDA IPC) is sent before it returns, and so are sharded weights. The future has
-        the version, or the error.
+        The call returns once the weights are copied. Sharded weights, and weights that are not copied (NCCL, CUDA
+        IPC), are sent before it returns.
         """
         is_copied = threading.Event()
 
@@ -185,10 +182,10 @@ class WeightSync:
         return future
 
     def bring_up_to_date(self, engine: UpdatableEngine) -> None:
-        """Give an engine that missed updates the weights that the others were sent last, with their version.
+        """Send the last weights and their version to an engine that missed updates.
 
-        Raises EngineError if the engine dies before an update that is under way ends, and WeightSyncError if they are
-        not held any more; the next update reaches the engine too.
+        Raises EngineError if the engine dies while it waits for an update in progress, and WeightSyncError if the
+        weights are no longer held; the next update then includes the engine.
         """
         with held_for(engine, self._lock):
             group = self._group
@@ -197,7 +194,7 @@ class WeightSync:
                 raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
             version = max(one.policy_version for one in [*group.engines, engine])
             staged = channel.staged_version
-            if staged is not None and staged <= self._last_version:  # the others may all have died since
+            if staged is not None and staged <= self._last_version:  # all other engines may have died
                 version = max(version, staged)
             if engine.policy_version == version:
                 return
@@ -213,7 +210,7 @@ class WeightSync:
                 group.commit(members, version)
 
     def shutdown(self) -> None:
-        """Release memory, communicators and threads; the engines stay. May be called twice."""
+        """Release memory, communicators and threads, but not the engines. May be called twice."""
         self._pool.shutdown()
         with self._lock:
             if self._group is not None:
@@ -247,11 +244,11 @@ class WeightSync:
         clock = _Clock()
         record = self._record()
         if record is not None:
-            self._compare_dtypes(record)  # its policy may be younger than this sender
+            self._compare_dtypes(record)  # the policy may have been created after this sender
             # what is trained from here on is not sent
             record.engine_version = None
             record.num_updates = 0
-        group.members()  # where none lives, what is staged stays what the engines were sent last
+        group.members()  # fail before staging if no engine lives
         version = channel.stage(max(group.last_version, self._last_version) + 1)
         clock.lap("stage_s")
         if self._is_copied is not None and channel.can_roll_back and not source.is_sharded:
@@ -270,10 +267,9 @@ class WeightSync:
         return version
 
     def _give(self, group: EngineGroup, channel: Channel, version: int, clock: _Clock) -> None:
-        """Let the engines take what is staged, load it and go on.
+        """Transfer the staged weights to the engines, which load them and resume.
 
-        Raises ReplicaLostError if it may be repeated, from where the channel still holds the weights, and
-        WeightSyncError if an engine refuses, or none is left.
+        Raises ReplicaLostError if the update may be repeated, and WeightSyncError if an engine fails or none is left.
         """
         members: list[Member] = []
         is_loaded = False
@@ -307,7 +303,7 @@ class WeightSync:
     def _not_taken(
         self, group: EngineGroup, channel: Channel, members: list[Member], error: Exception
     ) -> WeightSyncError:
-        """End an update that no engine loaded, and say what the engines hold."""
+        """End an update that no engine loaded, and return the error that says what the engines hold."""
         why = f"The weight update failed: {_brief(error)}"
         if group.are_replaced:
             return ReplicaLostError(why)
@@ -319,19 +315,19 @@ class WeightSync:
     def _not_loaded(
         self, group: EngineGroup, channel: Channel, members: list[Member], version: int, error: Exception
     ) -> WeightSyncError:
-        """Say what the engines hold of which some loaded the weights and some did not."""
+        """Return the error of an update that only some engines loaded."""
         why = f"The weight update failed while the weights were loaded: {_brief(error)}"
         if group.are_replaced:
             return ReplicaLostError(why)
         if all(engine.policy_version != version for engine in group.engines):
-            channel.roll_back()  # else an engine that starts again is given these
+            channel.roll_back()  # a restarted engine must not receive these weights
         return WeightSyncError(
             f"{why} Engines that failed hold a mixture and stay paused until an update succeeds; the others serve "
             f"version {version}."
         )
 
     def _update_together(self, source: ModelWeights) -> int:
-        """Tell every rank what became of the update, so that none waits for a peer that has given up."""
+        """Share the outcome of an update with all ranks, so that none waits for a rank that failed."""
         outcome: list[int | Exception] = [0]
         source.restart()
         try:
@@ -350,7 +346,7 @@ class WeightSync:
         return trained_model(self._model) if isinstance(self._model, torch.nn.Module) else None
 
     def _compare_dtypes(self, record: TrainedModel) -> None:
-        """Warn, once, where engine and trainer do not compute in the same dtype."""
+        """Warn, once, if engine and trainer compute in different dtypes."""
         if record.disagreement is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"Precision: {record.disagreement}", stacklevel=3)
@@ -368,7 +364,7 @@ def _require_same(model_metadata: ModelMetadata, given_metadata: ModelMetadata) 
 
 
 def _brief(error: Exception, limit: int = 400) -> str:
-    text = str(error)  # vLLM lists every parameter it knows
+    text = str(error)  # vLLM's message may list every parameter
     return text if len(text) <= limit else f"{text[:limit]} […]"
 
 

@@ -1,7 +1,7 @@
-"""vLLM's end of weight transfers: runs inside its worker processes.
+"""vLLM's end of weight transfers, which runs in its worker processes.
 
-`WorkerEngine` takes weights in two steps, so that what fails leaves the old ones in force. `TimedNCCLEngine` is vLLM's
-own transfer by NCCL, with a deadline.
+`WorkerEngine` receives and loads weights in two steps, so that a failed transfer leaves the old weights in place.
+`TimedNCCLEngine` is vLLM's own NCCL transfer with a timeout.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from llmrl.weight_sync.partial import NeededPages
 
 @dataclass
 class WorkerInitInfo(WeightTransferInitInfo):
-    """The layout that updates will have, when it is known, and one way to try: memory, a group, or a folder."""
+    """Layout of later updates, if known, and one transport to test: shared memory, a gloo group or a folder."""
 
     layout: dict[str, list] | None = None
     path: str = ""
-    """Of a buffer of `num_bytes` in the trainer's memory."""
+    """Path of a buffer of `num_bytes` in the trainer's memory."""
     num_bytes: int = 0
     tag: str = ""
-    """Tag in that buffer: in another container the path may lead to another program's file."""
+    """Expected tag of that buffer; in another container the path may be another program's file."""
     master_address: str = ""
     master_port: int = 0
     rank_offset: int = 1
     world_size: int = 0
     folder: str = ""
-    """Of a double buffer, as this host sees it."""
+    """Folder of a double buffer, as this host sees it."""
 
 
 @dataclass
 class WorkerUpdateInfo(WeightTransferUpdateInfo):
-    """Which weights come: those of a double buffer's `pointer`, those at `path`, or those that are broadcast now."""
+    """Source of the weights: a double buffer's `pointer`, a shared buffer at `path`, or a broadcast."""
 
     is_discarded: bool = False
-    """None come: what was taken before is forgotten."""
+    """Whether to discard received weights instead of receiving others."""
     folder: str = ""
     pointer: dict[str, int] = field(default_factory=dict)
     path: str = ""
@@ -75,17 +75,17 @@ class WorkerUpdateInfo(WeightTransferUpdateInfo):
     dtype_names: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     checksum: int | None = None
-    """Of what is broadcast, where deltas may lead on from it."""
+    """Checksum of the broadcast weights, if deltas may follow."""
     num_delta_bytes: int = 0
-    """Of the delta that is broadcast in place of the whole; 0 where the whole is."""
+    """Size of the broadcast delta; 0 if all weights are broadcast."""
 
 
 class WorkerEngine(WeightTransferEngine):
-    """Takes a whole checkpoint's weights into a flat buffer and checks them; loads them when the update is finished.
+    """Worker's end that receives a checkpoint into a flat buffer, checks it, and loads it at the end of the update.
 
-    The buffer is the trainer's memory, its own that a broadcast fills, or a double buffer's file. `update_weights`
-    changes nothing of the model: a transfer that breaks, weights of another model and weights that are missing are
-    found there, on every worker, before any worker loads.
+    The buffer is the trainer's memory, one filled by broadcast, or a double buffer's file. `update_weights` does not
+    change the model: interrupted transfers and weights that do not fit or are missing are found before any worker
+    loads.
     """
 
     init_info_cls = WorkerInitInfo
@@ -93,7 +93,7 @@ class WorkerEngine(WeightTransferEngine):
     _receiver: Receiver | None = None
     _mapped: tuple[str, torch.Tensor] = ("", torch.empty(0))
     _held: FileWeights | None = None
-    """What was read last of a double buffer, from which deltas may lead on."""
+    """Weights last read from a double buffer, to which deltas may apply."""
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
@@ -106,9 +106,9 @@ class WorkerEngine(WeightTransferEngine):
         self._pages: NeededPages | None = None
 
     def init_transfer_engine(self, init_info: WorkerInitInfo) -> None:
-        """Check that the weights will fit and try the way to the trainer.
+        """Check that the weights fit, and test the transport.
 
-        Raises ValueError if the model is another one, or the trainer's memory or folder is not seen from here.
+        Raises ValueError if the model is another one, or the trainer's memory or folder is not accessible.
         """
         if init_info.layout is not None:
             self.plan_for(PackedLayout.from_plain(**init_info.layout))
@@ -131,18 +131,18 @@ class WorkerEngine(WeightTransferEngine):
             self._receiver = Receiver(group)
 
     def start_weight_update(self) -> None:
-        """Forget what an update before took and did not finish."""
+        """Discard what an unfinished update received."""
         self._taken = None
 
     def update_weights(self, update_info: TransferInfo) -> None:
-        """Take all of the weights."""
-        # The base class would also wait for an accelerator, which this backend does not have.
+        """Receive all weights."""
+        # The base class would also synchronise an accelerator, which this backend does not use.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
-        """Take all of the weights.
+        """Receive all weights.
 
-        Raises ValueError if they are not those that were announced, do not fit the model, or some are missing.
+        Raises ValueError if they are not those announced, do not fit the model, or some are missing.
         """
         self._taken = None
         if update_info.is_discarded:
@@ -152,7 +152,7 @@ class WorkerEngine(WeightTransferEngine):
         self._taken = layout, buffer, update_info
 
     def plan_for(self, layout: PackedLayout) -> None:
-        """Check that the weights fit, and find the way for them.
+        """Check that the weights fit, and plan how to load them.
 
         Raises ValueError if they do not fit the model, or some are missing.
         """
@@ -162,7 +162,7 @@ class WorkerEngine(WeightTransferEngine):
             self._layout = layout
 
     def finish_weight_update(self) -> None:
-        """Load what was taken. Raises ValueError if it was overwritten meanwhile; the model then holds a mixture."""
+        """Load the received weights. Raises ValueError if they were overwritten meanwhile, which leaves a mixture."""
         if self._taken is None:
             return
         layout, buffer, update_info = self._taken
@@ -175,12 +175,12 @@ class WorkerEngine(WeightTransferEngine):
         self.require_intact(update_info)
 
     def take(self, update_info: WorkerUpdateInfo) -> tuple[PackedLayout, torch.Tensor]:
-        """Read, map or receive, and check that it is what was announced."""
+        """Read, map or receive the weights, and check that they are those announced."""
         if update_info.pointer:
             pointer = BufferPointer(**update_info.pointer)
             since = self._held
             self._held = None
-            has_deltas = pointer.anchor_every > 1  # they change any word, and their checksum is of the whole
+            has_deltas = pointer.anchor_every > 1  # deltas need the whole buffer
             pages_of = None if has_deltas else self._pages_of
             weights = DoubleBuffer(update_info.folder).read(pointer, since=since, pages_of=pages_of)
             self._held = weights if has_deltas else None
@@ -194,20 +194,20 @@ class WorkerEngine(WeightTransferEngine):
         return layout, buffer
 
     def require_intact(self, update_info: WorkerUpdateInfo) -> None:
-        """Check it again: the trainer may have packed its next weights after giving up on this update."""
+        """Check the tag again: the trainer may have staged its next weights after a timeout."""
         if update_info.path and read_tag(open_shared(update_info.path, update_info.num_bytes)) != update_info.tag:
             raise ValueError("the weights were overwritten while they were being loaded.")
 
     def shutdown(self) -> None:
-        """Leave the group, let go of the trainer's memory."""
+        """Leave the group and unmap the trainer's memory."""
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = None
         self._mapped = ("", torch.empty(0))
 
     def _map(self, update_info: WorkerUpdateInfo) -> torch.Tensor:
-        # Kept from update to update: entering 270 MB into the page table costs as much as copying a third of it. A
-        # path may have come to name another buffer, which the tag shows.
+        # The mapping is kept between updates: mapping 270 MB costs as much as copying a third of it. The tag shows
+        # whether the path now refers to another buffer.
         path, buffer = self._mapped
         if path != update_info.path or read_tag(buffer) != update_info.tag:
             buffer = open_shared(update_info.path, update_info.num_bytes)
@@ -222,17 +222,17 @@ class WorkerEngine(WeightTransferEngine):
         return self._receiver.receive(layout.num_bytes, pages=self._pages_of(layout), checksum=update_info.checksum)
 
     def _pages_of(self, layout: PackedLayout) -> NeededPages | None:
-        """Return what this worker's part of the model is loaded from; None where that is all."""
+        """Return the pages that this worker's part of the model is loaded from; None if it needs all."""
         if self.parallel_config.world_size == 1:
             return None
         try:
             self.plan_for(layout)
-        except ValueError:  # is said when the weights are here: others wait for this worker to take them
+        except ValueError:  # raised after the transfer, which other workers take part in
             return None
         return self._pages
 
     def _reload(self, layout: PackedLayout, buffer: torch.Tensor) -> None:
-        """Load by vLLM's layerwise reload: for any device and model."""
+        """Load with vLLM's layerwise reload, which supports any device and model."""
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
             forget_packing_of_experts(self.model)
@@ -253,7 +253,7 @@ class WorkerEngine(WeightTransferEngine):
             if not info.can_load() or is_deferred_attention_layer(layer) or id(layer) in heads:
                 continue
             is_untouched = info.load_numel == 0 and bool(info.load_numel_total)
-            # Only vocabularies are padded; a linear layer short of elements lacks one of the weights fused in it.
+            # Only vocabularies are padded; a linear layer with missing elements lacks one of its fused weights.
             is_partial = isinstance(layer, LinearBase) and 0 < info.load_numel < (info.load_numel_total or 0)
             if (is_untouched or is_partial) and any(True for _ in layer.parameters(recurse=False)):
                 missing.append(name)
@@ -261,13 +261,13 @@ class WorkerEngine(WeightTransferEngine):
             raise ValueError(f"the update lacks weights for {len(missing)} layers, among them {missing[:3]}.")
 
     def _abandon(self) -> None:
-        """Forget what waits to be loaded and put back what the layers had."""
+        """Discard pending weights and restore the layers."""
         forget_loaded(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
         self._renew_tied_heads()
 
     def _renew_tied_heads(self) -> None:
-        """Renew heads, which on CPU hold a packed copy of their weight: a reload of the embedding does not reach it."""
+        """Update tied heads; on CPU they hold a packed copy of their weight, which a reload leaves unchanged."""
         for head, embedding in self._tied_heads:
             if head.weight is not embedding.weight:
                 head.weight = embedding.weight
@@ -294,29 +294,29 @@ def find_tied_heads(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch
 
 @dataclass(kw_only=True)
 class TimedInitInfo(NCCLWeightTransferInitInfo):
-    """vLLM's, and when a transfer is given up."""
+    """vLLM's arguments, and the timeout of a transfer."""
 
     timeout_seconds: float = TRANSFER_SECONDS
 
 
 class TimedNCCLEngine(NCCLWeightTransferEngine):
-    """Takes weights by NCCL, and comes back with an error where the trainer or another worker does not go on."""
+    """vLLM's NCCL worker end that fails if the trainer or another worker stalls."""
 
     init_info_cls = TimedInitInfo
     model_update_group: TimedCommunicator | None
 
     def init_transfer_engine(self, init_info: TimedInitInfo) -> None:
-        """Meet the trainer and the other workers, anew where a group broke."""
+        """Join a new group with the trainer and the other workers."""
         self.shutdown()
         super().init_transfer_engine(init_info)
         if self.model_update_group is not None:
             self.model_update_group = TimedCommunicator(self.model_update_group, init_info.timeout_seconds)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Take all of the weights.
+        """Receive all weights.
 
-        Raises RuntimeError before the group was opened, and TransferStalledError if they stopped coming: the model
-        then holds a mixture.
+        Raises RuntimeError if no group is open, and TransferStalledError if the transfer stalled, which leaves a
+        mixture.
         """
         if self.model_update_group is None:
             raise RuntimeError("the trainer has opened no group; call init_transfer_engine first.")

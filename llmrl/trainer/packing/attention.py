@@ -1,4 +1,4 @@
-"""What computes the attention of packed rows."""
+"""Attention over packed rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from llmrl.trainer.packing.masks import IMPLEMENTATION, Mask, PackedMask
 
 _NUM_COMPILED = 64
-"""Kernels of one process: by dtype, width of heads, window, cap, with and without gradients, not by length."""
+"""Maximum number of compiled kernels per process: by dtype, head size, window, cap and gradient, not by length."""
 
 
 def packed_attention(
@@ -28,26 +28,23 @@ def packed_attention(
     position_bias: torch.Tensor | None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by plain matrix products where `sdpa` is slower or cannot do it; anything else goes to `sdpa`.
+    """Compute attention over packed rows with the fastest exact implementation.
 
-    With a `PackedMask` (on CUDA) it is PyTorch's kernel for sequences of several lengths where rows share nothing, in
-    half precision, and compiled `flex_attention` where they do; neither holds a mask or weights of all pairs. Otherwise
-    it is `sdpa`, or plain matrix products where that is slower or cannot do it: for bins of a few hundred tokens the
-    backward pass of PyTorch's CPU kernel takes several times as long as the two products it is made of, which an
-    additive mask asks for. Query heads that share a key head are one product, so keys are not repeated. A soft cap on
-    the scores, which `sdpa` leaves out in silence, is always computed here.
+    With a `PackedMask` (on CUDA), half-precision rows that share nothing use PyTorch's variable-length kernel, and
+    all others compiled `flex_attention`; neither materialises the mask or the weights. Otherwise `sdpa` is used, or
+    plain matrix products if the mask is additive (for short bins on CPU, whose `sdpa` backward pass is several times
+    slower) or scores have a soft cap (which `sdpa` silently ignores).
 
     Args:
         query: `[num_bins, num_heads, length, head_size]`.
         key, value: `[num_bins, num_key_heads, length, head_size]`.
-        attention_mask: a `PackedMask`, or `[num_bins, 1, length, length]`, either bool or 0 and very negative in the
-            dtype of the computation; None is causal.
+        attention_mask: a `PackedMask`, or `[num_bins, 1, length, length]`, either bool or additive; None is causal.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
-        s_aux: `[num_heads]` sinks (gpt-oss, arXiv:2508.10925), scores of a token without a value; with a `PackedMask`.
-        position_bias: is added to scores; without a soft cap and without a `PackedMask`.
+        s_aux: `[num_heads]` attention sinks (gpt-oss, arXiv:2508.10925); only with a `PackedMask`.
+        position_bias: added to scores; only without a soft cap and without a `PackedMask`.
 
     Raises:
-        TypeError: if the model has sinks, biases or dropout where they are not known.
+        TypeError: if sinks, biases or dropout are not supported in this combination.
     """
     if isinstance(attention_mask, PackedMask):
         if dropout or position_bias is not None:
@@ -90,7 +87,7 @@ def packed_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-# A compiled layer goes around it: its kernels are compiled by themselves, and for masks that are objects.
+# Excluded from compiled layers: its kernels are compiled separately, and compilation cannot trace mask objects.
 @functools.partial(torch.compiler.disable, recursive=False)
 def _fused_attention(
     query: torch.Tensor,
@@ -101,11 +98,11 @@ def _fused_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return `[num_bins, length, num_heads, head_size]`, by a kernel that visits only what is seen."""
+    """Return `[num_bins, length, num_heads, head_size]`, from a kernel that skips masked blocks."""
     num_bins, num_heads, length, head_size = query.shape
-    # Bins end to end, so that shapes differ in one number, for all of which a second kernel is compiled.
+    # Concatenating the bins leaves one varying dimension, so the kernel is compiled only once more for all lengths.
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    if torch.is_autocast_enabled(query.device.type):  # which knows neither kernel
+    if torch.is_autocast_enabled(query.device.type):  # autocast covers neither kernel
         dtype = torch.get_autocast_dtype(query.device.type)
         query = query.to(dtype)
         key = key.to(dtype)
@@ -127,7 +124,7 @@ def _fused_attention(
             window_size=(-1 if mask.window is None else mask.window - 1, 0),
             enable_gqa=is_grouped,
         )
-        assert isinstance(output, torch.Tensor)  # it is asked for nothing else
+        assert isinstance(output, torch.Tensor)  # no auxiliary outputs are requested
         return output.unflatten(0, (num_bins, length))
     output = _flex_attention(query.device.type)(
         *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
@@ -135,11 +132,11 @@ def _fused_attention(
         block_mask=mask,
         scale=scaling,
         enable_gqa=is_grouped,
-        # The kernel for fewer than 128 queries wants powers of two as numbers of heads.
+        # The kernel for fewer than 128 queries requires powers of two as numbers of heads.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
-    if sinks is not None:  # a sink is one more term of each sum of exponentials
+    if sinks is not None:  # a sink adds one term to each sum of exponentials
         output, auxiliary = output
         output = output * torch.sigmoid(auxiliary.lse - sinks[:, None].float())[..., None].to(output.dtype)
     return output[0].transpose(0, 1).unflatten(0, (num_bins, length))
@@ -156,16 +153,16 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def _flex_attention(device_type: str) -> Callable[..., Any]:
-    """`flex_attention`, compiled where there are kernels to compile; an error rather than `[length, length]` scores."""
+    """Return `flex_attention`, compiled except on CPU; it raises rather than materialise `[length, length]` scores."""
     if device_type == "cpu":
         return flex_attention
-    # Not `dynamic=True`, which makes symbols of soft caps and scales, too, that `flex_attention` cannot take.
+    # `dynamic=True` would make soft caps and scales symbolic, which `flex_attention` does not support.
     options: dict[str, Any] = {"fullgraph": True, "recompile_limit": _NUM_COMPILED}
     return torch.compile(flex_attention, **options)
 
 
 def register_packed_attention() -> None:
-    """Make `packed_attention` known to transformers under the name `IMPLEMENTATION`."""
+    """Register `packed_attention` in transformers under the name `IMPLEMENTATION`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

@@ -1,4 +1,4 @@
-"""Which tokens of packed rows see each other: as a tensor, or as blocks for kernels that skip what is not seen."""
+"""Attention masks of packed rows, as tensors or as block masks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.nn.attention.flex_attention import BlockMask
 from llmrl.trainer.packing.packed_rows import PackedRows
 
 IMPLEMENTATION = "llmrl_packed"
-"""The name by which transformers knows `packed_attention`."""
+"""Name of `packed_attention` in transformers."""
 FUSED_DEVICES = frozenset({"cuda"})
-"""Kinds of devices with kernels that train without `[length, length]` masks and weights."""
+"""Device types with kernels that train without `[length, length]` masks and weights."""
 MAX_PRODUCT_LENGTH = 256
-"""Bins up to this length keep their attention weights for the backward pass on a CPU; longer ones take `sdpa`."""
+"""Longest bin whose attention is computed by matrix products on CPU; longer bins use `sdpa`."""
 _BLOCK_LENGTH = 128
 
 
 class PackedMask(BlockMask):
-    """The mask of packed rows by blocks, all bins end to end: `[1, 1, num_tokens, num_tokens]`, never made whole."""
+    """Block mask of packed rows, `[1, 1, num_tokens, num_tokens]` over all bins, which is never materialised."""
 
     ndim = 4
     bounds: torch.Tensor | None
@@ -27,18 +27,18 @@ class PackedMask(BlockMask):
     longest: int
     """See `PackedRows.longest_sequence`."""
     window: int | None
-    """Tokens that a token sees of its own path, itself included; None is all."""
+    """Attention window in tokens of a row, including the token itself; None is unlimited."""
 
 
 Mask: TypeAlias = torch.Tensor | PackedMask
-"""Which tokens each token sees, as the attention in use reads it."""
+"""Mask in the form that the attention implementation takes."""
 
 
 def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, window: int | None = None) -> Mask:
     """Return the mask of packed rows in the form that an attention implementation takes.
 
-    That is a `PackedMask` for `IMPLEMENTATION` on `FUSED_DEVICES`, else `[num_bins, 1, length, length]`: bool, or of
-    `dtype` where it is added to scores. For `window` see `PackedRows.attention_mask`.
+    It is a `PackedMask` for `IMPLEMENTATION` on `FUSED_DEVICES`, else `[num_bins, 1, length, length]`: bool, or
+    `dtype` if it is added to scores. For `window` see `PackedRows.attention_mask`.
     """
     length = packed.input_ids.shape[1]
     device_type = packed.input_ids.device.type
@@ -52,10 +52,10 @@ def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, 
 
 
 def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
-    """`PackedRows.attention_mask` as a function of flat positions, and the blocks in which it is nowhere false."""
+    """Return `PackedRows.attention_mask` as a block mask over flat positions."""
     num_bins, length = packed.input_ids.shape
     bin_starts = torch.arange(0, num_bins * length, length, device=packed.input_ids.device)
-    # Not views: their bases are among what the kernel is compiled for.
+    # Copies rather than views, as the kernel is compiled for the bases of views too.
     end = (packed.subtree_end + bin_starts[:, None]).flatten().clone()
     depth = packed.position_ids.flatten().clone()
 
@@ -74,10 +74,10 @@ def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
 
 
 def _seen_blocks(end: torch.Tensor, depth: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[num_blocks, num_blocks]` each, of queries by keys: something may be seen, and everything is.
+    """Return two bool masks of query and key blocks, `[num_blocks, num_blocks]`: partially and fully visible.
 
-    A node is seen by the nodes after it up to its `end`: by the first of a later block if by any of it, and by all of
-    them if by the last. Under a window the first is an upper bound, and the kernel looks at each pair.
+    A node is visible to later nodes up to its `end`. A later block attends to it only if its first node does, and in
+    full if its last node does. With a window the partial blocks are an upper bound; the kernel checks each pair.
     """
     num_blocks = -(-len(end) // _BLOCK_LENGTH)
     missing = num_blocks * _BLOCK_LENGTH - len(end)
@@ -96,6 +96,6 @@ def _seen_blocks(end: torch.Tensor, depth: torch.Tensor, window: int | None) -> 
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many blocks of keys each block of queries has, and which, first of all."""
+    """Return the number of key blocks of each query block, and their indices first."""
     indices = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None].contiguous()

@@ -1,11 +1,11 @@
-"""Packing ragged rows without padding, computing what they share once.
+"""Packing of ragged rows without padding, with shared prefixes computed once.
 
-Rows that begin with the same tokens (samples of one prompt, branches of one conversation) share those tokens'
-computation: a causal decoder gives a token the same hidden state in every row that has the same tokens before it.
-So rows are laid out as token tries. Nodes are numbered in preorder, which makes the attention mask two comparisons:
-node `i` sees node `j` exactly when `j <= i < subtree_end[j]`, that is when `j` is on the path from the root to `i`.
+A causal decoder gives a token the same hidden state in every row that has the same tokens before it. Rows with a
+common prefix (samples of one prompt, branches of one conversation) are therefore laid out as token tries. Nodes are
+numbered in preorder, so that the attention mask is two comparisons: node `i` attends to node `j` if and only if
+`j <= i < subtree_end[j]`, which means that `j` is on the path from the root to `i`.
 
-Three rows, of which the tokens in brackets are scored, make two tries in one bin:
+Three rows, with scored tokens in brackets, make two tries in one bin:
 
     rows            1 2 3 [7]     1 2 4 [5] [8]     6 [9]
 
@@ -15,10 +15,10 @@ Three rows, of which the tokens in brackets are scored, make two tries in one bi
 
     node            0  1  2  3  4  5
     input_ids       1  2  3  4  5  6      7, 8 and 9 predict nothing and are not computed
-    position_ids    0  1  2  2  3  0      depth, so that 4 stands where it would stand in its own row
-    subtree_end     5  5  3  5  5  6      node 3 sees 0, 1 and itself, not 2: its subtree ended at 3
+    position_ids    0  1  2  2  3  0      depth in the trie, which is the position in the row
+    subtree_end     5  5  3  5  5  6      node 3 attends to 0, 1 and itself; the subtree of 2 ends at 3
 
-    predictors      2  3  4  5            the last node of what comes before each scored token
+    predictors      2  3  4  5            the last node before each scored token
     targets         7  5  8  9
 """
 
@@ -42,7 +42,7 @@ DEFAULT_TOKEN_BUDGET = 8192
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A micro-batch: several bins of equal length, each holding one or several token tries.
+    """A micro-batch: bins of equal length, each with one or several token tries.
 
     Positions are flat: position `p` is `input_ids.flatten()[p]`.
     """
@@ -50,9 +50,9 @@ class PackedRows:
     input_ids: torch.Tensor
     """[num_bins, bin_length] int64."""
     position_ids: torch.Tensor
-    """[num_bins, bin_length] int64: depth in the row, so that a row sees the positions it would see alone."""
+    """[num_bins, bin_length] int64: position of the token in its own row."""
     subtree_end: torch.Tensor
-    """[num_bins, bin_length] int64: one past the last node, within the bin, that sees this node."""
+    """[num_bins, bin_length] int64: one past the last node of the bin that attends to this node."""
     predictors: torch.Tensor
     """[num_scored] int64: flat position that predicts the scored token; ascending."""
     targets: torch.Tensor
@@ -60,47 +60,47 @@ class PackedRows:
     row_index: torch.Tensor
     """[num_scored] int64: row of the scored token, in the order given to `pack_rows`."""
     token_index: torch.Tensor
-    """[num_scored] int64: place of the scored token within its row."""
+    """[num_scored] int64: index of the scored token within its row."""
     rows: torch.Tensor
-    """[num_rows] int64: the rows held here, in the order of `token_positions`."""
+    """[num_rows] int64: indices of the rows in this micro-batch, in the order of `token_positions`."""
     row_lengths: torch.Tensor
-    """[num_rows] int64: tokens of each row that are computed."""
+    """[num_rows] int64: number of computed tokens of each row."""
     token_positions: torch.Tensor
-    """[num_row_tokens] int64: flat position of every computed token of every row held here, row after row."""
+    """[num_row_tokens] int64: flat positions of the rows' computed tokens, row after row."""
     tail_lengths: torch.Tensor
-    """[num_rows] int64: tokens of each row after its last predictor, which are not computed."""
+    """[num_rows] int64: number of tokens of each row after its last predictor, which are not computed."""
     tails: torch.Tensor
     """[num_tail_tokens] int64: ids of those tokens, row after row."""
     sequence_bounds: torch.Tensor | None
-    """[num_sequences + 1] int32: flat positions between sequences that see nothing of each other, and in which every
-    token sees all before it; None where rows branch."""
+    """[num_sequences + 1] int32: flat bounds of independent sequences, each with plain causal attention; None if rows
+    branch."""
     longest_sequence: int
-    """Tokens between two bounds, at most; 0 without."""
+    """Largest number of tokens between two bounds; 0 without bounds."""
     sampling_mask: SamplingMask | None = None
-    """[num_scored]: of the scored tokens, where some were sampled from a truncated distribution."""
+    """Ids kept by truncation at the scored tokens; None if no token was sampled from a truncated distribution."""
     routed_experts: torch.Tensor | None = None
-    """[num_bins * bin_length, num_layers, top_k] int16: experts of each position, -1 where they are the router's to
-    choose; None where they are everywhere."""
+    """[num_bins * bin_length, num_layers, top_k] int16: experts at each position, -1 if the router chooses; None if it
+    always does."""
 
     @property
     def num_scored(self) -> int:
-        """Number of tokens to score."""
+        """Number of scored tokens."""
         return self.targets.shape[0]
 
     @property
     def num_row_tokens(self) -> int:
-        """Tokens of the rows held here, shared ones counted once per row."""
+        """Number of tokens of these rows; shared tokens count once per row."""
         return self.token_positions.shape[0] + self.tails.shape[0]
 
     @property
     def num_packed_tokens(self) -> int:
-        """Tokens to compute, the padding of shorter bins included."""
+        """Number of computed tokens, including padding."""
         return self.input_ids.numel()
 
     def attention_mask(self, *, window: int | None = None) -> torch.Tensor:
-        """[num_bins, 1, bin_length, bin_length] bool: True where a query (dim 2) sees a key (dim 3).
+        """Return the mask, [num_bins, 1, bin_length, bin_length] bool, with queries in dim 2 and keys in dim 3.
 
-        `window` limits a token to the last `window` tokens of its own path, itself included.
+        `window` limits attention to the last `window` tokens of a row, including the token itself.
         """
         index = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         mask = (index[:, None] >= index[None, :]) & (index[:, None] < self.subtree_end[:, None, :])
@@ -109,7 +109,7 @@ class PackedRows:
         return mask[:, None]
 
     def unpack(self) -> list[torch.Tensor]:
-        """Return the rows held here, `[num_tokens]` each, in the order of `rows`."""
+        """Return the rows, `[num_tokens]` each, in the order of `rows`."""
         computed = self.input_ids.flatten()[self.token_positions].split(self.row_lengths.tolist())
         tails = self.tails.split(self.tail_lengths.tolist())
         return [torch.cat(parts) for parts in zip(computed, tails, strict=True)]
@@ -134,24 +134,23 @@ def pack_rows(
     one_row_per_bin: bool = False,
     routed_experts: Sequence[torch.Tensor] | None = None,
 ) -> list[PackedRows]:
-    """Lay ragged rows out as micro-batches of at most `token_budget` computed tokens.
+    """Lay out ragged rows as micro-batches of at most `token_budget` computed tokens.
 
-    A row that is longer than the budget by itself gets a micro-batch of its own. The first token of a row has
-    nothing before it and is never scored. What follows a row's last predictor (its last scored token, and any context
-    after it) is seen by nothing that is wanted and is not computed; a row without scored tokens is left out.
+    A row longer than the budget gets a micro-batch of its own. The first token of a row is never scored. Tokens after
+    a row's last predictor are not computed, and rows without scored tokens are left out.
 
     Args:
-        token_ids: `[num_tokens]` int64 each.
-        scored_masks: `[num_tokens]` bool each; True for tokens to be scored.
-        token_budget: computed tokens in a micro-batch, padding included.
-        bin_length: tokens that attend to each other in one sequence; longer rows get a longer bin. What is shared grows
-            with it, and so does the cost of attention: None takes the cheapest of several.
-        attention_length: a bin's length at which attention costs as much as the rest of the model; infinite where
-            nothing but the number of computed tokens counts.
-        share_prefixes: False lays every row out by itself, for comparison.
-        one_row_per_bin: nothing is shared and each row has a bin of its own, for models that carry a state from token
-            to token: where a bin holds one row from its start, no mask is needed.
-        routed_experts: `[num_tokens, num_layers, top_k]` int16 each: tokens of other experts are not shared.
+        token_ids: `[num_tokens]` int64 per row.
+        scored_masks: `[num_tokens]` bool per row; True for tokens to score.
+        token_budget: computed tokens per micro-batch, including padding.
+        bin_length: tokens per bin; longer rows get a longer bin. Longer bins share more and make attention costlier;
+            None chooses the cheapest of several lengths.
+        attention_length: bin length at which attention costs as much as the rest of the model; by default attention
+            costs nothing.
+        share_prefixes: False lays out every row separately, for comparison.
+        one_row_per_bin: give each row a bin of its own, without sharing, so that no mask is needed; for models with
+            recurrent state.
+        routed_experts: `[num_tokens, num_layers, top_k]` int16 per row; tokens with different experts are not shared.
 
     Raises:
         ValueError: if the two lists differ in length, a row is empty, or a budget is not positive.
@@ -172,7 +171,7 @@ def pack_rows(
     if not token_ids:
         return []
     if one_row_per_bin:
-        # Whatever is longer than a bin has one to itself, and so has whatever fills one.
+        # With a bin length of 1, every row fills a bin of its own.
         bin_length = 1
         share_prefixes = False
     rows = [np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64) for ids in token_ids]
@@ -189,9 +188,9 @@ def pack_rows(
     if routed_experts is not None:
         experts = [one[:num].cpu().numpy() for one, num in zip(routed_experts, num_computed, strict=True)]
     alike = rows if experts is None else _numbered(rows, experts)
-    # Any total order of tokens groups shared prefixes; that of the raw bytes is the cheapest to sort by.
+    # Any total order of tokens groups shared prefixes; the order of raw bytes is the cheapest.
     order.sort(key=[row.tobytes() for row in alike].__getitem__)
-    # Sorted, a row shares the most with its neighbour: one number for each row describes all tries.
+    # A sorted row shares the most with its neighbour, so one number per row describes all tries.
     #     1 2 3   1 2 4 5   6    ->   shared = [0, 2, 0]
     shared = [0] * len(order)
     if share_prefixes:
@@ -231,7 +230,6 @@ def _check(
 
 
 def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
-    """Return the length of the common prefix."""
     num = min(len(left), len(right))
     differs = left[:num] != right[:num]
     first = int(differs.argmax())
@@ -239,7 +237,7 @@ def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
 
 
 def _numbered(rows: list[np.ndarray], experts: list[np.ndarray]) -> list[np.ndarray]:
-    """Return a number for each token, which tokens of the same id and the same experts share."""
+    """Return a number per token; tokens with the same id and experts have the same number."""
     ids = np.concatenate(rows)[:, None].view(np.int16)
     told = np.concatenate([ids, np.concatenate(experts).reshape(len(ids), -1)], 1)
     _, numbers = np.unique(told.view(np.dtype((np.void, told.strides[0]))).ravel(), return_inverse=True)
@@ -247,7 +245,7 @@ def _numbered(rows: list[np.ndarray], experts: list[np.ndarray]) -> list[np.ndar
 
 
 def _with_experts(packed: PackedRows, experts: list[np.ndarray]) -> PackedRows:
-    """Write the experts of a micro-batch's positions; padding has no known experts."""
+    """Add the experts at each position; padding gets unknown experts."""
     told = torch.from_numpy(np.concatenate([experts[row] for row in packed.rows.tolist()]))
     column = unknown_experts(packed.num_packed_tokens, told.shape[1:])
     column[packed.token_positions.cpu()] = told
@@ -264,15 +262,14 @@ def _lay_out(
     device: torch.device,
 ) -> PackedRows:
     """Number the nodes of one micro-batch and write its tensors."""
-    # Rows come in sorted order, so that a trie is written depth first without building it: `path` holds the nodes of
-    # the current row. Of the next row the first `num_shared` nodes are those of `path`; the others leave the trie's
-    # current branch, which ends here.
+    # Sorted rows write a trie depth first without building it. `path` holds the nodes of the current row. The next
+    # row shares the first `num_shared` nodes of `path`; the subtrees of the other nodes end here.
     #     path of 1 2 3: [0, 1, 2];   1 2 4 5 shares 2:   subtree_end[2] = 3,   path: [0, 1, 3, 4]
     length = bins[0].num_nodes
     size = len(bins) * length
     input_ids = np.zeros(size, dtype=np.int64)
     position_ids = np.zeros(size, dtype=np.int64)
-    # A padding token sees itself only and is seen by nothing else: no empty softmax, no leak.
+    # Padding attends only to itself, which avoids an empty softmax, and no other token attends to it.
     subtree_end = np.tile(np.arange(1, length + 1), len(bins))
     depths = np.arange(max(len(row) for row in rows))
     held: list[int] = []
@@ -318,14 +315,14 @@ def _with_scored_tokens(
     scored: list[np.ndarray],
     device: torch.device,
 ) -> PackedRows:
-    """Find, for every token to score, the position that predicts it."""
-    # A shared node predicts for each row that passes through it, so predictors may repeat: `row_index` and
-    # `token_index` say for which token of which row each one is. All arrays run over the rows' computed tokens, row
-    # after row, until `places` picks those that predict; sorting by position makes the head read states in order.
+    """Find the position that predicts each scored token."""
+    # A shared node predicts for each row that passes through it, so predictors may repeat. All arrays run over the
+    # rows' computed tokens, row after row, until `places` picks the predictors; sorting lets the head read states in
+    # order.
     lengths = np.asarray([len(path) for path in paths])
     positions = np.concatenate(paths)
     starts = np.cumsum(lengths) - lengths
-    # A place among the computed tokens predicts a scored token exactly when the row's next token is scored.
+    # A computed token is a predictor if the row's next token is scored.
     places = np.flatnonzero(np.concatenate([scored[index][1 : len(rows[index]) + 1] for index in held]))
     next_ids = np.concatenate([np.append(rows[index][1:], tails[index][0]) for index in held])
     places = places[np.argsort(positions[places], kind="stable")]
@@ -356,11 +353,11 @@ def _with_scored_tokens(
 
 
 def _sequence_bounds(depth: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
-    """See `PackedRows.sequence_bounds`; here, where nothing has to be asked of a device."""
+    """Return `PackedRows.sequence_bounds`; computed on the host to avoid a device synchronisation."""
     if ((depth[1:] != depth[:-1] + 1) & (depth[1:] != 0)).any():
         return None
     is_padding = np.ones(len(depth), dtype=bool)
     is_padding[positions] = False
     is_first = depth == 0
-    is_first[1:] &= ~(is_padding[1:] & is_padding[:-1])  # padding is a sequence like another
+    is_first[1:] &= ~(is_padding[1:] & is_padding[:-1])  # a run of padding is one sequence
     return np.append(np.flatnonzero(is_first), len(depth)).astype(np.int32)
